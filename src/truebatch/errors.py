@@ -1,0 +1,62 @@
+"""Every error the library raises on purpose.
+
+* TruebatchError       has three parts: what is wrong, what was seen, what to do
+  - ConfigError        a setting, a key or a target is not usable
+  - DataError          a file or a sample cannot be read or is not what it was
+  - PlanError          the samples cannot be planned under the given limits
+  - BatchError         the samples of one micro-batch do not fit together
+  - AttentionError     a mask or a segment table that attention would misread
+  - LoaderError        a worker raised, died or hung while loading a named sample
+  - LawError           a sample's result depends on what else is in its micro-batch
+"""
+
+from __future__ import annotations
+
+
+class TruebatchError(ValueError):
+    """Base class: `except TruebatchError` catches what the library raises on purpose."""
+
+    def __init__(self, wrong: str, *, seen: str, do: str) -> None:
+        super().__init__(wrong, seen, do)
+        self.wrong = wrong
+        self.seen = seen
+        self.do = do
+
+    def __str__(self) -> str:
+        return f"{self.wrong}\n  seen: {self.seen}\n  do:   {self.do}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Worker processes hand errors to the parent by pickling; keyword-only parts would be lost otherwise.
+        return _rebuild, (type(self), self.wrong, self.seen, self.do)
+
+
+def _rebuild(kind: type[TruebatchError], wrong: str, seen: str, do: str) -> TruebatchError:
+    return kind(wrong, seen=seen, do=do)
+
+
+class ConfigError(TruebatchError):
+    """A setting, a key or a target is not usable."""
+
+
+class DataError(TruebatchError):
+    """A file or a sample cannot be read, or is not what it was when it was measured."""
+
+
+class PlanError(TruebatchError):
+    """The samples cannot be planned under the given limits."""
+
+
+class BatchError(TruebatchError):
+    """The samples of one micro-batch do not fit together."""
+
+
+class AttentionError(TruebatchError):
+    """A mask or a segment table that attention would misread."""
+
+
+class LoaderError(TruebatchError):
+    """A worker raised, died or hung while loading a named sample."""
+
+
+class LawError(TruebatchError):
+    """A sample's result depends on what else is in its micro-batch."""

@@ -1,0 +1,56 @@
+"""What a task supplies: each term of its loss as a sum and a count, divided once over the whole step.
+
+A mean per micro-batch would weight a token by how full its micro-batch happens to be. One sum divided
+by one count does not, however the step is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from truebatch.errors import BatchError
+from truebatch.tensors.microbatch import MicroBatch
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """The loss of a task, one number a term."""
+
+    def counts(self, batch: MicroBatch) -> dict[str, int]:
+        """What each term is divided by, as far as this micro-batch goes; known before the forward pass."""
+        ...
+
+    def sums(self, model: nn.Module, batch: MicroBatch) -> dict[str, Tensor]:
+        """Each term summed, never averaged, over this micro-batch."""
+        ...
+
+
+def add_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The count of each term over all micro-batches of a step."""
+    total: dict[str, int] = {}
+    for one in counts:
+        for name, n in one.items():
+            total[name] = total.get(name, 0) + int(n)
+    return total
+
+
+def divide_once(sums: Mapping[str, Tensor], counts: Mapping[str, int]) -> Tensor:
+    """The share of a step's loss that these sums make up; `counts` are those of the whole step.
+
+    A term nobody counted in this step (count 0) adds 0, not NaN.
+    """
+    missing = sorted(set(sums) - set(counts))
+    if missing:
+        raise BatchError(
+            f"loss terms without a count: {missing}",
+            seen=f"sums for {sorted(sums)}, counts for {sorted(counts)}",
+            do="return a count for each term from the objective's `counts`",
+        )
+    if not sums:
+        raise BatchError("an objective gave no loss term", seen="sums() -> {}", do="return at least one named sum")
+    parts = [total / max(counts[name], 1) for name, total in sums.items()]
+    return torch.stack(parts).sum()

@@ -1,0 +1,96 @@
+"""What a sample is made of, declared once: which values are ragged, along which axis, and what fills the empty cells."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from truebatch.errors import ConfigError
+
+Kind = Literal["along", "flat", "once", "nested"]
+Side = Literal["left", "right"]
+
+DTYPES = ("keep", "bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Field:
+    """One value of a sample and how a micro-batch holds it.
+
+    >>> Field(name="input_ids", pad=0)                                     # [length] -> [B, T]
+    >>> Field(name="labels", source="input_ids", shift=1, pad=-100)        # the next token, shifted before padding
+    >>> Field(name="patches", kind="flat", axis="patches")                 # [n, ...] -> [sum of n, ...] and offsets
+    >>> Field(name="label", kind="once")                                   # [...] -> [N, ...]
+    >>> Field(name="events", kind="nested", axis="sets", inner="events")   # sets of events -> [M, E, ...]
+    """
+
+    name: str
+    """The name in the micro-batch, and in the sample unless `source` says otherwise."""
+    kind: Kind = "along"
+    """along: laid in rows; flat: concatenated with offsets; once: stacked, one a sample; nested: two ragged levels."""
+    axis: str = "cells"
+    """Fields that name the same axis have the same length in every sample. `cells` is the planned one."""
+    inner: str = ""
+    """The second ragged level of a nested field."""
+    pad: float = 0
+    """Written into cells that hold no token."""
+    dtype: str = "keep"
+    """`keep` takes the dtype of the data."""
+    source: str = ""
+    """The sample's key to read, if it is not `name`."""
+    shift: int = 0
+    """Cell t holds entry t + shift of the same sample (teacher forcing: 1); what runs over the end holds `pad`."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(
+                f"field {self.name!r} has an unknown dtype", seen=f"dtype={self.dtype!r}", do=f"use one of {DTYPES}"
+            )
+        if self.shift < 0 or (self.shift and self.kind != "along"):
+            raise ConfigError(
+                f"field {self.name!r} cannot be shifted",
+                seen=f"shift={self.shift}, kind={self.kind!r}",
+                do="give a shift of 0 or more, and only to a field of kind 'along'",
+            )
+        if (self.kind == "nested") != bool(self.inner):
+            raise ConfigError(
+                f"field {self.name!r}: `inner` names the second level of a nested field, and only of one",
+                seen=f"kind={self.kind!r}, inner={self.inner!r}",
+                do="set kind='nested' together with inner='...', or neither",
+            )
+
+    @property
+    def key(self) -> str:
+        """Where the value stands in a sample."""
+        return self.source or self.name
+
+
+def check_fields(fields: Sequence[Field]) -> None:
+    """Refuse declarations that contradict each other: a name twice, or an axis used in two ways."""
+    names = [f.name for f in fields]
+    twice = sorted({n for n in names if names.count(n) > 1})
+    if twice or not fields:
+        raise ConfigError(
+            "fields must be declared once each",
+            seen=f"declared twice: {twice}" if twice else "no fields at all",
+            do="give every field its own name",
+        )
+    used: dict[str, str] = {}
+    for f in fields:
+        for axis, use in _uses(f):
+            if used.setdefault(axis, use) != use:
+                raise ConfigError(
+                    f"axis {axis!r} is used in two ways",
+                    seen=f"field {f.name!r} uses it as {use}, another as {used[axis]}",
+                    do="name the axes differently",
+                )
+
+
+def _uses(field: Field) -> list[tuple[str, str]]:
+    if field.kind == "once":
+        return []
+    if field.kind == "flat":
+        return [(field.axis, "flat entries")]
+    rows = [(field.axis, "cells of rows")]
+    return [*rows, (field.inner, f"the inner level of {field.axis!r}")] if field.inner else rows
