@@ -1,0 +1,237 @@
+"""Where samples lie in the rows of one ragged axis.
+
+lengths -> one table over the flattened [B*T] cells: sample, padding, sample, ... -> attention, positions, the way back
+
+Padding is always a segment of its own, so that no attention kernel leaves a cell unwritten. A long tail of padding is
+several short segments: attention costs the square of a segment, and nobody reads what it computes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from truebatch.errors import BatchError
+
+Layout = Literal["padded", "packed"]
+Side = Literal["right", "left"]
+Lengths = Sequence[int] | npt.NDArray[np.integer] | Tensor
+
+PADDING_PIECE = 256
+"""Cells of one padding segment at least (where there are so many), so that short samples do not make a long table."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Segments:
+    """The samples (and the padding) of a micro-batch as consecutive spans of its [B*T] cells."""
+
+    starts: Tensor
+    """[S+1] int32: segment s covers cells starts[s] to starts[s+1]; repeated ends are empty slots."""
+    lengths: tuple[int, ...]
+    """Cells of every segment, padding included, empty slots not: host numbers, so that no loop waits for a device."""
+    is_sample: tuple[bool, ...]
+    """True where the segment of `lengths` is a sample, False where it is padding."""
+    max_length: int
+    """No segment is longer; a host number. May be a constant bound when shapes must be static."""
+    is_real: Tensor
+    """[B, T] bool: True where a cell belongs to a sample."""
+    layout: Layout
+    """`padded`: one sample a row. `packed`: samples end to end."""
+    side: Side = "right"
+    """Where the padding of a row lies."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, T): rows and cells a row."""
+        return self.is_real.shape[0], self.is_real.shape[1]
+
+    @property
+    def num_cells(self) -> int:
+        """Cells of all rows, padding included."""
+        return self.is_real.numel()
+
+    @property
+    def sample_lengths(self) -> tuple[int, ...]:
+        """Cells of each sample, in order."""
+        return tuple(length for length, real in zip(self.lengths, self.is_sample, strict=True) if real)
+
+    @property
+    def sample_starts(self) -> tuple[int, ...]:
+        """First cell of each sample in the flattened rows, in order."""
+        ends = np.cumsum(self.lengths, dtype=np.int64).tolist()
+        table = zip(ends, self.lengths, self.is_sample, strict=True)
+        return tuple(end - length for end, length, real in table if real)
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Segments:
+        """The same table with its tensors on `device`."""
+        return replace(
+            self,
+            starts=self.starts.to(device, non_blocking=non_blocking),
+            is_real=self.is_real.to(device, non_blocking=non_blocking),
+        )
+
+    def pin_memory(self) -> Segments:
+        """The same table with its tensors in page-locked memory, for copies that do not block."""
+        return replace(self, starts=self.starts.pin_memory(), is_real=self.is_real.pin_memory())
+
+
+def packed_segments(
+    lengths: Lengths, *, cells: int | None = None, slots: int | None = None, max_length: int | None = None
+) -> Segments:
+    """Samples end to end in one row [1, cells].
+
+    `cells` (default: as many as the samples need), `slots` (entries of the table) and `max_length` (a bound, default:
+    the longest sample) may be fixed by the caller, so that every micro-batch has the same shapes.
+    """
+    sizes = _checked_lengths(lengths)
+    used = sum(sizes)
+    width = used if cells is None else cells
+    if used > width:
+        raise BatchError(
+            f"{len(sizes)} samples do not fit one packed row",
+            seen=f"{used:,} tokens, cells={width:,}",
+            do=f"raise cells to {used:,} or put fewer samples into the row; they are never cut here",
+        )
+    padding = _pieces(width - used, _piece_bound(sizes, max_length))
+    is_sample = [True] * len(sizes) + [False] * len(padding)
+    is_real = torch.arange(width)[None, :] < used  # [1, T]
+    return Segments(
+        starts=_starts([*sizes, *padding], slots),
+        lengths=(*sizes, *padding),
+        is_sample=tuple(is_sample),
+        max_length=max([*sizes, *padding], default=0) if max_length is None else max_length,
+        is_real=is_real,
+        layout="packed",
+    )
+
+
+def padded_segments(lengths: Lengths, width: int | None = None, side: Side = "right") -> Segments:
+    """One sample a row [B, width], padded on `side`; `width` defaults to the longest sample."""
+    sizes = _checked_lengths(lengths)
+    if side not in ("right", "left"):
+        raise BatchError("padding lies on the right or on the left", seen=f"side={side!r}", do="say 'right' or 'left'")
+    longest = max(sizes, default=0)
+    width = longest if width is None else width
+    if longest > width:
+        raise BatchError(
+            "a sample is longer than its row",
+            seen=f"sample {sizes.index(longest)} has {longest:,} cells, width={width:,}",
+            do=f"raise width to {longest:,} or shorten the sample before batching; it is never cut here",
+        )
+    table: list[tuple[int, bool]] = []
+    for size in sizes:
+        padding = [(width - size, False)] if size < width else []
+        table += [(size, True), *padding] if side == "right" else [*padding, (size, True)]
+    return Segments(
+        starts=_starts([size for size, _ in table], None),
+        lengths=tuple(size for size, _ in table),
+        is_sample=tuple(real for _, real in table),
+        max_length=max((size for size, _ in table), default=0),
+        is_real=_is_real_padded(sizes, width, side),
+        layout="padded",
+        side=side,
+    )
+
+
+def segment_of_cell(segments: Segments) -> Tensor:
+    """[B, T] int64: the number of the segment that holds each cell; made on the device, without waiting for it."""
+    cells = torch.arange(segments.num_cells, device=segments.starts.device, dtype=segments.starts.dtype)
+    return torch.bucketize(cells, segments.starts[1:], right=True).view(segments.shape)
+
+
+def cell_positions(segments: Segments) -> Tensor:
+    """[B, T] int64: 0, 1, 2, ... from the first cell of every sample, on every layout and side.
+
+    Padding gets 0, so that no position lies outside a table of positions that holds the samples.
+    """
+    first = segments.starts[segment_of_cell(segments)].long()  # [B, T]
+    cells = torch.arange(segments.num_cells, device=segments.starts.device).view(segments.shape)
+    return torch.where(segments.is_real, cells - first, 0)
+
+
+def _checked_lengths(lengths: Lengths) -> list[int]:
+    values = lengths.numpy() if isinstance(lengths, Tensor) else np.asarray(lengths)
+    if values.size == 0:
+        return []
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise BatchError(
+            "lengths are whole numbers, one a sample",
+            seen=f"shape {values.shape}, dtype {values.dtype}",
+            do="give a flat list of integers",
+        )
+    if int(values.min()) < 0:
+        where = int(values.argmin())
+        raise BatchError(
+            "a length is negative", seen=f"sample {where} has length {values[where]}", do="give lengths of 0 or more"
+        )
+    if int(values.sum(dtype=np.float64)) >= 2**31:
+        raise BatchError(
+            "one micro-batch holds too many cells for an int32 table",
+            seen=f"{int(values.sum(dtype=np.float64)):,} cells",
+            do="put fewer samples into one micro-batch",
+        )
+    return [int(value) for value in values]
+
+
+def _piece_bound(sizes: list[int], max_length: int | None) -> int:
+    longest = max(sizes, default=0)
+    if max_length is None:
+        return max(longest, PADDING_PIECE)
+    if max_length < max(longest, 1):
+        raise BatchError(
+            "a sample is longer than the fixed bound of the table",
+            seen=f"longest sample {longest:,}, max_length={max_length:,}",
+            do=f"raise max_length to {max(longest, 1):,}",
+        )
+    return max_length
+
+
+def _pieces(cells: int, bound: int) -> list[int]:
+    whole, rest = divmod(cells, bound)
+    return [bound] * whole + ([rest] if rest else [])
+
+
+def _starts(sizes: list[int], slots: int | None) -> Tensor:
+    if slots is not None and len(sizes) > slots:
+        raise BatchError(
+            "the segment table has too few slots",
+            seen=f"{len(sizes)} segments (padding included), slots={slots}",
+            do=f"raise slots to {len(sizes)} or put fewer samples into the row",
+        )
+    empty = 0 if slots is None else slots - len(sizes)
+    ends = np.cumsum([0, *sizes, *[0] * empty], dtype=np.int64)
+    return torch.from_numpy(ends.astype(np.int32))  # [S+1]
+
+
+def _is_real_padded(sizes: list[int], width: int, side: Side) -> Tensor:
+    cells = torch.arange(width)[None, :]  # [1, T]
+    count = torch.tensor(sizes, dtype=torch.int64)[:, None]  # [B, 1]
+    return cells < count if side == "right" else cells >= width - count
+
+
+def stack_rows(rows: Sequence[Segments]) -> Segments:
+    """Packed rows of the same width as one table: [1, T] each -> [B, T]."""
+    if len(rows) == 1:
+        return rows[0]
+    widths = {row.shape[1] for row in rows}
+    if len(widths) != 1:
+        raise BatchError(
+            "packed rows of one micro-batch must be equally wide",
+            seen=f"widths {sorted(widths)}",
+            do="give every row the same number of cells",
+        )
+    lengths = tuple(length for row in rows for length in row.lengths)
+    return replace(
+        rows[0],
+        starts=_starts(list(lengths), sum(len(row.starts) - 1 for row in rows)),
+        lengths=lengths,
+        is_sample=tuple(real for row in rows for real in row.is_sample),
+        max_length=max(row.max_length for row in rows),
+        is_real=torch.cat([row.is_real for row in rows]),
+    )
