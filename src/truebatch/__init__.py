@@ -20,7 +20,7 @@ _HOME: dict[str, str] = {
     "System": "system",
     "TruebatchError": "errors",
     "build_plan": "planning.plan",
-    "collate": "tensors.microbatch",
+    "collate": "tensors.collating",
     "load_plan": "planning.files",
 }
 

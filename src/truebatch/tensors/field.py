@@ -1,4 +1,4 @@
-"""What a sample is made of, declared once: which values are ragged, along which axis, and what fills the empty cells."""
+"""What a sample is made of, declared once: what is ragged, along which axis, and what fills the empty cells."""
 
 from __future__ import annotations
 

@@ -1,0 +1,204 @@
+"""Turn the samples of one micro-batch into tensors: one writer for padded and packed rows.
+
+samples -> values of every field -> lengths of every axis, checked -> where each token goes -> tensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from truebatch.errors import BatchError
+from truebatch.planning.rows import Rows
+from truebatch.tensors.field import Field, Side, check_fields
+from truebatch.tensors.microbatch import CELLS, Axis, FlatAxis, MicroBatch, RowAxis
+from truebatch.tensors.segments import Segments, packed_segments, padded_segments, stack_rows
+from truebatch.tensors.values import read_nested, read_value, stack_values, tokens_of
+
+Ints = NDArray[np.int64]
+Values = dict[str, list[Any]]
+"""Field name -> its value in every sample; a nested field has a list of inner values for each."""
+
+
+def collate(
+    samples: Sequence[Mapping[str, Any]],
+    rows: Rows,
+    fields: Sequence[Field],
+    *,
+    side: Side = "right",
+    slots: int | None = None,
+    counts: Mapping[str, int] | None = None,
+) -> MicroBatch:
+    """Write each sample into its row. Nothing is cut, and no value depends on the neighbours.
+
+    Args:
+        samples: in the order of `rows.ids`; each maps field names to lists, arrays or tensors.
+        rows: which sample lies in which row; see `padded_rows`, `packed_row` or a plan's `step`.
+        fields: what a sample is made of.
+        side: where padded rows have their padding. Packed rows have it at the end.
+        slots: entries of the segment table of packed rows, for shapes that never change.
+        counts: what the loss terms are divided by, if the plan knows it.
+    """
+    check_fields(fields)
+    _check_number(samples, rows)
+    values = _read_all(samples, rows, fields)
+    axes = _build_axes(values, rows, fields, side, slots)
+    tensors = {f.name: _write(f, values[f.name], axes) for f in fields}
+    ids = tuple(int(i) for i in rows.ids)
+    return MicroBatch(tensors, axes, ids, dict(counts or {}))
+
+
+def _check_number(samples: Sequence[Any], rows: Rows) -> None:
+    if len(samples) != rows.num_samples:
+        raise BatchError(
+            "as many samples are needed as the rows name",
+            seen=f"{len(samples)} samples, rows for {rows.num_samples}",
+            do="pass the samples in the order of rows.ids, one each",
+        )
+
+
+def _read_all(samples: Sequence[Mapping[str, Any]], rows: Rows, fields: Sequence[Field]) -> Values:
+    values: Values = {f.name: [] for f in fields}
+    for sample_id, sample in zip(rows.ids.tolist(), samples, strict=True):
+        for f in fields:
+            if f.key not in sample:
+                near = get_close_matches(f.key, [str(k) for k in sample], n=1)
+                raise BatchError(
+                    f"sample {sample_id} has no field {f.key!r}",
+                    seen=f"fields {sorted(str(k) for k in sample)}",
+                    do=f"did you mean {near[0]!r}? " * bool(near) + "return every declared field from the dataset",
+                )
+            read = read_nested if f.kind == "nested" else read_value
+            values[f.name].append(read(sample[f.key], f, sample_id))
+    return values
+
+
+def _build_axes(values: Values, rows: Rows, fields: Sequence[Field], side: Side, slots: int | None) -> dict[str, Axis]:
+    """Every axis once, from the lengths its fields agree on; nested axes first the outer, then the inner."""
+    axes: dict[str, Axis] = {}
+    for name, (first, lengths) in _agreed_lengths(values, rows, fields).items():
+        if first.kind == "flat":
+            axes[name] = _flat_axis(lengths)
+        elif name == first.inner:
+            axes[name] = _row_axis(lengths, _one_each(lengths), "right", None)
+        else:
+            axes[name] = _row_axis(lengths, rows, side, slots if name == CELLS else None, is_planned=name == CELLS)
+    return axes
+
+
+def _agreed_lengths(values: Values, rows: Rows, fields: Sequence[Field]) -> dict[str, tuple[Field, Ints]]:
+    agreed: dict[str, tuple[Field, Ints]] = {}
+    for f in fields:
+        for axis, lengths in _lengths(f, values[f.name]).items():
+            first, known = agreed.setdefault(axis, (f, lengths))
+            if not np.array_equal(known, lengths):
+                _raise_disagreement(axis, first, known, f, lengths, rows)
+    return agreed
+
+
+def _lengths(field: Field, values: list[Any]) -> dict[str, Ints]:
+    if field.kind == "once":
+        return {}
+    outer = {field.axis: np.array([len(v) for v in values], dtype=np.int64)}
+    if field.kind == "nested":
+        outer[field.inner] = np.array([len(inner) for v in values for inner in v], dtype=np.int64)
+    return outer
+
+
+def _raise_disagreement(axis: str, first: Field, known: Ints, field: Field, lengths: Ints, rows: Rows) -> None:
+    if len(known) == len(lengths):
+        at = int(np.flatnonzero(known != lengths)[0])
+        seen = f"{first.name}: {known[at]}, {field.name}: {lengths[at]}"
+    else:
+        at, seen = 0, f"{first.name}: {len(known)} sets, {field.name}: {len(lengths)} sets in all"
+    what = f"sample {int(rows.ids[at])}" if len(known) == rows.num_samples else f"set {at} of the micro-batch"
+    raise BatchError(
+        f"fields along {axis!r} have different lengths in {what}",
+        seen=seen,
+        do=f"make the dataset return {field.name!r} with one entry per {first.name!r} entry, or name another axis",
+    )
+
+
+def _one_each(lengths: Ints) -> Rows:
+    """The inner level of a nested field: every set is a row of its own, in either layout."""
+    number = len(lengths)
+    width = int(lengths.max(initial=0))
+    return Rows(np.arange(number, dtype=np.int64), np.arange(number + 1, dtype=np.int64), width, "padded")
+
+
+def _flat_axis(lengths: Ints) -> FlatAxis:
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    owner = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
+    return FlatAxis(torch.from_numpy(starts), torch.from_numpy(owner), tuple(lengths.tolist()))
+
+
+def _row_axis(lengths: Ints, rows: Rows, side: Side, slots: int | None, *, is_planned: bool = False) -> RowAxis:
+    used = np.add.reduceat(lengths, rows.starts[:-1]) if len(lengths) else np.zeros(0, dtype=np.int64)  # [B]
+    width = rows.width if is_planned else int(used.max(initial=0))
+    if is_planned:
+        _check_width(lengths, used, rows)
+    number = np.diff(rows.starts)  # samples a row
+    row_of = np.repeat(np.arange(rows.num_rows), number)
+    before = np.cumsum(lengths) - lengths
+    offset = before - np.repeat(
+        before[rows.starts[:-1]] if len(lengths) else before, number
+    )  # cells before it in its row
+    if rows.layout == "padded" and side == "left":
+        offset = width - lengths
+    within = np.arange(int(lengths.sum())) - np.repeat(before, lengths)
+    cell = np.repeat(row_of * width + offset, lengths) + within
+    place = np.arange(len(lengths)) - np.repeat(rows.starts[:-1], number) + 1
+    segment_ids = np.zeros(rows.num_rows * width, dtype=np.int64)
+    positions = np.zeros_like(segment_ids)
+    segment_ids[cell] = np.repeat(place, lengths)
+    positions[cell] = within
+    shape = (rows.num_rows, width)
+    return RowAxis(
+        _segments(lengths, rows, width, side, slots),
+        torch.from_numpy(segment_ids).view(shape),
+        torch.from_numpy(positions).view(shape),
+        torch.from_numpy(cell.astype(np.int64)),
+        tuple(lengths.tolist()),
+    )
+
+
+def _segments(lengths: Ints, rows: Rows, width: int, side: Side, slots: int | None) -> Segments:
+    if rows.layout == "padded" or not rows.num_rows:
+        return padded_segments(lengths, width, side)
+    cuts = [lengths[a:b] for a, b in zip(rows.starts[:-1], rows.starts[1:], strict=True)]
+    return stack_rows([packed_segments(cut, cells=width, slots=slots) for cut in cuts])
+
+
+def _check_width(lengths: Ints, used: Ints, rows: Rows) -> None:
+    over = np.flatnonzero(used > rows.width)
+    if len(over) and rows.layout == "padded":
+        at = int(over[0])
+        raise BatchError(
+            f"sample {int(rows.ids[at])} is longer than its row",
+            seen=f"{lengths[at]} tokens, planned for rows of {rows.width} cells",
+            do="measure and plan again: the dataset changed since it was measured, or it is measured in another unit",
+        )
+    if len(over):
+        row = int(over[0])
+        raise BatchError(
+            f"the samples of packed row {row} are longer than the row",
+            seen=f"samples {rows.row(row)[:8].tolist()} have {used[row]} tokens together, the row {rows.width} cells",
+            do="measure and plan again: the dataset changed since it was measured, or it is measured in another unit",
+        )
+
+
+def _write(field: Field, values: list[Any], axes: Mapping[str, Axis]) -> Tensor:
+    if field.kind == "once":
+        return stack_values(values, field)
+    axis = axes[field.inner or field.axis]
+    inner = [v for outer in values for v in outer] if field.kind == "nested" else values
+    tokens = tokens_of(inner, field)
+    if isinstance(axis, FlatAxis):
+        return tokens
+    return axis.put_tokens(tokens, pad=field.pad)

@@ -1,0 +1,179 @@
+"""One micro-batch as tensors: what a forward pass and its loss need travels together.
+
+Shapes: B rows, T cells a row, N samples, n tokens of all samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from truebatch.errors import BatchError
+from truebatch.tensors.segments import Segments
+
+_Move = Callable[[Tensor], Tensor]
+
+CELLS = "cells"
+SAMPLES = "samples"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowAxis:
+    """A ragged axis laid in rows: [B, T]."""
+
+    segments: Segments
+    """Where every sample lies, for attention."""
+    segment_ids: Tensor
+    """[B, T] int64: 0 in empty cells, k in the cells of the k-th sample of the row."""
+    positions: Tensor
+    """[B, T] int64: place within its own sample, 0 in empty cells."""
+    cell_of_token: Tensor
+    """[n] int64: the flattened cell of every token, sample after sample. The way into the rows and back out."""
+    lengths: tuple[int, ...]
+    """Tokens of every sample, in the order of the micro-batch; host numbers."""
+
+    @property
+    def is_real(self) -> Tensor:
+        """[B, T] bool: True where the cell holds a token."""
+        return self.segments.is_real
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, T)."""
+        return self.segments.shape
+
+    def take_tokens(self, values: Tensor) -> Tensor:
+        """[B, T, ...] -> [n, ...]: the real cells, sample after sample."""
+        return values.flatten(0, 1)[self.cell_of_token]
+
+    def put_tokens(self, tokens: Tensor, *, pad: float = 0) -> Tensor:
+        """[n, ...] -> [B, T, ...]: the way back into the rows."""
+        B, T = self.shape
+        rows = tokens.new_full((B * T, *tokens.shape[1:]), pad)
+        return rows.index_copy(0, self.cell_of_token, tokens).view(B, T, *tokens.shape[1:])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatAxis:
+    """A ragged axis whose entries lie one after the other: [n]."""
+
+    starts: Tensor
+    """[N + 1] int64: entries starts[i] to starts[i + 1] belong to the i-th sample."""
+    owner: Tensor
+    """[n] int64: which sample of the micro-batch each entry belongs to."""
+    lengths: tuple[int, ...]
+    """Entries of every sample; host numbers."""
+
+
+Axis = RowAxis | FlatAxis
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """The samples of one forward pass. `batch["name"]` is a field; ids, positions, segments and counts come along."""
+
+    fields: Mapping[str, Tensor]
+    axes: Mapping[str, Axis]
+    sample_ids: tuple[int, ...]
+    """In the order in which results come back."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """What the loss terms of these samples are divided by, where the plan knows it."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.fields:
+            raise BatchError(
+                f"the micro-batch has no field {name!r}",
+                seen=f"fields {sorted(self.fields)}",
+                do="declare it with Field(name=...) and return it from the dataset",
+            )
+        return self.fields[name]
+
+    def rows(self, axis: str = CELLS) -> RowAxis:
+        """A ragged axis that is laid in rows."""
+        found = self.axes.get(axis)
+        if not isinstance(found, RowAxis):
+            raise BatchError(
+                f"the micro-batch has no rows along {axis!r}",
+                seen=f"axes {sorted(self.axes)}",
+                do="name the axis of a field of kind 'along' or 'nested'",
+            )
+        return found
+
+    def flat(self, axis: str) -> FlatAxis:
+        """A ragged axis whose entries lie one after the other."""
+        found = self.axes.get(axis)
+        if not isinstance(found, FlatAxis):
+            raise BatchError(
+                f"the micro-batch has no flat entries along {axis!r}",
+                seen=f"axes {sorted(self.axes)}",
+                do="name the axis of a field of kind 'flat'",
+            )
+        return found
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples this forward pass has."""
+        return len(self.sample_ids)
+
+    @property
+    def segments(self) -> Segments:
+        """Where every sample lies along `cells`, for attention."""
+        return self.rows().segments
+
+    @property
+    def positions(self) -> Tensor:
+        """[B, T] int64: place within its own sample."""
+        return self.rows().positions
+
+    @property
+    def is_real(self) -> Tensor:
+        """[B, T] bool: True where the cell holds a token."""
+        return self.rows().is_real
+
+    def per_sample(self, values: Tensor, axis: str = CELLS) -> list[Tensor]:
+        """Take a result apart again, one tensor a sample, in the order of `sample_ids`.
+
+        `axis` names what the leading dimensions of `values` are: a row axis [B, T, ...], a flat axis [n, ...],
+        or "samples" [N, ...]. The inner axis of a nested field gives one tensor a set.
+        """
+        if axis == SAMPLES:
+            return list(_checked(values, (self.num_samples,), axis).unbind())
+        found = self.axes.get(axis)
+        if isinstance(found, FlatAxis):
+            return list(torch.split(_checked(values, (len(found.owner),), axis), list(found.lengths)))
+        rows = self.rows(axis)
+        return list(torch.split(rows.take_tokens(_checked(values, rows.shape, axis)), list(rows.lengths)))
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MicroBatch:
+        """The same micro-batch on another device."""
+        return _map(self, lambda t: t.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> MicroBatch:
+        """The same micro-batch in page-locked memory; loaders call it."""
+        return _map(self, lambda t: t.pin_memory())
+
+
+def _checked(values: Tensor, leading: tuple[int, ...], axis: str) -> Tensor:
+    if tuple(values.shape[: len(leading)]) != leading:
+        raise BatchError(
+            f"a result does not lie along {axis!r}",
+            seen=f"shape {tuple(values.shape)}, expected to begin with {leading}",
+            do="name the axis the result has, or 'samples' for one result a sample",
+        )
+    return values
+
+
+def _map(batch: MicroBatch, move: _Move) -> MicroBatch:
+    axes: dict[str, Axis] = {}
+    for name, axis in batch.axes.items():
+        if isinstance(axis, FlatAxis):
+            axes[name] = replace(axis, starts=move(axis.starts), owner=move(axis.owner))
+        else:
+            table = replace(axis.segments, starts=move(axis.segments.starts), is_real=move(axis.segments.is_real))
+            axes[name] = RowAxis(
+                table, move(axis.segment_ids), move(axis.positions), move(axis.cell_of_token), axis.lengths
+            )
+    return replace(batch, fields={k: move(v) for k, v in batch.fields.items()}, axes=axes)
