@@ -1,0 +1,185 @@
+"""Settings: a YAML file and `key=value` overrides become one validated dataclass.
+
+YAML file -> + overrides -> unknown keys refused -> pydantic checks types -> the dataclass checks itself
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from truebatch.errors import ConfigError, TruebatchError
+from truebatch.textfiles import nearest
+from truebatch.yamlfiles import Document, parse_value, read_yaml
+
+T = TypeVar("T")
+
+
+def load_config(
+    kind: type[T],
+    path: Path | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    defaults: Mapping[str, Any] | None = None,
+) -> T:
+    """One checked `kind` (a dataclass) from `defaults`, then a YAML file, then `key=value` overrides.
+
+    The later wins. Unknown keys, wrong types and values out of range raise `ConfigError`, which names the
+    key, the value and the file and line it came from.
+    """
+    document = Document(dict(defaults or {}))
+    if path is not None:
+        read = read_yaml(Path(path))
+        document = Document({**document.values, **read.values}, read.places)
+    for override in overrides:
+        apply_override(document, override)
+    return check_config(kind, document)
+
+
+def apply_override(document: Document, override: str) -> None:
+    """Set one `a.b=value` in the document; the value is read as YAML reads it."""
+    key, equals, text = override.partition("=")
+    parts = tuple(part.strip() for part in key.split("."))
+    if not equals or not all(parts):
+        wide = "; '＝' is the full-width sign, type '='" if "＝" in override else ""
+        raise ConfigError(
+            "an override must be key=value" + wide,
+            seen=repr(override),
+            do="write for example samples_per_step=64, or a.b=value for a nested key",
+        )
+    target = document.values
+    for depth, part in enumerate(parts[:-1], 1):
+        inner = target.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(
+                f"{'.'.join(parts[:depth])} holds a single value, so {key} cannot be set",
+                seen=f"{'.'.join(parts[:depth])} = {inner!r}",
+                do=f"set {'.'.join(parts[:depth])} itself",
+            )
+        target = inner
+    target[parts[-1]] = parse_value(text.strip())
+    document.places[parts] = f"override {override!r}"
+
+
+def check_config(kind: type[T], document: Document) -> T:
+    """The document as a checked `kind`; raises `ConfigError` otherwise."""
+    _refuse_unknown(kind, document, ())
+    try:
+        config = _adapter(kind).validate_python(document.values)
+    except ValidationError as error:
+        _explain(error, document)
+    _refuse_bool_numbers(config, document.values, document, ())
+    return config  # type: ignore[no-any-return]
+
+
+def config_schema(kind: type[Any]) -> dict[str, Any]:
+    """The JSON schema of a configuration dataclass, for editors and other tools."""
+    schema = dict(_adapter(kind).json_schema())
+    for part in (schema, *schema.get("$defs", {}).values()):
+        if "properties" in part:
+            part["additionalProperties"] = False
+    return schema
+
+
+def dump_config(config: Any) -> str:
+    """YAML text that `load_config` reads back to an equal value."""
+    values = _adapter(type(config)).dump_python(config, mode="json")
+    return str(yaml.safe_dump(values, allow_unicode=True, sort_keys=False))
+
+
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _refuse_unknown(kind: type[Any], document: Document, path: tuple[str, ...]) -> None:
+    values: Any = document.values
+    for part in path:
+        values = values[part]
+    known = [field.name for field in dataclasses.fields(kind) if field.init]
+    hints = get_type_hints(kind)
+    for key, value in values.items():
+        if key not in known:
+            _refuse_key(str(key), known, document, (*path, key))
+        inner = _inner_dataclass(hints[key])
+        if inner is not None and isinstance(value, dict):
+            _refuse_unknown(inner, document, (*path, key))
+
+
+def _inner_dataclass(hint: Any) -> type[Any] | None:
+    options = [hint, *get_args(hint)]
+    return next((one for one in options if isinstance(one, type) and dataclasses.is_dataclass(one)), None)
+
+
+def _refuse_key(key: str, known: list[str], document: Document, path: tuple[str, ...]) -> NoReturn:
+    place = document.place(path)
+    raise ConfigError(
+        f"unknown key {'.'.join(path)!r}{nearest(key, known)}",
+        seen=f"{place or 'given values'}: {key}",
+        do=f"use one of: {', '.join(known)}",
+    )
+
+
+def _explain(error: ValidationError, document: Document) -> NoReturn:
+    first = error.errors()[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, TruebatchError):
+        raise cause from None
+    path = tuple(part for part in first["loc"] if not _is_branch(part, document, first))
+    key = ".".join(str(part) for part in path) or "the configuration"
+    place = document.place(path)
+    if first["type"] in ("missing", "missing_argument"):
+        raise ConfigError(
+            f"the required key {key!r} is missing",
+            seen=f"keys given: {', '.join(document.values) or 'none'}",
+            do=f"add `{key}: ...` to the file or give {key}=... as an override",
+        ) from None
+    raise ConfigError(
+        f"{key} does not accept this value: {_words(first)}",
+        seen=f"{key} = {first['input']!r}" + (f" ({place})" if place else ""),
+        do=f"change {key}" + (f" at {place}" if place else ""),
+    ) from None
+
+
+def _is_branch(part: str | int, document: Document, first: ErrorDetails) -> bool:
+    # pydantic adds the tried branch of a union ("int", "constrained-str") to the path of the key.
+    values: Any = document.values
+    for step in first["loc"]:
+        if step == part:
+            return not _holds(values, part) and first["type"] != "missing"
+        values = values[step] if _holds(values, step) else None
+    return False
+
+
+def _holds(values: Any, key: str | int) -> bool:
+    if isinstance(values, dict):
+        return key in values
+    return isinstance(values, list) and isinstance(key, int) and key < len(values)
+
+
+def _words(first: ErrorDetails) -> str:
+    expected = first.get("ctx", {}).get("expected")
+    if first["type"] == "literal_error":
+        choices = str(expected).replace("'", "").replace(" or ", ", ").split(", ")
+        return f"it must be {expected}{nearest(str(first['input']), choices)}"
+    return first["msg"].removeprefix("Value error, ").removeprefix("Input ").replace("should be", "it must be")
+
+
+def _refuse_bool_numbers(config: Any, values: Any, document: Document, path: tuple[str, ...]) -> None:
+    # pydantic reads true as 1; a user who wrote `samples: true` did not mean one sample.
+    for key, value in values.items():
+        got = getattr(config, key) if dataclasses.is_dataclass(config) else config[key]
+        if isinstance(value, bool) and not isinstance(got, bool):
+            place = document.place((*path, key))
+            raise ConfigError(
+                f"{'.'.join((*path, key))} must be a number, not true or false",
+                seen=f"{key} = {str(value).lower()}" + (f" ({place})" if place else ""),
+                do=f"give {key} a number",
+            )
+        if isinstance(value, dict) and (dataclasses.is_dataclass(got) or isinstance(got, dict)):
+            _refuse_bool_numbers(got, value, document, (*path, key))

@@ -1,0 +1,71 @@
+"""Width and height of images, from their file headers: no pixel is decoded."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from truebatch.errors import ConfigError, DataError
+from truebatch.planning.rows import Ints
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
+MAX_PIXELS = 2**27
+
+
+def measure_images(
+    paths: Iterable[str | Path], *, max_pixels: int = MAX_PIXELS, formats: tuple[str, ...] = FORMATS
+) -> Ints:
+    """[N, 2] width and height of every image file, as stored (before any rotation its EXIF data asks for).
+
+    A file that is missing, is not one of `formats`, is damaged in its header, or claims more than `max_pixels`
+    raises `DataError` with its name. A file cut off after its header cannot be told from a whole one here.
+    """
+    image = _pillow()
+    sizes = [_size(image, Path(path), max_pixels, formats) for path in paths]
+    return np.array(sizes, dtype=np.int64).reshape(len(sizes), 2)
+
+
+def _size(image: Any, path: Path, max_pixels: int, formats: tuple[str, ...]) -> tuple[int, int]:
+    try:
+        with warnings.catch_warnings():
+            # Pillow warns about (or refuses) large claims at its own limit; ours is checked below instead.
+            warnings.simplefilter("ignore", image.DecompressionBombWarning)
+            with image.open(path, formats=formats) as opened:
+                width, height = opened.size
+    except image.DecompressionBombError as error:
+        _refuse_pixels(path, str(error), max_pixels)
+    except FileNotFoundError as error:
+        raise DataError(f"there is no image {path}", seen=str(error), do="check the path") from error
+    except (OSError, SyntaxError, ValueError, ArithmeticError, IndexError, TypeError) as error:
+        raise DataError(
+            f"{path} is not a readable image",
+            seen=f"{str(error)[:120]}; formats tried: {', '.join(formats)}",
+            do="remove it, or convert it to PNG or JPEG",
+        ) from error
+    if width * height > max_pixels:
+        _refuse_pixels(path, f"{width:,} x {height:,} pixels", max_pixels)
+    if width < 1 or height < 1:
+        raise DataError(f"{path} is an empty image", seen=f"{width} x {height} pixels", do="remove it")
+    return width, height
+
+
+def _refuse_pixels(path: Path, seen: str, max_pixels: int) -> NoReturn:
+    raise DataError(
+        f"{path} claims more pixels than allowed",
+        seen=f"{seen}; at most {max_pixels:,}",
+        do="make it smaller, or raise max_pixels if you trust the file",
+    )
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ConfigError(
+            "reading image sizes needs the package pillow", seen=str(error), do="pip install 'truebatch[vision]'"
+        ) from error
+    return Image

@@ -1,0 +1,110 @@
+"""What was measured: one number or more for every sample, in memory and on disk.
+
+A file is written whole or not at all, and is read only under the fingerprint it was made for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from truebatch.errors import DataError
+from truebatch.planning.rows import Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Measured:
+    """One number or more for every sample; the sample id is the position in these arrays."""
+
+    lengths: Ints
+    """[N] tokens (or characters, see `unit`) of every sample."""
+    costs: Mapping[str, Ints] = field(default_factory=dict)
+    """{name: [N]}: what else a sample takes, for example image patches; budgets can limit each."""
+    counts: Mapping[str, Ints] = field(default_factory=dict)
+    """{name: [N]}: what its loss terms are divided by, so that a step's count is known without reading it."""
+    ids: tuple[str, ...] | None = None
+    """The samples' own names, for messages."""
+    unit: str = "tokens"
+    found: str = "given"
+    """In words: which field was measured, and how."""
+    fingerprint: str = ""
+    """Changes when the data or the way of measuring does; made from the numbers if not given."""
+
+    def __post_init__(self) -> None:
+        columns = {"lengths": self.lengths, **self.costs, **self.counts}
+        for name, column in columns.items():
+            if column.ndim != 1 or column.dtype != np.int64 or len(column) != len(self.lengths):
+                raise DataError(
+                    f"the column {name!r} must hold one int64 for each sample",
+                    seen=f"shape {column.shape}, dtype {column.dtype}, {len(self.lengths)} samples",
+                    do="give numpy arrays of dtype int64, all of the same length",
+                )
+        if not self.fingerprint:
+            object.__setattr__(self, "fingerprint", _hash_columns(columns))
+
+
+def save_measured(measured: Measured, file: Path) -> None:
+    """Write the numbers to `file`; readers see the old state or the new one, never a part."""
+    arrays = {"lengths": measured.lengths}
+    arrays |= {f"cost:{name}": column for name, column in measured.costs.items()}
+    arrays |= {f"count:{name}": column for name, column in measured.counts.items()}
+    about = {"fingerprint": measured.fingerprint, "unit": measured.unit, "found": measured.found, "ids": measured.ids}
+    arrays["about"] = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".part", delete=False) as part:
+            np.savez(part, allow_pickle=False, **arrays)
+        os.replace(part.name, file)
+    except OSError as error:
+        raise DataError(
+            "the measured lengths cannot be cached",
+            seen=f"{file.parent}: {error}",
+            do="name another folder with --cache DIR (cache=... in Python), or none with --no-cache",
+        ) from error
+
+
+def load_measured(file: Path, fingerprint: str) -> Measured | None:
+    """The numbers saved for this fingerprint; None if there are none, or the file is damaged."""
+    if not file.is_file():
+        return None
+    try:
+        with np.load(file, allow_pickle=False) as saved:
+            arrays = {name: saved[name] for name in saved.files}
+        about = json.loads(arrays["about"].tobytes())
+        if about["fingerprint"] != fingerprint:
+            return None
+        return _build(arrays, about)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None  # Measuring again replaces it; nothing is lost but time.
+
+
+def _hash_columns(columns: Mapping[str, Ints]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name, column in columns.items():
+        digest.update(name.encode() + b"\0" + np.ascontiguousarray(column).tobytes())
+    return digest.hexdigest()
+
+
+def _build(arrays: dict[str, Any], about: dict[str, Any]) -> Measured:
+    def columns(prefix: str) -> dict[str, Ints]:
+        return {name.removeprefix(prefix): column for name, column in arrays.items() if name.startswith(prefix)}
+
+    ids = about["ids"]
+    return Measured(
+        lengths=arrays["lengths"],
+        costs=columns("cost:"),
+        counts=columns("count:"),
+        ids=tuple(ids) if isinstance(ids, list) else None,
+        unit=str(about["unit"]),
+        found=str(about["found"]),
+        fingerprint=str(about["fingerprint"]),
+    )

@@ -1,0 +1,131 @@
+"""Reading the text files users bring: the encodings they really come in, named by file and line.
+
+bytes -> (byte order mark?) -> UTF-8 text, whole or line by line
+"""
+
+from __future__ import annotations
+
+import codecs
+import difflib
+from collections.abc import Iterator
+from io import BufferedReader
+from pathlib import Path
+from typing import NoReturn
+
+from truebatch.errors import DataError
+
+MAX_LINE_BYTES = 64 * 2**20
+_UTF16_MARKS = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16", codecs.BOM_UTF32_BE: "UTF-32"}
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """Words for an error: `; did you mean 'x'?` for the closest known name, or nothing."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def open_file(path: Path) -> BufferedReader:
+    """Open a file for reading bytes; a path that is not a readable file gets a three-part error."""
+    if not path.exists():
+        _refuse_missing(path)
+    if path.is_dir():
+        raise DataError(
+            f"{path} is a folder, a file is needed",
+            seen=f"it holds {_names(path)}",
+            do="name one file of it",
+        )
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise DataError(f"{path} cannot be opened", seen=str(error), do="check its permissions") from error
+
+
+def read_text(path: Path, *, max_bytes: int) -> str:
+    """The whole text of a UTF-8 file of at most `max_bytes` bytes, a byte order mark removed."""
+    with open_file(path) as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise DataError(
+            f"{path} is too large for this kind of file",
+            seen=f"{path.stat().st_size:,} bytes, at most {max_bytes:,} are read",
+            do="check that this is the file you meant",
+        )
+    _refuse_utf16(path, data)
+    return _decode(path, data.removeprefix(codecs.BOM_UTF8), first_line=1)
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Every line of a UTF-8 file with its number from 1, holding one line in memory at a time."""
+    with open_file(path) as file:
+        number = 0
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            number += 1
+            if number == 1:
+                _refuse_utf16(path, line)
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if len(line) > MAX_LINE_BYTES:
+                _refuse_long_line(path, number)
+            yield number, _decode(path, line, first_line=number)
+
+
+def _decode(path: Path, data: bytes, *, first_line: int) -> str:
+    zero = data.find(0)
+    if zero >= 0:
+        line, column = first_line + data.count(b"\n", 0, zero), zero - data.rfind(b"\n", 0, zero)
+        raise DataError(
+            f"{path}:{line} holds a NUL byte: it is not text, or was only partly written",
+            seen=f"byte 0x00 at byte {column} of the line",
+            do="write the file again, as UTF-8 text",
+        )
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        _refuse_encoding(path, data, error, first_line)
+
+
+def _refuse_encoding(path: Path, data: bytes, error: UnicodeDecodeError, first_line: int) -> NoReturn:
+    line = first_line + data.count(b"\n", 0, error.start)
+    start = data.rfind(b"\n", 0, error.start) + 1
+    excerpt = data[start : start + 40].split(b"\n")[0]
+    try:
+        guess, shown = "GBK", excerpt.decode("gb18030", errors="ignore")
+        data.decode("gb18030")
+    except UnicodeDecodeError:
+        guess, shown = None, repr(excerpt)
+    raise DataError(
+        f"{path}:{line} is not UTF-8" + (f"; it reads as {guess}" if guess else ""),
+        seen=f"byte 0x{data[error.start]:02x}; the line begins {shown!r}",
+        do=f"convert it: iconv -f {'GB18030' if guess else 'ITS_ENCODING'} -t UTF-8 {path} > utf8-{path.name}",
+    ) from error
+
+
+def _refuse_utf16(path: Path, data: bytes) -> None:
+    for mark, name in _UTF16_MARKS.items():
+        if data.startswith(mark):
+            name = "UTF-32" if data.startswith(codecs.BOM_UTF32_LE) else name
+            raise DataError(
+                f"{path} is {name}, UTF-8 is needed",
+                seen=f"it begins with the byte order mark {mark.hex(' ')}",
+                do=f"convert it: iconv -f {name} -t UTF-8 {path} > utf8-{path.name}",
+            )
+
+
+def _refuse_long_line(path: Path, number: int) -> NoReturn:
+    raise DataError(
+        f"{path}:{number} is too long to be one sample",
+        seen=f"more than {MAX_LINE_BYTES:,} bytes without a line end",
+        do="write one JSON object a line; a JSON array belongs into a file named .json",
+    )
+
+
+def _refuse_missing(path: Path) -> NoReturn:
+    folder = path.parent
+    hint = nearest(path.name, [p.name for p in folder.iterdir()]) if folder.is_dir() else ""
+    where = f"{folder} holds {_names(folder)}" if folder.is_dir() else f"there is no folder {folder} either"
+    raise DataError(f"there is no file {path}{hint}", seen=where, do="check the path")
+
+
+def _names(folder: Path, most: int = 5) -> str:
+    names = sorted(p.name for p in folder.iterdir())
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(names[:most]) + more) or "nothing"
