@@ -1,0 +1,297 @@
+"""Attention inside samples, for padded and packed rows, forward and backward.
+
+facts of the call -> choose_kernel -> varlen | plain | block | per_segment -> [B, H, T, D]
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout as drop
+from torch.nn.functional import scaled_dot_product_attention
+
+from truebatch.errors import AttentionError
+from truebatch.tensors.kernels import Facts, Kernel, choose_kernel
+from truebatch.tensors.segments import Segments, segment_of_cell
+from truebatch.tensors.varlen import call_varlen, varlen_has_window, varlen_in_torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rule:
+    """What a query cell may see inside its sample, and how scores become weights."""
+
+    causal: bool
+    window: int | None = None
+    scale: float | None = None
+    dropout: float = 0.0
+    bias: Tensor | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    *,
+    causal: bool,
+    window: int | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    kernel: Kernel | None = None,
+) -> Tensor:
+    """[B, H, T, Dv]: every sample attends to itself alone, as if it were the only one.
+
+    Query [B, H, T, D], key and value [B, Hkv, T, D] with Hkv dividing H. `window`: how many cells a query sees on a
+    side, its own included. `bias`: added to the scores, broadcast to [B, H, T, T]. `sinks` [H]: one more score a head
+    that takes weight and gives nothing. `dropout` is applied whenever it is above 0: pass 0 in evaluation. Padding
+    never influences a sample, forward or backward. `kernel` overrides the choice, for tests and timings.
+    """
+    rule = Rule(causal=causal, window=window, scale=scale, dropout=dropout, bias=bias, softcap=softcap, sinks=sinks)
+    _check(query, key, value, segments, rule)
+    if segments.num_cells == 0:
+        return query.sum(-1, keepdim=True).expand(*query.shape[:-1], value.shape[-1])
+    if window is not None and window >= segments.max_length:
+        rule = replace(rule, window=None)
+    chosen = kernel or choose_kernel(gather_facts(query, value, segments, rule))
+    return _KERNELS[chosen](query, key, value, segments, rule)
+
+
+def gather_facts(query: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Facts:
+    """The facts of one call, all known on the host."""
+    rows, cells = segments.shape
+    cuda = query.device.type == "cuda"
+    lengths = segments.sample_lengths
+    # A packed row that holds one sample is a padded row.
+    rows_are_samples = len(lengths) == rows and (segments.layout == "packed" or segments.side == "right")
+    return Facts(
+        device=query.device.type,
+        capability=torch.cuda.get_device_capability(query.device) if cuda else None,
+        dtype=query.dtype,
+        head_size=max(query.shape[-1], value.shape[-1]),
+        causal=rule.causal,
+        has_window=rule.window is not None,
+        has_dropout=rule.dropout > 0,
+        has_bias=rule.bias is not None,
+        reshapes_scores=rule.softcap is not None or rule.sinks is not None,
+        num_segments=len(set(lengths)),
+        pairs=sum(length * length for length in lengths),
+        dense_pairs=rows * cells * cells,
+        rows_are_samples=rows_are_samples,
+        has_padding=not all(segments.is_sample),
+        compiling=torch.compiler.is_compiling(),
+        varlen_in_torch=varlen_in_torch(),
+        varlen_has_window=varlen_has_window(),
+    )
+
+
+def may_attend(segments: Segments, *, causal: bool, window: int | None = None) -> Tensor:
+    """[B, 1, T, T] bool: True where query cell q may look at key cell k.
+
+    A cell sees its own segment only; padding sees padding, so that no softmax row is empty.
+    """
+    owner = segment_of_cell(segments)  # [B, T]
+    same = owner[:, None, :, None] == owner[:, None, None, :]  # [B, 1, T, T]
+    band = band_of(segments.shape[1], segments.shape[1], causal=causal, window=window, device=owner.device)
+    return same if band is None else same & band
+
+
+def band_of(
+    queries: int, keys: int, *, causal: bool, window: int | None, device: torch.device, first: int = 0
+) -> Tensor | None:
+    """[queries, keys] bool: True where a query may look by distance alone; None where it may look everywhere.
+
+    `first` is the position of query 0 among the keys.
+    """
+    if not causal and window is None:
+        return None
+    ahead = torch.arange(keys, device=device) - torch.arange(first, first + queries, device=device)[:, None]
+    band = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
+    return band if window is None else band & (ahead > -window) & (ahead < window)
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Tensor:
+    out = call_varlen(
+        _flat(query),
+        _flat(key),
+        _flat(value),
+        segments.starts,
+        max_length=segments.max_length,
+        causal=rule.causal,
+        window=rule.window,
+        scale=rule.scale,
+    )
+    return _unflat(out, segments)
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Tensor:
+    query, key, value = (_empty_padding(part, segments) for part in (query, key, value))
+    return _empty_padding(_softmax(query, key, value, None, rule, causal=rule.causal), segments)
+
+
+def _block(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Tensor:
+    query, key, value = (_empty_padding(part, segments) for part in (query, key, value))
+    allowed = may_attend(segments, causal=rule.causal, window=rule.window)
+    return _empty_padding(_softmax(query, key, value, allowed, rule, causal=False), segments)
+
+
+def _per_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Tensor:
+    # split, not slices: its backward is one concatenation instead of a full-width addition for every segment.
+    parts = [torch.split(_flat(part), list(segments.lengths)) for part in (query, key, value)]
+    outs: list[Tensor | None] = [None] * len(segments.lengths)
+    starts = _host_starts(segments)
+    for members in _alike(segments, separate=rule.bias is not None):
+        stacked = (torch.stack([part[i] for i in members]).transpose(1, 2) for part in parts)
+        q, k, v = (part[members[0]][None].transpose(1, 2) for part in parts) if len(members) == 1 else stacked
+        out = _one_length(q, k, v, _cut_bias(rule, starts[members[0]], q.shape[2], segments))  # [n, H, L, Dv]
+        for i, piece in zip(members, out.transpose(1, 2).unbind(0), strict=True):
+            outs[i] = piece
+    shape = (query.shape[1], value.shape[-1])
+    filled = [
+        query.new_zeros(length, *shape) if out is None else out
+        for out, length in zip(outs, segments.lengths, strict=True)
+    ]
+    return _unflat(torch.cat(filled), segments)
+
+
+def _one_length(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
+    """Attention of samples of one length [n, H, L, D]; long windows are walked in bands of linear cost."""
+    length = query.shape[2]
+    if rule.window is None or rule.window >= length:
+        if rule.bias is None and rule.softcap is None and rule.sinks is None:
+            return _softmax(query, key, value, None, rule, causal=rule.causal)
+        allowed = band_of(length, length, causal=rule.causal, window=None, device=query.device)
+        return _softmax(query, key, value, allowed, rule, causal=False)
+    window, outs = rule.window, []
+    for first in range(0, length, window):
+        stop = min(first + window, length)
+        low, high = max(0, first - window + 1), stop if rule.causal else min(length, stop + window - 1)
+        allowed = band_of(
+            stop - first, high - low, causal=rule.causal, window=window, device=query.device, first=first - low
+        )
+        bias = None if rule.bias is None else rule.bias[..., first:stop, low:high]
+        keys, values = key[:, :, low:high], value[:, :, low:high]
+        outs.append(_softmax(query[:, :, first:stop], keys, values, allowed, replace(rule, bias=bias), causal=False))
+    return torch.cat(outs, dim=2)
+
+
+def _softmax(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, rule: Rule, *, causal: bool) -> Tensor:
+    if rule.softcap is not None or rule.sinks is not None:
+        return _written_out(query, key, value, allowed, rule)
+    heads, grouped = query.shape[1], key.shape[1] != query.shape[1]
+    if grouped and not (allowed is None and rule.bias is None):
+        # Fused kernels take grouped heads only without a mask.
+        key, value, grouped = _repeat_heads(key, heads), _repeat_heads(value, heads), False
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=_join(allowed, rule.bias, query),
+        dropout_p=rule.dropout,
+        is_causal=causal and query.shape[2] > 1,
+        scale=rule.scale,
+        enable_gqa=grouped,
+    )
+
+
+def _written_out(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, rule: Rule) -> Tensor:
+    """Softmax attention in plain operations: the only way with a softcap or sinks."""
+    heads = query.shape[1]
+    key, value = _repeat_heads(key, heads), _repeat_heads(value, heads)
+    scale = 1 / math.sqrt(query.shape[-1]) if rule.scale is None else rule.scale
+    scores = query @ key.transpose(-1, -2) * scale  # [n, H, Q, K]
+    if rule.softcap is not None:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    joined = _join(allowed, rule.bias, query)
+    if joined is not None:
+        scores = scores.masked_fill(~joined, -math.inf) if joined.dtype == torch.bool else scores + joined
+    if rule.sinks is not None:
+        sink = rule.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    exact = torch.promote_types(scores.dtype, torch.float32)  # half precision would lose small weights
+    weights = torch.softmax(scores, dim=-1, dtype=exact).to(query.dtype)[..., : key.shape[2]]
+    return drop(weights, rule.dropout) @ value
+
+
+def _join(allowed: Tensor | None, bias: Tensor | None, query: Tensor) -> Tensor | None:
+    if bias is None or allowed is None:
+        return allowed if bias is None else bias.to(query.dtype)
+    return bias.to(query.dtype).masked_fill(~allowed, -math.inf)
+
+
+def _repeat_heads(part: Tensor, heads: int) -> Tensor:
+    return part if part.shape[1] == heads else part.repeat_interleave(heads // part.shape[1], dim=1)
+
+
+def _flat(part: Tensor) -> Tensor:
+    """[B, H, T, D] -> [B*T, H, D]; a view for the layout that projections give."""
+    return part.transpose(1, 2).reshape(-1, part.shape[1], part.shape[3])
+
+
+def _unflat(out: Tensor, segments: Segments) -> Tensor:
+    rows, cells = segments.shape
+    return out.view(rows, cells, out.shape[1], out.shape[2]).transpose(1, 2)
+
+
+def _empty_padding(part: Tensor, segments: Segments) -> Tensor:
+    """Zeros in padding: whatever lies there, NaN too, then reaches no sample, and no gradient comes back from it."""
+    if all(segments.is_sample):
+        return part
+    return torch.where(segments.is_real[:, None, :, None], part, 0)
+
+
+def _alike(segments: Segments, *, separate: bool) -> list[list[int]]:
+    """Numbers of the sample segments, those of equal length together (in order of first appearance)."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for i, (length, real) in enumerate(zip(segments.lengths, segments.is_sample, strict=True)):
+        if real and length:
+            groups.setdefault((length, i if separate else 0), []).append(i)
+    return list(groups.values())
+
+
+def _host_starts(segments: Segments) -> list[int]:
+    starts, total = [], 0
+    for length in segments.lengths:
+        starts.append(total)
+        total += length
+    return starts
+
+
+def _cut_bias(rule: Rule, start: int, length: int, segments: Segments) -> Rule:
+    if rule.bias is None:
+        return rule
+    cells = segments.shape[1]
+    row, first = divmod(start, cells)
+    bias = rule.bias.expand(segments.shape[0], -1, cells, cells)[row : row + 1]
+    return replace(rule, bias=bias[:, :, first : first + length, first : first + length])
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: Rule) -> None:
+    shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+    rows, cells = segments.shape
+    if any(part.ndim != 4 or (part.shape[0], part.shape[2]) != (rows, cells) for part in (query, key, value)):
+        raise AttentionError(
+            "query, key and value do not lie in the rows of the segment table",
+            seen=f"{shapes}, table for rows [{rows}, {cells}]",
+            do=f"pass [B, H, T, D] tensors with B={rows}, T={cells}; a key/value cache has another length",
+        )
+    if key.shape[1] != value.shape[1] or query.shape[1] % key.shape[1]:
+        raise AttentionError(
+            "the heads of key and value must divide the heads of query", seen=shapes, do="check the head counts"
+        )
+    if rule.window is not None and rule.window < 1:
+        raise AttentionError(
+            "a window holds at least the query's own cell", seen=f"window={rule.window}", do="use >= 1"
+        )
+    if not 0 <= rule.dropout < 1:
+        raise AttentionError("dropout is a share below 1", seen=f"dropout={rule.dropout}", do="use 0 <= dropout < 1")
+
+
+_KERNELS = {"varlen": _varlen, "plain": _plain, "block": _block, "per_segment": _per_segment}

@@ -1,0 +1,84 @@
+"""PyTorch's variable-length attention behind one signature, whatever the installed torch calls its options."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import pad
+
+HEAD_STEP = 8
+
+
+def varlen_in_torch() -> bool:
+    """True when this build of torch carries the kernel (ROCm builds name the function, but are untried here)."""
+    return torch.version.cuda is not None
+
+
+def varlen_has_window() -> bool:
+    """True when the installed kernel takes a sliding window."""
+    return "window_size" in _option_names(varlen_attn)
+
+
+def call_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    *,
+    max_length: int,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+    kernel: Callable[..., Any] = varlen_attn,
+) -> Tensor:
+    """[cells, H, D] attention inside each segment of `starts`; key and value keep their own (fewer) heads.
+
+    The kernel wants equal head sizes in steps of eight: zeros are added and cut off again, which changes nothing.
+    """
+    width, out_width = query.shape[-1], value.shape[-1]
+    padded = -(-max(width, out_width) // HEAD_STEP) * HEAD_STEP
+    scale = 1 / math.sqrt(width) if scale is None else scale
+    grouped = key.shape[1] != query.shape[1]
+    options = spell_options(_option_names(kernel), causal=causal, window=window, grouped=grouped)
+    if "scale" in options:
+        options["scale"] = scale
+    else:
+        query = query * (scale * math.sqrt(padded))
+    query, key, value = (_widen(part, padded) for part in (query, key, value))
+    out: Tensor = kernel(query, key, value, starts, starts, max_length, max_length, **options)
+    return out[..., :out_width]
+
+
+def spell_options(names: frozenset[str], *, causal: bool, window: int | None, grouped: bool) -> dict[str, Any]:
+    """Keyword arguments in the words of the installed kernel; `window` counts the query's own cell."""
+    options: dict[str, Any] = {}
+    left = -1 if window is None else window - 1
+    if "window_size" in names:
+        options["window_size"] = (left, 0 if causal else left)
+    else:
+        assert window is None
+    if "is_causal" in names:
+        options["is_causal"] = causal
+    if "enable_gqa" in names and grouped:
+        options["enable_gqa"] = True
+    if "scale" in names:
+        options["scale"] = None
+    return options
+
+
+@cache
+def _option_names(kernel: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(kernel).parameters)
+
+
+def _widen(part: Tensor, width: int) -> Tensor:
+    # The last dimension must also be dense for the kernel.
+    part = part if part.shape[-1] == width else pad(part, (0, width - part.shape[-1]))
+    return part if part.stride(-1) == 1 else part.contiguous()
