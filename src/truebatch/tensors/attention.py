@@ -5,31 +5,16 @@ facts of the call -> choose_kernel -> varlen | plain | block | per_segment -> [B
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout as drop
-from torch.nn.functional import scaled_dot_product_attention
 
 from truebatch.errors import AttentionError
 from truebatch.tensors.kernels import Facts, Kernel, choose_kernel
-from truebatch.tensors.segments import Segments, segment_of_cell
+from truebatch.tensors.scores import Rule, band_of, softmax_attention
+from truebatch.tensors.segments import Segments, owner_of_cells
 from truebatch.tensors.varlen import call_varlen, varlen_has_window, varlen_in_torch
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Rule:
-    """What a query cell may see inside its sample, and how scores become weights."""
-
-    causal: bool
-    window: int | None = None
-    scale: float | None = None
-    dropout: float = 0.0
-    bias: Tensor | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
 
 
 def attend(
@@ -64,13 +49,22 @@ def attend(
     return _KERNELS[chosen](query, key, value, segments, rule)
 
 
-def gather_facts(query: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Facts:
-    """The facts of one call, all known on the host."""
-    rows, cells = segments.shape
+def attend_table(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, rule: Rule, *, max_length: int
+) -> Tensor | None:
+    """Attention from a table on the device alone, never waiting for it; None when the kernel of choice needs more.
+
+    Shapes and code path depend on no length, so that a compiled model with a fixed number of slots compiles once.
+    """
+    facts = call_facts(query, value, rule)
+    if choose_kernel(facts) == "varlen":
+        return _varlen_table(query, key, value, starts, rule, max_length=max_length)
+    return _block_table(query, key, value, starts, rule) if facts.compiling else None
+
+
+def call_facts(query: Tensor, value: Tensor, rule: Rule) -> Facts:
+    """The facts of one call that do not depend on lengths."""
     cuda = query.device.type == "cuda"
-    lengths = segments.sample_lengths
-    # A packed row that holds one sample is a padded row.
-    rows_are_samples = len(lengths) == rows and (segments.layout == "packed" or segments.side == "right")
     return Facts(
         device=query.device.type,
         capability=torch.cuda.get_device_capability(query.device) if cuda else None,
@@ -81,14 +75,25 @@ def gather_facts(query: Tensor, value: Tensor, segments: Segments, rule: Rule) -
         has_dropout=rule.dropout > 0,
         has_bias=rule.bias is not None,
         reshapes_scores=rule.softcap is not None or rule.sinks is not None,
+        compiling=torch.compiler.is_compiling(),
+        varlen_in_torch=varlen_in_torch(),
+        varlen_has_window=varlen_has_window(),
+    )
+
+
+def gather_facts(query: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Facts:
+    """The facts of one call, all known on the host."""
+    rows, cells = segments.shape
+    lengths = segments.sample_lengths
+    # A packed row that holds one sample is a padded row.
+    rows_are_samples = len(lengths) == rows and (segments.layout == "packed" or segments.side == "right")
+    return replace(
+        call_facts(query, value, rule),
         num_segments=len(set(lengths)),
         pairs=sum(length * length for length in lengths),
         dense_pairs=rows * cells * cells,
         rows_are_samples=rows_are_samples,
         has_padding=not all(segments.is_sample),
-        compiling=torch.compiler.is_compiling(),
-        varlen_in_torch=varlen_in_torch(),
-        varlen_has_window=varlen_has_window(),
     )
 
 
@@ -97,49 +102,48 @@ def may_attend(segments: Segments, *, causal: bool, window: int | None = None) -
 
     A cell sees its own segment only; padding sees padding, so that no softmax row is empty.
     """
-    owner = segment_of_cell(segments)  # [B, T]
+    return _may_attend_table(segments.starts, segments.shape, causal=causal, window=window)
+
+
+def _may_attend_table(starts: Tensor, shape: tuple[int, int], *, causal: bool, window: int | None) -> Tensor:
+    owner = owner_of_cells(starts, shape)  # [B, T]
     same = owner[:, None, :, None] == owner[:, None, None, :]  # [B, 1, T, T]
-    band = band_of(segments.shape[1], segments.shape[1], causal=causal, window=window, device=owner.device)
+    band = band_of(shape[1], shape[1], causal=causal, window=window, device=owner.device)
     return same if band is None else same & band
 
 
-def band_of(
-    queries: int, keys: int, *, causal: bool, window: int | None, device: torch.device, first: int = 0
-) -> Tensor | None:
-    """[queries, keys] bool: True where a query may look by distance alone; None where it may look everywhere.
-
-    `first` is the position of query 0 among the keys.
-    """
-    if not causal and window is None:
-        return None
-    ahead = torch.arange(keys, device=device) - torch.arange(first, first + queries, device=device)[:, None]
-    band = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
-    return band if window is None else band & (ahead > -window) & (ahead < window)
-
-
 def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Tensor:
+    return _varlen_table(query, key, value, segments.starts, rule, max_length=segments.max_length)
+
+
+def _varlen_table(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, rule: Rule, *, max_length: int) -> Tensor:
     out = call_varlen(
         _flat(query),
         _flat(key),
         _flat(value),
-        segments.starts,
-        max_length=segments.max_length,
+        starts,
+        max_length=max_length,
         causal=rule.causal,
         window=rule.window,
         scale=rule.scale,
     )
-    return _unflat(out, segments)
+    return _unflat(out, query.shape[0])
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Tensor:
     query, key, value = (_empty_padding(part, segments) for part in (query, key, value))
-    return _empty_padding(_softmax(query, key, value, None, rule, causal=rule.causal), segments)
+    return _empty_padding(softmax_attention(query, key, value, None, rule, causal=rule.causal), segments)
 
 
 def _block(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Tensor:
     query, key, value = (_empty_padding(part, segments) for part in (query, key, value))
-    allowed = may_attend(segments, causal=rule.causal, window=rule.window)
-    return _empty_padding(_softmax(query, key, value, allowed, rule, causal=False), segments)
+    return _empty_padding(_block_table(query, key, value, segments.starts, rule), segments)
+
+
+def _block_table(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, rule: Rule) -> Tensor:
+    shape = (query.shape[0], query.shape[2])
+    allowed = _may_attend_table(starts, shape, causal=rule.causal, window=rule.window)
+    return softmax_attention(query, key, value, allowed, rule, causal=False)
 
 
 def _per_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Tensor:
@@ -158,7 +162,7 @@ def _per_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, 
         query.new_zeros(length, *shape) if out is None else out
         for out, length in zip(outs, segments.lengths, strict=True)
     ]
-    return _unflat(torch.cat(filled), segments)
+    return _unflat(torch.cat(filled), query.shape[0])
 
 
 def _one_length(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
@@ -166,9 +170,9 @@ def _one_length(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor
     length = query.shape[2]
     if rule.window is None or rule.window >= length:
         if rule.bias is None and rule.softcap is None and rule.sinks is None:
-            return _softmax(query, key, value, None, rule, causal=rule.causal)
+            return softmax_attention(query, key, value, None, rule, causal=rule.causal)
         allowed = band_of(length, length, causal=rule.causal, window=None, device=query.device)
-        return _softmax(query, key, value, allowed, rule, causal=False)
+        return softmax_attention(query, key, value, allowed, rule, causal=False)
     window, outs = rule.window, []
     for first in range(0, length, window):
         stop = min(first + window, length)
@@ -178,56 +182,10 @@ def _one_length(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor
         )
         bias = None if rule.bias is None else rule.bias[..., first:stop, low:high]
         keys, values = key[:, :, low:high], value[:, :, low:high]
-        outs.append(_softmax(query[:, :, first:stop], keys, values, allowed, replace(rule, bias=bias), causal=False))
+        outs.append(
+            softmax_attention(query[:, :, first:stop], keys, values, allowed, replace(rule, bias=bias), causal=False)
+        )
     return torch.cat(outs, dim=2)
-
-
-def _softmax(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, rule: Rule, *, causal: bool) -> Tensor:
-    if rule.softcap is not None or rule.sinks is not None:
-        return _written_out(query, key, value, allowed, rule)
-    heads, grouped = query.shape[1], key.shape[1] != query.shape[1]
-    if grouped and not (allowed is None and rule.bias is None):
-        # Fused kernels take grouped heads only without a mask.
-        key, value, grouped = _repeat_heads(key, heads), _repeat_heads(value, heads), False
-    return scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=_join(allowed, rule.bias, query),
-        dropout_p=rule.dropout,
-        is_causal=causal and query.shape[2] > 1,
-        scale=rule.scale,
-        enable_gqa=grouped,
-    )
-
-
-def _written_out(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, rule: Rule) -> Tensor:
-    """Softmax attention in plain operations: the only way with a softcap or sinks."""
-    heads = query.shape[1]
-    key, value = _repeat_heads(key, heads), _repeat_heads(value, heads)
-    scale = 1 / math.sqrt(query.shape[-1]) if rule.scale is None else rule.scale
-    scores = query @ key.transpose(-1, -2) * scale  # [n, H, Q, K]
-    if rule.softcap is not None:
-        scores = torch.tanh(scores / rule.softcap) * rule.softcap
-    joined = _join(allowed, rule.bias, query)
-    if joined is not None:
-        scores = scores.masked_fill(~joined, -math.inf) if joined.dtype == torch.bool else scores + joined
-    if rule.sinks is not None:
-        sink = rule.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, sink], dim=-1)
-    exact = torch.promote_types(scores.dtype, torch.float32)  # half precision would lose small weights
-    weights = torch.softmax(scores, dim=-1, dtype=exact).to(query.dtype)[..., : key.shape[2]]
-    return drop(weights, rule.dropout) @ value
-
-
-def _join(allowed: Tensor | None, bias: Tensor | None, query: Tensor) -> Tensor | None:
-    if bias is None or allowed is None:
-        return allowed if bias is None else bias.to(query.dtype)
-    return bias.to(query.dtype).masked_fill(~allowed, -math.inf)
-
-
-def _repeat_heads(part: Tensor, heads: int) -> Tensor:
-    return part if part.shape[1] == heads else part.repeat_interleave(heads // part.shape[1], dim=1)
 
 
 def _flat(part: Tensor) -> Tensor:
@@ -235,9 +193,8 @@ def _flat(part: Tensor) -> Tensor:
     return part.transpose(1, 2).reshape(-1, part.shape[1], part.shape[3])
 
 
-def _unflat(out: Tensor, segments: Segments) -> Tensor:
-    rows, cells = segments.shape
-    return out.view(rows, cells, out.shape[1], out.shape[2]).transpose(1, 2)
+def _unflat(out: Tensor, rows: int) -> Tensor:
+    return out.reshape(rows, -1, out.shape[1], out.shape[2]).transpose(1, 2)
 
 
 def _empty_padding(part: Tensor, segments: Segments) -> Tensor:

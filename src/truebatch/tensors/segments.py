@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from truebatch.errors import BatchError
+from truebatch.errors import AttentionError, BatchError
 
 Layout = Literal["padded", "packed"]
 Side = Literal["right", "left"]
@@ -139,10 +139,39 @@ def padded_segments(lengths: Lengths, width: int | None = None, side: Side = "ri
     )
 
 
+def table_segments(
+    starts: Tensor, *, shape: tuple[int, int], max_length: int, lengths: tuple[int, ...] | None = None
+) -> Segments:
+    """Packed rows from a bare table, every segment taken for a sample; `starts` is read back unless `lengths` come."""
+    if lengths is None:
+        lengths = tuple(length for length in starts.diff().tolist() if length)
+    if sum(lengths) != shape[0] * shape[1] or min(lengths, default=0) < 0 or max(lengths, default=0) > max_length:
+        raise AttentionError(
+            "the segment table does not cover the rows",
+            seen=f"segments of {sum(lengths):,} cells, the longest {max(lengths, default=0):,}, rows {list(shape)}, "
+            f"max_length={max_length:,}",
+            do="give cumulative starts from 0 to B*T, padding as a segment of its own, and a true max_length",
+        )
+    is_real = torch.ones(shape, dtype=torch.bool, device=starts.device)
+    return Segments(
+        starts=starts.to(torch.int32),
+        lengths=lengths,
+        is_sample=(True,) * len(lengths),
+        max_length=max_length,
+        is_real=is_real,
+        layout="packed",
+    )
+
+
 def segment_of_cell(segments: Segments) -> Tensor:
     """[B, T] int64: the number of the segment that holds each cell; made on the device, without waiting for it."""
-    cells = torch.arange(segments.num_cells, device=segments.starts.device, dtype=segments.starts.dtype)
-    return torch.bucketize(cells, segments.starts[1:], right=True).view(segments.shape)
+    return owner_of_cells(segments.starts, segments.shape)
+
+
+def owner_of_cells(starts: Tensor, shape: tuple[int, int]) -> Tensor:
+    """[B, T] int64: the same from the bare table, for code that has no `Segments`."""
+    cells = torch.arange(shape[0] * shape[1], device=starts.device, dtype=starts.dtype)
+    return torch.bucketize(cells, starts[1:], right=True).view(shape)
 
 
 def cell_positions(segments: Segments) -> Tensor:

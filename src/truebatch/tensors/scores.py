@@ -1,0 +1,95 @@
+"""How scores become weights: the rule of one attention call, and softmax attention under it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout as drop
+from torch.nn.functional import scaled_dot_product_attention
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rule:
+    """What a query cell may see inside its sample, and how scores become weights."""
+
+    causal: bool
+    window: int | None = None
+    scale: float | None = None
+    dropout: float = 0.0
+    bias: Tensor | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+def band_of(
+    queries: int, keys: int, *, causal: bool, window: int | None, device: torch.device, first: int = 0
+) -> Tensor | None:
+    """[queries, keys] bool: True where a query may look by distance alone; None where it may look everywhere.
+
+    `first` is the position of query 0 among the keys.
+    """
+    if not causal and window is None:
+        return None
+    ahead = torch.arange(keys, device=device) - torch.arange(first, first + queries, device=device)[:, None]
+    band = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
+    return band if window is None else band & (ahead > -window) & (ahead < window)
+
+
+def softmax_attention(
+    query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, rule: Rule, *, causal: bool
+) -> Tensor:
+    if rule.softcap is not None or rule.sinks is not None:
+        return written_out_attention(query, key, value, allowed, rule)
+    heads, grouped = query.shape[1], key.shape[1] != query.shape[1]
+    if grouped and not (allowed is None and rule.bias is None):
+        # Fused kernels take grouped heads only without a mask.
+        key, value, grouped = _repeat_heads(key, heads), _repeat_heads(value, heads), False
+    return scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=_join(allowed, rule.bias, query),
+        dropout_p=rule.dropout,
+        is_causal=causal and query.shape[2] > 1,
+        scale=rule.scale,
+        enable_gqa=grouped,
+    )
+
+
+def written_out_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, rule: Rule) -> Tensor:
+    """Softmax attention in plain operations: the only way with a softcap or sinks.
+
+    A query that may see nothing gets equal weights instead of NaN, which would spread through the next layer.
+    """
+    heads = query.shape[1]
+    key, value = _repeat_heads(key, heads), _repeat_heads(value, heads)
+    scale = 1 / math.sqrt(query.shape[-1]) if rule.scale is None else rule.scale
+    scores = query @ key.transpose(-1, -2) * scale  # [n, H, Q, K]
+    if rule.softcap is not None:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    joined = _join(allowed, rule.bias, query)
+    if joined is not None:
+        scores = (
+            scores.masked_fill(~joined, torch.finfo(scores.dtype).min)
+            if joined.dtype == torch.bool
+            else scores + joined
+        )
+    if rule.sinks is not None:
+        sink = rule.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    exact = torch.promote_types(scores.dtype, torch.float32)  # half precision would lose small weights
+    weights = torch.softmax(scores, dim=-1, dtype=exact).to(query.dtype)[..., : key.shape[2]]
+    return drop(weights, rule.dropout) @ value
+
+
+def _join(allowed: Tensor | None, bias: Tensor | None, query: Tensor) -> Tensor | None:
+    if bias is None or allowed is None:
+        return allowed if bias is None else bias.to(query.dtype)
+    return bias.to(query.dtype).masked_fill(~allowed, -math.inf)
+
+
+def _repeat_heads(part: Tensor, heads: int) -> Tensor:
+    return part if part.shape[1] == heads else part.repeat_interleave(heads // part.shape[1], dim=1)
