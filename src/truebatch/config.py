@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from truebatch.errors import ConfigError, TruebatchError
 from truebatch.textfiles import nearest
-from truebatch.yamlfiles import Document, parse_value, read_yaml
+from truebatch.yamlfiles import Document, parse_value, read_yaml, write_yaml
 
 T = TypeVar("T")
 
@@ -33,13 +32,16 @@ def load_config(
     The later wins. Unknown keys, wrong types and values out of range raise `ConfigError`, which names the
     key, the value and the file and line it came from.
     """
-    document = Document(dict(defaults or {}))
-    if path is not None:
-        read = read_yaml(Path(path))
-        document = Document({**document.values, **read.values}, read.places)
+    document = read_document(path, defaults=defaults)
     for override in overrides:
         apply_override(document, override)
     return check_config(kind, document)
+
+
+def read_document(path: Path | None, *, defaults: Mapping[str, Any] | None = None) -> Document:
+    """What a YAML file says, over the defaults; with no file just the defaults."""
+    read = read_yaml(Path(path)) if path is not None else Document({})
+    return Document({**(defaults or {}), **read.values}, read.places)
 
 
 def apply_override(document: Document, override: str) -> None:
@@ -89,8 +91,17 @@ def config_schema(kind: type[Any]) -> dict[str, Any]:
 
 def dump_config(config: Any) -> str:
     """YAML text that `load_config` reads back to an equal value."""
-    values = _adapter(type(config)).dump_python(config, mode="json")
-    return str(yaml.safe_dump(values, allow_unicode=True, sort_keys=False))
+    return write_yaml(_as_data(config))
+
+
+def _as_data(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _as_data(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
+    if isinstance(value, Mapping):
+        return {str(key): _as_data(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_data(inner) for inner in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def _adapter(kind: type[Any]) -> TypeAdapter[Any]:

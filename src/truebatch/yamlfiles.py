@@ -31,6 +31,7 @@ _WORDS |= {".inf": float("inf"), "-.inf": float("-inf"), ".nan": float("nan")}
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "map", "seq")}
 # What the resolver of YAML 1.1 makes of plain text; read here as text instead.
 _PLAIN_TAGS |= {"tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value"}
+_LONGEST_NUMBER = 400
 _WIDE = {"：": ":", "，": ",", "　": "a space", "“": '"', "”": '"', "‘": "'", "’": "'", "＃": "#", "－": "-"}
 _WIDE |= {"［": "[", "］": "]", "｛": "{", "｝": "}", "【": "[", "】": "]", "＝": "=", "\u00a0": "a space"}
 _WIDE_NUMBER = re.compile(r"[-+.eE0-9０-９．－＋]*[０-９．－＋][-+.eE0-9０-９．－＋]*")
@@ -71,9 +72,29 @@ def parse_value(text: str) -> Any:
     """One value as YAML reads it (for `key=value`); what is not YAML is plain text."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         return text
     return None if node is None else _Reader(text).value(node, ())
+
+
+def write_yaml(values: dict[str, Any]) -> str:
+    """YAML text that `parse_yaml` reads back to equal values."""
+    return str(yaml.dump(values, Dumper=_Writer, allow_unicode=True, sort_keys=False))
+
+
+class _Writer(yaml.SafeDumper):
+    """Quotes text that would be read as something else."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _write_text(writer: _Writer, text: str) -> Node:
+    is_plain = text.isascii() and _plain(text) is text
+    return writer.represent_scalar("tag:yaml.org,2002:str", text, style=None if is_plain else '"')
+
+
+_Writer.add_representer(str, _write_text)
 
 
 def _compose(text: str, name: str) -> Node | None:
@@ -83,7 +104,9 @@ def _compose(text: str, name: str) -> Node | None:
         line = text.count("\n", 0, int(error.position)) + 1
         raise ConfigError(
             f"{name}:{line} holds a character YAML does not allow",
-            seen=f"character {error.character!r}",
+            seen=f"character {chr(error.character)!r}"
+            if isinstance(error.character, int)
+            else f"character {error.character!r}",
             do="delete that character",
         ) from error
     except yaml.MarkedYAMLError as error:
@@ -196,6 +219,8 @@ class _Reader:
 def _plain(text: str) -> Any:
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
+    if len(text) > _LONGEST_NUMBER:
+        return text
     if _INT.fullmatch(text):
         return int(text)
-    return float(text) if _FLOAT.fullmatch(text) else text
+    return float(text.replace("_", "")) if _FLOAT.fullmatch(text) else text

@@ -77,7 +77,7 @@ def load_measured(file: Path, fingerprint: str) -> Measured | None:
     if not file.is_file():
         return None
     try:
-        with np.load(file, allow_pickle=False) as saved:
+        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as saved:
             arrays = {name: saved[name] for name in saved.files}
         about = json.loads(arrays["about"].tobytes())
         if about["fingerprint"] != fingerprint:

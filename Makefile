@@ -1,0 +1,41 @@
+# Two commands are all a newcomer needs: `make demo` and `make test`. Each makes .venv if it is not there.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+SETUP  := pyproject.toml constraints.txt
+
+.PHONY: demo test test-slow lint clean
+
+demo: $(VENV)/.ready-demo
+	$(BIN)/truebatch demo
+
+test: lint
+	$(BIN)/python -m pytest -n 2
+
+test-slow: $(VENV)/.ready-test
+	$(BIN)/python -m pytest -n 2 -m slow --timeout 3600
+
+lint: $(VENV)/.ready-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# torch comes first and alone: what is installed later finds it there and never asks for another build.
+$(VENV)/.ready-torch: constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "truebatch needs Python 3.11 or newer; set PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) $$(grep '^torch==' constraints.txt)
+	touch $@
+
+$(VENV)/.ready-demo: $(VENV)/.ready-torch $(SETUP)
+	$(PIP) -e '.[fast]'
+	touch $@
+
+$(VENV)/.ready-test: $(VENV)/.ready-torch $(SETUP)
+	$(PIP) -e '.[dev]'
+	touch $@
