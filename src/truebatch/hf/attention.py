@@ -1,0 +1,347 @@
+"""Packed attention for Hugging Face models, through their public attention and mask interfaces.
+
+use_packed_attention(model) -> model(**packed_inputs(segments)) -> each attention layer -> attend inside segments
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from truebatch.errors import AttentionError
+from truebatch.hf.runs import (
+    Run,
+    close_run,
+    current_run,
+    forget_services,
+    note_service,
+    open_run,
+    refuse_lost_table,
+    remember_lengths,
+    segments_of_table,
+)
+from truebatch.tensors.attention import attend, attend_table, may_attend
+from truebatch.tensors.scores import Rule, band_of, written_out_attention
+from truebatch.tensors.segments import Segments, cell_positions
+
+NAME = "truebatch"
+"""The name under which transformers knows this attention."""
+
+TABLE_WORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+KNOWN_MASKS = {
+    "causal_mask_function",
+    "bidirectional_mask_function",
+    "sliding_window_overlay",
+    "sliding_window_bidirectional_overlay",
+    "packed_sequence_mask_function",
+    "padding_mask_function",
+}
+
+
+@contextmanager
+def use_packed_attention(model: PreTrainedModel) -> Iterator[None]:
+    """While open, `model` attends inside segments when called with `packed_inputs`, and as with sdpa otherwise.
+
+    Refuses by name what it cannot do exactly: models that ignore the attention interface, keep a state along the row,
+    or mix two kinds of rows. For a vision-language model, pass its language model.
+    """
+    _register()
+    _refuse_model(model)
+    before = {"": model.config._attn_implementation}
+    before |= {name: part._attn_implementation for name, part in _sub_configs(model).items()}
+    model.set_attn_implementation(NAME)
+    if model.config._attn_implementation != NAME:
+        raise AttentionError(
+            "this architecture does not take its attention from the interface of transformers",
+            seen=f"{type(model).__name__} stays with attention {model.config._attn_implementation!r}",
+            do="call it with block_mask_inputs(model, segments), or plan the padded layout",
+        )
+    hooks = [
+        model.register_forward_pre_hook(_begin, with_kwargs=True, prepend=True),
+        model.register_forward_hook(_end, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        forget_services(model)
+        model.set_attn_implementation(before)
+
+
+def packed_inputs(segments: Segments) -> dict[str, Any]:
+    """Keyword arguments that tell a model of its packed rows: positions that restart, and the segment table."""
+    remember_lengths(segments)
+    return {
+        "position_ids": cell_positions(segments),
+        "cu_seq_lens_q": segments.starts,
+        "cu_seq_lens_k": segments.starts,
+        "max_length_q": segments.max_length,
+        "max_length_k": segments.max_length,
+    }
+
+
+def block_mask_inputs(model: PreTrainedModel, segments: Segments) -> dict[str, Any]:
+    """Keyword arguments with a dense 4-D mask instead of a table, for models that ignore the attention interface.
+
+    Costs the square of the row. Sliding layers get their window.
+    """
+    _refuse_own_positions(model)
+    config = model.config.get_text_config()
+    causal = bool(getattr(config, "is_decoder", False) or _looks_causal(model))
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    elif window is not None and not causal:
+        window += 1  # a window that looks both ways does not count the query's own cell in transformers
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+    if kinds - {"full_attention", "sliding_attention"}:
+        raise AttentionError(
+            "a block mask cannot keep samples apart in every layer of this model",
+            seen=f"{type(model).__name__} with layers of kind {sorted(kinds)}",
+            do="plan the padded layout for it",
+        )
+    masks = {
+        kind: _for_model(model, may_attend(segments, causal=causal, window=window if "sliding" in kind else None))
+        for kind in sorted(kinds)
+    }
+    return {
+        "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
+        "position_ids": cell_positions(segments),
+    }
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The attention function given to transformers: inside segments in a packed run, as with sdpa otherwise."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    rule = Rule(
+        causal=causal,
+        window=options.get("sliding_window", getattr(module, "sliding_window", None)),
+        scale=scaling,
+        dropout=dropout,
+        bias=options.get("position_bias"),
+        softcap=options.get("softcap"),
+        sinks=options.get("s_aux"),
+    )
+    run, starts = current_run(), options.get("cu_seq_lens_q")
+    if starts is None and not (run is not None and run.is_packed):
+        refuse_lost_table(module)
+        return _whole_rows(module, query, key, value, attention_mask, rule, options), None
+    _refuse_call(module, query, key, attention_mask)
+    _refuse_unknown_window(module, run, options)
+    out = _inside_segments(module, query, key, value, rule, run, options)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def packed_mask(**options: Any) -> Tensor | None:
+    """The mask function given to transformers: nothing in a packed run, the mask of sdpa otherwise."""
+    run = current_run()
+    if run is None or not run.is_packed:
+        mask: Tensor | None = sdpa_mask(**options)
+        return mask
+    window = options.get("local_size")
+    if window is not None:
+        run.windows.add(window)
+    unknown = sorted(set(_names_of(options["mask_function"])) - KNOWN_MASKS)
+    if unknown or options.get("use_vmap"):
+        raise AttentionError(
+            "this model changes its causal mask in a way that packed attention does not know",
+            seen=f"mask rules {unknown or 'given by the model'}",
+            do="call it with padded rows, or give it a 4-D mask of your own",
+        )
+    return None
+
+
+def _register() -> None:
+    AttentionInterface.register(NAME, packed_attention)
+    AttentionMaskInterface.register(NAME, packed_mask)
+
+
+def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    outer, starts = current_run(), kwargs.get("cu_seq_lens_q")
+    if starts is None:
+        explicit = outer is not None and outer.explicit
+        open_run(Run(segments=outer.segments if outer and explicit else None, is_packed=explicit))
+        return args, kwargs
+    segments = None
+    if not torch.compiler.is_compiling():
+        segments = _segments_of_call(args, kwargs, starts)
+    open_run(Run(segments=segments, is_packed=True))
+    accepted = inspect.signature(model.forward).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
+        kwargs = {name: value for name, value in kwargs.items() if name in accepted or name not in TABLE_WORDS}
+    return args, kwargs
+
+
+def _segments_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], starts: Tensor) -> Segments:
+    given = [*kwargs.values(), *args]
+    first = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
+    tokens = first if first is not None else next(part for part in given if isinstance(part, Tensor) and part.ndim > 1)
+    shape = (tokens.shape[0], tokens.shape[1])
+    return segments_of_table(starts, shape=shape, max_length=int(kwargs["max_length_q"]))
+
+
+def _end(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    run = close_run()
+    if run.is_packed and not run.calls and output is not None:
+        raise AttentionError(
+            "a packed run went through a model that never asked for packed attention",
+            seen=f"{type(model).__name__} made its output without one call of attention {NAME!r}",
+            do="call it with block_mask_inputs(model, segments), or plan the padded layout",
+        )
+
+
+def _inside_segments(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rule: Rule, run: Run | None, options: dict[str, Any]
+) -> Tensor:
+    starts = options.get("cu_seq_lens_q")
+    if run is not None:
+        run.calls += 1
+    if starts is None:
+        note_service(module)
+    elif run is None or run.segments is None or run.segments.starts is not starts:
+        max_length = options["max_length_q"]
+        out = attend_table(query, key, value, starts, rule, max_length=max_length)
+        if out is not None:
+            return out
+        shape = (query.shape[0], query.shape[2])
+        return _attend(query, key, value, segments_of_table(starts, shape=shape, max_length=int(max_length)), rule)
+    assert run is not None
+    assert run.segments is not None
+    return _attend(query, key, value, run.segments, rule)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Tensor:
+    return attend(
+        query,
+        key,
+        value,
+        segments,
+        causal=rule.causal,
+        window=rule.window,
+        scale=rule.scale,
+        dropout=rule.dropout,
+        bias=rule.bias,
+        softcap=rule.softcap,
+        sinks=rule.sinks,
+    )
+
+
+def _whole_rows(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    rule: Rule,
+    options: dict[str, Any],
+) -> Tensor:
+    """Padded rows: what sdpa does, and the written-out formula where sdpa drops a softcap or sinks."""
+    if rule.softcap is None and rule.sinks is None:
+        given = {**options, "dropout": rule.dropout, "scaling": rule.scale, "is_causal": rule.causal}
+        out: Tensor = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **given)[0]
+        return out
+    queries, keys = query.shape[2], key.shape[2]
+    allowed = attention_mask
+    if allowed is None:
+        # No mask means that the rule by distance is enough; the queries are the last of the keys.
+        device = query.device
+        allowed = band_of(queries, keys, causal=rule.causal, window=None, device=device, first=keys - queries)
+    return written_out_attention(query, key, value, allowed, rule).transpose(1, 2).contiguous()
+
+
+def _refuse_model(model: PreTrainedModel) -> None:
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    if any(getattr(part, "_is_stateful", False) for part in parts):
+        raise AttentionError(
+            "this model carries a state along the row, past the end of a sample",
+            seen=f"{type(model).__name__} is stateful",
+            do="plan the padded layout with right padding, or groups of equal length",
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise AttentionError(
+            "packed rows of an encoder and of a decoder need two tables",
+            seen=f"{type(model).__name__} is an encoder-decoder",
+            do="pack its encoder alone, or plan the padded layout",
+        )
+
+
+def _refuse_own_positions(model: PreTrainedModel) -> None:
+    knows = "position_ids" in inspect.signature(model.forward).parameters
+    if not knows or getattr(model.config, "alibi", False):
+        raise AttentionError(
+            "this model makes its positions from whole rows, so packed samples would not start at 0",
+            seen=f"{type(model).__name__} {'with ALiBi' if knows else 'takes no position_ids'}",
+            do="plan the padded layout with right padding",
+        )
+
+
+def _refuse_call(module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None) -> None:
+    if query.shape[2] != key.shape[2] or getattr(module, "is_cross_attention", False):
+        raise AttentionError(
+            "packed attention is self-attention without a cache",
+            seen=f"{type(module).__name__} with {query.shape[2]} queries and {key.shape[2]} keys",
+            do="generate and cross-attend with padded rows; in training pass use_cache=False",
+        )
+    if attention_mask is not None:
+        raise AttentionError(
+            "packed attention was given a mask beside its segment table",
+            seen=f"{type(module).__name__} with a mask {list(attention_mask.shape)}",
+            do="leave attention_mask out of a packed call; padding is a segment of its own",
+        )
+
+
+def _refuse_unknown_window(module: nn.Module, run: Run | None, options: dict[str, Any]) -> None:
+    says = "sliding_window" in options or hasattr(module, "sliding_window")
+    if run is not None and run.windows and not says:
+        raise AttentionError(
+            "this model has sliding-window layers that do not say so to their attention",
+            seen=f"{type(module).__name__} gives no sliding_window, the model asked for windows {sorted(run.windows)}",
+            do="call it with block_mask_inputs(model, segments), or plan the padded layout",
+        )
+
+
+def _names_of(rule: Callable[..., Any]) -> list[str]:
+    """Names of the mask rules that transformers joined into one function."""
+    if torch.compiler.is_compiling():
+        return []
+    parts = inspect.getclosurevars(rule).nonlocals.get("mask_functions")
+    if parts is None:
+        return [rule.__qualname__.split(".")[0]]
+    return [name for part in parts for name in _names_of(part)]
+
+
+def _sub_configs(model: PreTrainedModel) -> dict[str, Any]:
+    found = {name: getattr(model.config, name, None) for name in getattr(model.config, "sub_configs", {})}
+    return {name: part for name, part in found.items() if part is not None}
+
+
+def _looks_causal(model: PreTrainedModel) -> bool:
+    """True unless the attention modules of the model say they are not causal."""
+    flags = [bool(part.is_causal) for part in model.modules() if hasattr(part, "is_causal")]
+    return all(flags)
+
+
+def _for_model(model: PreTrainedModel, allowed: Tensor) -> Tensor:
+    if model.config._attn_implementation != "eager":
+        return allowed
+    lowest = torch.finfo(model.dtype).min
+    return torch.zeros(allowed.shape, dtype=model.dtype, device=allowed.device).masked_fill(~allowed, lowest)
