@@ -35,6 +35,8 @@ class Field:
     """The second ragged level of a nested field."""
     pad: float = 0
     """Written into cells that hold no token."""
+    marks_empty: bool = False
+    """True if the model itself tells empty cells by the pad value (an id it looks for); `verify` then keeps it."""
     dtype: str = "keep"
     """`keep` takes the dtype of the data."""
     source: str = ""

@@ -1,0 +1,248 @@
+"""Run an arrangement as one step and say how far it is from the reference.
+
+outputs of every sample, loss of the step, gradient of the step -> relative differences -> within limits or not
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from truebatch.errors import BatchError
+from truebatch.objective import add_counts, divide_once
+from truebatch.proof.arrangements import Arrangement, Piece
+from truebatch.proof.outputs import PerSample
+from truebatch.proof.subjects import Outcome
+
+PROMISED = {torch.float64: 1e-10, torch.float32: 1e-5}
+"""How far a micro-batch may be from one by one. Half precision is measured against fp32 instead."""
+
+
+class Runnable(Protocol):
+    """A subject, as far as comparing goes."""
+
+    @property
+    def model(self) -> nn.Module | None:
+        """For gradients."""
+        ...
+
+    def run(self, piece: Piece, samples: Sequence[Any] | None = None) -> Outcome:
+        """Run one micro-batch."""
+        ...
+
+    def with_model(self, model: nn.Module) -> Self:
+        """The same through another model."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Whole:
+    """A step of all samples, however it was cut."""
+
+    outputs: dict[str, dict[int, Tensor]]
+    """Output name -> sample id -> tensor."""
+    loss: dict[str, float]
+    """Every term, divided once over the step."""
+    gradient: dict[str, Tensor]
+    """Parameter name -> gradient; empty where there is nothing to differentiate."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The largest relative difference of one kind."""
+
+    part: str
+    """outputs, loss or gradient"""
+    value: float
+    limit: float
+    where: str
+    """Sample, loss term or parameter."""
+    sample: int = -1
+
+    @property
+    def is_over(self) -> bool:
+        """True if the law is broken; NaN counts as broken."""
+        return not self.value <= self.limit
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reference:
+    """One by one, and how far anything may be from it."""
+
+    whole: Whole
+    limits: Mapping[str, float]
+
+
+def run_whole(subject: Runnable, arrangement: Arrangement, *, gradient: bool = True) -> Whole:
+    """Run every micro-batch of an arrangement and put the step together again."""
+    wanted = gradient and subject.model is not None
+    with torch.set_grad_enabled(wanted):
+        outcomes = [subject.run(piece) for piece in arrangement.pieces]
+        counts = add_counts(o.counts for o in outcomes)
+        sums = add_sums(outcomes)
+        grads = gradient_of(subject.model, sums, counts) if wanted else {}
+    ids = [int(i) for piece in arrangement.pieces for i in piece.rows.ids]
+    return Whole(by_sample([o.outputs for o in outcomes], ids), step_loss(sums, counts), grads)
+
+
+def add_sums(outcomes: Sequence[Outcome]) -> dict[str, Tensor]:
+    """Every loss term summed over the micro-batches of a step."""
+    total: dict[str, Tensor] = {}
+    for outcome in outcomes:
+        for name, value in outcome.sums.items():
+            total[name] = total[name] + value if name in total else value
+    return total
+
+
+def step_loss(sums: Mapping[str, Tensor], counts: Mapping[str, int]) -> dict[str, float]:
+    """Every term divided once over the step."""
+    return {k: float(v.detach()) / max(counts[k], 1) for k, v in sums.items()}
+
+
+def gradient_of(model: nn.Module | None, sums: Mapping[str, Tensor], counts: Mapping[str, int]) -> dict[str, Tensor]:
+    """The gradient of a step by parameter name; empty where nothing can be differentiated."""
+    if model is None or not any(total.requires_grad for total in sums.values()):
+        return {}
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    grads = torch.autograd.grad(divide_once(sums, counts), list(named.values()), allow_unused=True)
+    return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), grads, strict=True)}
+
+
+def by_sample(outputs: Sequence[PerSample], ids: list[int]) -> dict[str, dict[int, Tensor]]:
+    """Outputs of all micro-batches under the ids of their samples."""
+    names = dict.fromkeys(name for one in outputs for name in one)
+    joined = {name: [t.detach() for one in outputs for t in one.get(name, [])] for name in names}
+    uneven = {name: len(parts) for name, parts in joined.items() if len(parts) != len(ids)}
+    if uneven:
+        raise BatchError(
+            "a forward pass gave a wrong number of results",
+            seen=f"{len(ids)} samples in, {uneven} out",
+            do="return one result a sample, whatever else is in the micro-batch",
+        )
+    return {name: dict(zip(ids, parts, strict=True)) for name, parts in joined.items()}
+
+
+def differences(whole: Whole, reference: Reference) -> list[Difference]:
+    """Outputs, loss and gradient, each with the place where it is worst."""
+    parts = [
+        _outputs_difference(whole, reference.whole),
+        _loss_difference(whole, reference.whole),
+        _gradient_difference(whole, reference.whole),
+    ]
+    return [Difference(d.part, d.value, reference.limits[d.part], d.where, d.sample) for d in parts if d is not None]
+
+
+def _outputs_difference(whole: Whole, reference: Whole) -> Difference | None:
+    found = [
+        (relative(whole.outputs[name][i], expected, scale), name, i)
+        for name, samples in reference.outputs.items()
+        for scale in [scale_of(samples.values())]
+        for i, expected in samples.items()
+    ]
+    if not found:
+        return None
+    value, name, sample = max(found, key=lambda f: math.inf if math.isnan(f[0]) else f[0])
+    return Difference("outputs", value, 0.0, f"{name} of sample {sample}", sample)
+
+
+def samples_over(whole: Whole, reference: Reference) -> set[int]:
+    """The samples whose outputs moved further than allowed."""
+    limit = reference.limits["outputs"]
+    return {
+        i
+        for name, samples in reference.whole.outputs.items()
+        for scale in [scale_of(samples.values())]
+        for i, expected in samples.items()
+        if not relative(whole.outputs[name][i], expected, scale) <= limit
+    }
+
+
+def scale_of(tensors: object) -> float:
+    """The largest size of any number in these tensors: what a difference is relative to."""
+    sizes = [float(t.abs().max()) for t in list(tensors) if t.numel() and t.is_floating_point()]  # type: ignore[call-overload]
+    finite = [s for s in sizes if math.isfinite(s)]
+    return max(finite, default=1.0) or 1.0
+
+
+def relative(value: Tensor, expected: Tensor, scale: float) -> float:
+    """The largest absolute difference over `scale`; infinite where the shapes differ, NaN where either has one.
+
+    A leading axis of one sample does not count as a shape, and of a padded result only the sample's own cells count.
+    """
+    if value.shape != expected.shape:
+        return min((relative(v, e, scale) for v, e in _own_cells(value, expected)), default=math.inf, key=_nan_last)
+    if value.numel() == 0:
+        return 0.0
+    if not expected.is_floating_point():
+        return 0.0 if torch.equal(value, expected.to(value.dtype)) else math.inf
+    same_inf = torch.isinf(expected) & (value.double() == expected.double())
+    gap = (value.double() - expected.double()).abs().masked_fill(same_inf, 0.0)
+    return float(gap.max()) / scale
+
+
+def _own_cells(value: Tensor, expected: Tensor) -> list[tuple[Tensor, Tensor]]:
+    if expected.ndim == value.ndim + 1 and expected.shape[0] == 1:
+        return [(value, expected[0])]
+    is_padded = value.ndim == expected.ndim > 0 and value.shape[1:] == expected.shape[1:]
+    if not is_padded or len(value) < len(expected):
+        return []
+    return [(value[: len(expected)], expected), (value[len(value) - len(expected) :], expected)]
+
+
+def _loss_difference(whole: Whole, reference: Whole) -> Difference | None:
+    found = [
+        (abs(whole.loss.get(k, math.nan) - v) / (abs(v) or 1.0), f"loss term {k!r}") for k, v in reference.loss.items()
+    ]
+    if not found:
+        return None
+    value, where = max(found, key=lambda f: math.inf if math.isnan(f[0]) else f[0])
+    return Difference("loss", value, 0.0, where)
+
+
+def _gradient_difference(whole: Whole, reference: Whole) -> Difference | None:
+    """||a - b|| / ||b|| over all parameters as one vector; a single entry against the largest entry of the model."""
+    if not reference.gradient:
+        return None
+    if not whole.gradient:
+        return Difference("gradient", math.inf, 0.0, "all parameters: the loss cannot be differentiated")
+    expected = {k: g.double() for k, g in reference.gradient.items()}
+    gaps = {k: (whole.gradient[k].double() - g) for k, g in expected.items()}
+    norm = math.sqrt(sum(float(g.square().sum()) for g in expected.values())) or 1.0
+    over_all = math.sqrt(sum(float(g.square().sum()) for g in gaps.values())) / norm
+    largest = max(float(g.abs().max()) for g in expected.values() if g.numel()) or 1.0
+    single = {k: float(g.abs().max()) / largest for k, g in gaps.items() if g.numel()}
+    worst = max(single, key=lambda k: math.inf if math.isnan(single[k]) else single[k])
+    return Difference("gradient", max(over_all, single[worst], key=_nan_last), 0.0, f"parameter {worst}")
+
+
+def _nan_last(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def make_reference(subject: Runnable, one_by_one: Whole, alone: Arrangement, tolerance: float | None) -> Reference:
+    """What others are compared with: one by one itself, or for half precision the same model in fp32.
+
+    In half precision a micro-batch may be at most twice as far from fp32 as one by one is.
+    """
+    dtype = floating_dtype(subject.model)
+    parts = ("outputs", "loss", "gradient")
+    if tolerance is not None or dtype in PROMISED:
+        limit = PROMISED.get(dtype, 1e-5) if tolerance is None else tolerance
+        return Reference(one_by_one, dict.fromkeys(parts, limit))
+    assert subject.model is not None
+    exact = run_whole(subject.with_model(copy.deepcopy(subject.model).float()), alone)
+    far = {d.part: d.value for d in differences(one_by_one, Reference(exact, dict.fromkeys(parts, math.inf)))}
+    eps = torch.finfo(dtype).eps
+    return Reference(exact, {part: 2 * max(far.get(part, 0.0), eps) for part in parts})
+
+
+def floating_dtype(model: nn.Module | None) -> torch.dtype:
+    """The least precise floating dtype of the parameters; float32 where there are none."""
+    kinds = [] if model is None else [p.dtype for p in model.parameters() if p.is_floating_point()]
+    return min(kinds, key=lambda d: torch.finfo(d).bits, default=torch.float32)

@@ -1,0 +1,86 @@
+"""A user's own functions: one over a list of samples, one over a single sample, compared as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from truebatch.errors import BatchError
+from truebatch.objective import add_counts
+from truebatch.proof.arrangements import Piece
+from truebatch.proof.comparing import Whole, add_sums, by_sample, gradient_of, step_loss
+from truebatch.proof.outputs import PerSample, named_tensors, split_list
+from truebatch.proof.subjects import Outcome, read_result
+
+Sample = Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ListSubject:
+    """A function over a list of samples, which does its own padding: only the order and the cut can be arranged."""
+
+    samples: Sequence[Sample]
+    function: Callable[[list[Sample]], Any]
+    model: nn.Module | None
+    causal: bool = False
+
+    @property
+    def lengths(self) -> list[int]:
+        """The longest part of every sample, as far as one can tell from outside."""
+        return [_length(sample) for sample in self.samples]
+
+    def run(self, piece: Piece, samples: Sequence[Sample] | None = None) -> Outcome:
+        """Call the function on the samples of one piece, in their order."""
+        source = self.samples if samples is None else samples
+        chosen = [source[int(i)] for i in piece.rows.ids]
+        value = self.function(chosen)
+        return read_result(value, lambda rest: _split(rest, len(chosen)), len(chosen), stand_in=False)
+
+    def with_model(self, model: nn.Module) -> ListSubject:
+        """A function keeps its own model; half precision is then compared by a given tolerance only."""
+        return replace(self, model=model)
+
+
+def run_one_by_one(
+    one: Callable[[Sample], Any], samples: Sequence[Sample], model: nn.Module | None, *, stand_in: bool
+) -> Whole:
+    """The original: every sample through the one-sample function, the step put together from them."""
+    with torch.set_grad_enabled(model is not None):
+        outcomes = [read_result(one(sample), _as_one, 1, stand_in=stand_in) for sample in samples]
+        counts = add_counts(o.counts for o in outcomes)
+        sums = add_sums(outcomes)
+        grads = gradient_of(model, sums, counts)
+    return Whole(by_sample([o.outputs for o in outcomes], list(range(len(samples)))), step_loss(sums, counts), grads)
+
+
+def _as_one(value: Any) -> PerSample:
+    """A single result, as it is; `relative` allows for a leading axis of one sample."""
+    return {name: [tensor] for name, tensor in named_tensors(value).items() if tensor.ndim}
+
+
+def _split(value: Any, number: int) -> PerSample:
+    if isinstance(value, list | tuple) and len(value) == number:
+        return split_list(value)
+    tensors = {k: t for k, t in named_tensors(value).items() if t.ndim}
+    wrong = {k: tuple(t.shape) for k, t in tensors.items() if t.shape[0] != number}
+    if wrong or (isinstance(value, list | tuple) and not tensors):
+        got = wrong or f"a list of {len(value)}"
+        raise BatchError(
+            "the batched function gave a wrong number of results",
+            seen=f"{number} samples in, {got} out",
+            do="return one result a sample, in the order of the samples",
+        )
+    return {k: list(t.unbind()) for k, t in tensors.items()}
+
+
+def _length(sample: Sample) -> int:
+    values = list(sample.values()) if isinstance(sample, Mapping) else [sample]
+    return max((len(v) for v in values if isinstance(v, list | tuple | str) or (_is_array(v) and v.ndim)), default=1)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, Tensor) or hasattr(value, "ndim")

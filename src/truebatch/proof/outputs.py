@@ -1,0 +1,112 @@
+"""What a forward pass gave, taken apart: named tensors, and of each tensor the part that belongs to one sample."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from truebatch.errors import BatchError
+from truebatch.tensors.microbatch import FlatAxis, MicroBatch, RowAxis
+
+PerSample = dict[str, list[Tensor]]
+"""Output name -> one tensor a sample, in the order of the micro-batch."""
+
+
+def named_tensors(value: Any, name: str = "output") -> dict[str, Tensor]:
+    """Every tensor in a result, whatever it is wrapped in: tensors, tuples, mappings, dataclasses, model outputs."""
+    if isinstance(value, Tensor):
+        return {name: value}
+    if isinstance(value, Mapping):
+        return _joined((f"{name}.{k}", v) for k, v in value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _joined((f"{name}.{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value))
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return _joined((f"{name}.{at}", v) for at, v in enumerate(value))
+    return {}
+
+
+def _joined(items: Any) -> dict[str, Tensor]:
+    return {key: tensor for name, value in items for key, tensor in named_tensors(value, name).items()}
+
+
+def split_output(value: Any, batch: MicroBatch) -> PerSample:
+    """A result of a micro-batch as one tensor a sample; scalars (a loss) are left out.
+
+    A list with one entry a sample is taken as it is. A tensor must lie along an axis of the micro-batch.
+    """
+    if isinstance(value, list | tuple) and len(value) == batch.num_samples and batch.num_samples > 1:
+        return split_list(value)
+    out: PerSample = {}
+    for name, tensor in named_tensors(value).items():
+        if tensor.ndim == 0:
+            continue
+        parts = sample_parts(tensor, batch)
+        if parts is None:
+            raise _unsplittable(name, tensor, batch)
+        out[name] = parts
+    return out
+
+
+def split_list(values: Sequence[Any]) -> PerSample:
+    """One result a sample, as a function over a list of samples gives them."""
+    out: PerSample = {}
+    for value in values:
+        for name, tensor in named_tensors(_tensors(value)).items():
+            out.setdefault(name, []).append(tensor)
+    uneven = {name: len(parts) for name, parts in out.items() if len(parts) != len(values)}
+    if uneven:
+        raise BatchError(
+            "results of different samples have different parts",
+            seen=f"{len(values)} samples, but {uneven}",
+            do="return the same names for every sample",
+        )
+    return out
+
+
+def _tensors(value: Any) -> Any:
+    return torch.tensor(value) if isinstance(value, int | float) else value
+
+
+def _unsplittable(name: str, tensor: Tensor, batch: MicroBatch) -> BatchError:
+    axes = {k: a.shape if isinstance(a, RowAxis) else (len(a.owner),) for k, a in batch.axes.items()}
+    return BatchError(
+        f"{name!r} does not hold one result a sample",
+        seen=f"shape {tuple(tensor.shape)} for {batch.num_samples} samples, axes {axes}",
+        do="return tensors that begin with [samples], [rows, cells] or [entries], or a list with one entry a sample",
+    )
+
+
+def sample_parts(tensor: Tensor, batch: MicroBatch) -> list[Tensor] | None:
+    """The part of every sample in a tensor that lies along some axis of the micro-batch; None if it lies along none.
+
+    Besides [B, T, ...] this reads [B, H, T, ...] (heads first), [T, B, ...] (time first) and [B * T, ...] (flattened).
+    """
+    for axis in batch.axes.values():
+        if isinstance(axis, FlatAxis):
+            if tensor.shape[:1] == (len(axis.owner),) and len(axis.owner) != batch.num_samples:
+                return list(torch.split(tensor, list(axis.lengths)))
+            continue
+        rows = _rows_first(tensor, axis)
+        if rows is not None and len(axis.lengths) == batch.num_samples:
+            return list(torch.split(axis.take_tokens(rows), list(axis.lengths)))
+    if tensor.shape[:1] == (batch.num_samples,):
+        return list(tensor.unbind())
+    return None
+
+
+def _rows_first(tensor: Tensor, axis: RowAxis) -> Tensor | None:
+    B, T = axis.shape
+    shape = tuple(tensor.shape)
+    if shape[:2] == (B, T):
+        return tensor
+    if len(shape) >= 3 and shape[0] == B and shape[2] == T:
+        return tensor.transpose(1, 2)
+    if shape[:2] == (T, B):
+        return tensor.transpose(0, 1)
+    if shape[:1] == (B * T,) and B * T != B:
+        return tensor.view(B, T, *shape[1:]) if tensor.is_contiguous() else tensor.reshape(B, T, *shape[1:])
+    return None

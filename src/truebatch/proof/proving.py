@@ -1,0 +1,256 @@
+"""Run the same samples in many arrangements and compare with one by one.
+
+subject -> a mode without noise -> one by one -> every arrangement -> leaks, causality -> causes -> report
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from truebatch.errors import ConfigError, DataError
+from truebatch.proof.arrangements import LAYOUTS, Arrangement, alone, arrangements
+from truebatch.proof.causes import Evidence, name_causes
+from truebatch.proof.comparing import Reference, Runnable, Whole, differences, make_reference, run_whole, samples_over
+from truebatch.proof.functions import ListSubject
+from truebatch.proof.probes import (
+    LeakTest,
+    find_leaks,
+    is_right_when_flipped,
+    sees_later_tokens,
+    two_dimensional_mask,
+)
+from truebatch.proof.quiet import Mode, quieted, steady_mode
+from truebatch.proof.report import Cause, Result, VerifyReport
+from truebatch.proof.subjects import Subject
+from truebatch.proof.tracing import ModuleDifference, count_calls, first_difference
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyConfig:
+    """What is put to the proof and how strictly."""
+
+    layout: Literal["all", "right", "left", "packed", "padded"] = "all"
+    """Only these arrangements; `padded` is right and left."""
+    tolerance: float | None = None
+    """Largest relative difference allowed; by default what the dtype promises (half precision: against fp32)."""
+    causal: bool | None = None
+    """Whether later tokens must not move earlier ones; by default yes if labels are the next tokens."""
+
+    def __post_init__(self) -> None:
+        if self.layout not in ("all", "padded", *LAYOUTS):
+            raise ConfigError(
+                "unknown layout", seen=f"layout={self.layout!r}", do=f"use one of {('all', 'padded', *LAYOUTS)}"
+            )
+        if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
+            raise ConfigError(
+                "a tolerance is a small number of 0 or more", seen=f"tolerance={self.tolerance}", do="try 1e-5"
+            )
+
+    def wants(self, arrangement: Arrangement) -> bool:
+        """True if this arrangement belongs to the layouts asked for."""
+        wanted = {"all": LAYOUTS, "padded": ("right", "left")}.get(self.layout, (self.layout,))
+        return arrangement.layout in wanted
+
+
+def prove(subject: Subject | ListSubject, config: VerifyConfig, *, original: Whole | None = None) -> VerifyReport:
+    """Run every arrangement of the subject's samples; `original` replaces one by one as what to compare with."""
+    lengths = subject.lengths
+    _check_samples(lengths)
+    singles = alone(lengths)
+    mode, one_by_one = steady_mode(subject, singles)
+    if mode is None or one_by_one is None:
+        return VerifyReport(
+            [], unproven="the model gives other numbers each time it runs, even in eval mode", notes=_NOISE
+        )
+    problem = _unusable(one_by_one)
+    with quieted(subject.model, mode):
+        reference = make_reference(subject, original or one_by_one, singles, config.tolerance)
+        results = _run_all(subject, singles, reference, config, against_original=original is not None)
+        report = _explain(subject, singles, results, reference, one_by_one)
+    return _finish(report, mode, reference, problem)
+
+
+_NOISE = (
+    "randomness is left on (functional dropout, sampling, noise): switch it off, or key it by sample, and verify again",
+)
+
+
+def _check_samples(lengths: Sequence[int]) -> None:
+    if len(lengths) < 2:
+        raise DataError(
+            "a proof needs at least two samples", seen=f"{len(lengths)} samples", do="give about eight, short and long"
+        )
+    if len(set(lengths)) == 1:
+        raise DataError(
+            "all samples have the same length, so nothing would be padded and the proof would be empty",
+            seen=f"{len(lengths)} samples of length {lengths[0]}",
+            do="give samples of different lengths, some much shorter than others",
+        )
+
+
+def _unusable(whole: Whole) -> str:
+    """Why one by one is no reference, if it is none."""
+    for name, samples in whole.outputs.items():
+        bad = [i for i, t in samples.items() if t.is_floating_point() and bool(torch.isnan(t).any())]
+        if bad:
+            return f"{name!r} is NaN for sample {bad[0]} alone"
+        tensors = list(samples.values())
+        if all(not t.any() for t in tensors if t.numel()):
+            return f"{name!r} is zero for every sample alone: nothing was computed, or an exception was swallowed"
+    if not whole.outputs and not whole.loss:
+        return "the subject gave neither outputs nor a loss"
+    return ""
+
+
+def _run_all(
+    subject: Runnable, singles: Arrangement, reference: Reference, config: VerifyConfig, *, against_original: bool
+) -> list[Result]:
+    assert isinstance(subject, Subject | ListSubject)
+    chosen = [a for a in arrangements(subject.lengths) if config.wants(a)]
+    if isinstance(subject, ListSubject):
+        chosen = [a for a in chosen if a.layout == "right" and "padding" not in a.name and "wider" not in a.name]
+    if against_original:
+        chosen = [singles, *chosen]
+    return [_run_one(subject, arrangement, reference) for arrangement in chosen]
+
+
+def _run_one(subject: Runnable, arrangement: Arrangement, reference: Reference) -> Result:
+    try:
+        whole = run_whole(subject, arrangement, gradient=bool(reference.whole.gradient))
+        found = tuple(differences(whole, reference))
+        moved = frozenset(samples_over(whole, reference))
+    except Exception as error:  # whatever a model raises is a result of this arrangement, reported by name
+        if isinstance(error, ConfigError | DataError):
+            raise
+        return Result(arrangement, "raised", error=f"{type(error).__name__}: {error}")
+    verdict = "different" if any(d.is_over for d in found) else "equal"
+    return Result(arrangement, verdict, found, moved, whole=whole)  # type: ignore[arg-type]
+
+
+def _explain(
+    subject: Subject | ListSubject, singles: Arrangement, results: list[Result], reference: Reference, one: Whole
+) -> VerifyReport:
+    if isinstance(subject, ListSubject):
+        return _explain_functions(results, one)
+    by_name = {r.name: r for r in results}
+    leak_tests = _leak_tests(subject, results, reference)
+    leaks = tuple(leak for test in leak_tests for leak in test.leaks)
+    limit = reference.limits["outputs"]
+    longest = max(range(len(subject.lengths)), key=lambda i: subject.lengths[i])
+    later = sees_later_tokens(subject, singles.pieces[longest], limit) if subject.causal else 0.0
+    failing = [r for r in results if r.verdict != "equal"]
+    first = _first_module(subject, singles, results, limit)
+    suspicious = bool(failing or leaks or later or any(not t.isfinite().all() for t in _floats(one)))
+    evidence = Evidence(
+        results=by_name,
+        alone=one.outputs,
+        leaks=leaks,
+        first_module=first,
+        mask_error=_mask_error(subject, results, singles) if suspicious else "",
+        is_flipped=suspicious and _is_flipped(subject, singles, results, limit),
+        later_tokens=later,
+        row_zero={r.name: int(r.arrangement.pieces[0].rows.ids[0]) for r in results},
+        longest=longest,
+    )
+    causes = name_causes(evidence) if suspicious else []
+    notes = [*_notes(subject, singles, results), *_nan_notes(subject, results, reference)]
+    own = min((test.own_move for test in leak_tests), default=0.0)
+    return VerifyReport(results, causes, first, leaks, notes, leak_visible=own)
+
+
+def _floats(whole: Whole) -> list[torch.Tensor]:
+    return [t for samples in whole.outputs.values() for t in samples.values() if t.is_floating_point()]
+
+
+def _explain_functions(results: list[Result], one: Whole) -> VerifyReport:
+    evidence = Evidence(
+        {r.name: r for r in results}, one.outputs, (), None, "", False, 0.0,
+        {r.name: int(r.arrangement.pieces[0].rows.ids[0]) for r in results}, -1,
+    )  # fmt: skip
+    failing = [r for r in results if r.verdict == "different"]
+    causes = name_causes(evidence) if failing else []
+    if failing and not causes and failing[0].name == "alone":
+        causes = [
+            Cause(
+                "another function",
+                "the batched function differs from the original for a single sample already, so batching is not the reason",
+                "compare the two functions on one sample first: preprocessing, special tokens, dtype, eval mode",
+            )
+        ]
+    return VerifyReport(results, causes)
+
+
+def _leak_tests(subject: Subject, results: list[Result], reference: Reference) -> list[LeakTest]:
+    limit = reference.limits["outputs"]
+    wanted = [r for r in results if r.name in ("right padded", "left padded", "packed") and r.verdict != "raised"]
+    return [find_leaks(subject, r.arrangement, limit) for r in wanted]
+
+
+def _first_module(
+    subject: Subject, singles: Arrangement, results: list[Result], limit: float
+) -> ModuleDifference | None:
+    failing = next((r for r in results if r.verdict == "different" and r.moved), None)
+    if failing is None or subject.model is None:
+        return None
+    sample = min(failing.moved, key=lambda i: subject.lengths[i])
+    piece = next(p for p in failing.arrangement.pieces if sample in p.rows.ids)
+    return first_difference(subject, singles.pieces[sample], piece, sample, limit)
+
+
+def _mask_error(subject: Subject, results: list[Result], singles: Arrangement) -> str:
+    pieces = [r.arrangement.pieces[0] for r in results if r.arrangement.layout == "right"][:1]
+    return next((text for p in [*pieces, singles.pieces[0]] if (text := two_dimensional_mask(subject, p))), "")
+
+
+def _is_flipped(subject: Subject, singles: Arrangement, results: list[Result], limit: float) -> bool:
+    """Exchange True and False where padding makes a difference, and look whether that mends it."""
+    failing = [r for r in results if r.name in ("right padded", "left padded") and r.is_over("outputs")]
+    if not failing:
+        return False
+    try:
+        return is_right_when_flipped(subject, singles, failing[0].arrangement.pieces[0], limit)
+    except (RuntimeError, ValueError, IndexError):  # a model need not accept masks turned inside out
+        return False
+
+
+def _notes(subject: Subject, singles: Arrangement, results: list[Result]) -> list[str]:
+    right = next((r for r in results if r.name == "right padded" and r.verdict == "equal"), None)
+    if right is None or subject.model is None or len(subject.lengths) < 3:
+        return []
+    together = count_calls(subject, right.arrangement.pieces[0])
+    single = count_calls(subject, singles.pieces[0])
+    if single and together >= 0.9 * single * len(subject.lengths):
+        return [
+            f"this batch is a Python loop: {together} module calls for {len(subject.lengths)} samples, {single} for one; "
+            "it is right, but no faster than one by one"
+        ]
+    return []
+
+
+def _nan_notes(subject: Subject, results: list[Result], reference: Reference) -> list[str]:
+    """Correct masks still give 0 * NaN, so NaN in padding is told, not judged."""
+    right = next((r for r in results if r.name == "right padded" and r.verdict == "equal"), None)
+    has_floats = any(subject.micro_batch(singles).fields[f.name].is_floating_point() for f in subject.fields
+                     for singles in right.arrangement.pieces[:1]) if right else False  # fmt: skip
+    if right is None or not has_floats:
+        return []
+    result = _run_one(subject, right.arrangement.filled("nan"), reference)
+    if result.verdict == "equal":
+        return ["NaN in the padding does not reach the results either"]
+    return ["NaN in the padding reaches the results (finite garbage does not: 0 * NaN is NaN): keep padding finite"]
+
+
+def _finish(report: VerifyReport, mode: Mode, reference: Reference, problem: str) -> VerifyReport:
+    notes = list(report.notes)
+    if mode == "eval":
+        notes.append("randomness is left on in training mode (functional dropout or noise): compared in eval mode")
+    unproven = problem or ("" if report.results else "no arrangement was run")
+    return VerifyReport(
+        report.results, report.causes, report.first_module, report.leaks, notes, unproven, mode, report.leak_visible,
+        dict(reference.limits),
+    )  # fmt: skip

@@ -1,0 +1,167 @@
+"""What `verify` found, for a person and for a machine."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from truebatch.proof.arrangements import Arrangement
+from truebatch.proof.comparing import Difference, Whole
+from truebatch.proof.probes import Leak
+from truebatch.proof.tracing import ModuleDifference
+
+Verdict = Literal["equal", "different", "raised", "note"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """One arrangement and how it compares with one by one."""
+
+    arrangement: Arrangement
+    verdict: Verdict
+    differences: tuple[Difference, ...] = ()
+    moved: frozenset[int] = frozenset()
+    """Samples whose outputs differ."""
+    error: str = ""
+    """What the model raised in this arrangement."""
+    whole: Whole | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the arrangement."""
+        return self.arrangement.name
+
+    def is_over(self, part: str) -> bool:
+        """True if outputs, loss or gradient differ by more than allowed."""
+        return any(d.is_over for d in self.differences if d.part == part)
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why a micro-batch gives something else, in plain words, and what to do about it."""
+
+    name: str
+    words: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VerifyReport:
+    """The proof, or where it fails. `ok` is True only if every required arrangement equals one by one."""
+
+    results: Sequence[Result]
+    causes: Sequence[Cause] = ()
+    first_module: ModuleDifference | None = None
+    leaks: Sequence[Leak] = ()
+    notes: Sequence[str] = ()
+    unproven: str = ""
+    """Why nothing could be proven, if so; an empty string otherwise."""
+    mode: str = "eval"
+    leak_visible: float = 0.0
+    """How far a changed sample moves itself, relative; a leak of that size would have been seen."""
+    limits: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def broken(self) -> list[Result]:
+        """The arrangements that break the law: different, or right padded and raising."""
+        return [r for r in self.results if r.verdict == "different" or _is_needed_and_raised(r)]
+
+    @property
+    def refused(self) -> list[Result]:
+        """The layouts the model refuses by raising: not usable, but never silently wrong."""
+        return [r for r in self.results if r.verdict == "raised" and not _is_needed_and_raised(r)]
+
+    @property
+    def is_broken(self) -> bool:
+        """True if a sample's result depends on what else is in its micro-batch."""
+        return bool(self.broken or self.leaks or self.causes)
+
+    @property
+    def ok(self) -> bool:
+        """True if the law was proven to hold in every arrangement that ran."""
+        return not self.is_broken and not self.unproven
+
+    @property
+    def verdict(self) -> str:
+        """equal, broken or unproven."""
+        return "broken" if self.is_broken else "unproven" if self.unproven else "equal"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain data, for JSON."""
+        return {
+            "verdict": self.verdict,
+            "ok": self.ok,
+            "unproven": self.unproven,
+            "mode": self.mode,
+            "limits": dict(self.limits),
+            "arrangements": [_result_dict(r) for r in self.results],
+            "causes": [{"name": c.name, "words": c.words, "fix": c.fix} for c in self.causes],
+            "first_module": None if self.first_module is None else _module_dict(self.first_module),
+            "leaks": [{"arrangement": x.arrangement, "changed": x.changed, "moved": x.moved} for x in self.leaks],
+            "leak_visible": self.leak_visible,
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        lines = [_headline(self)]
+        lines += [f"  {mark(r)} {r.name:<46} {describe(r)}" for r in self.results]
+        if self.first_module is not None:
+            lines.append(f"first difference: {self.first_module}")
+        lines += [f"leak: {x.arrangement}: changing sample {x.changed} moves sample {x.moved}" for x in self.leaks[:3]]
+        for cause in self.causes:
+            lines += [f"likely cause: {cause.words}", f"  do: {cause.fix}"]
+        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def _headline(report: VerifyReport) -> str:
+    if report.is_broken:
+        return f"BROKEN: a sample's result depends on its micro-batch ({len(report.broken)} arrangements differ)"
+    if report.unproven:
+        return f"UNPROVEN: {report.unproven}"
+    return f"EQUAL: every sample gets what it gets alone, in {len(report.results)} arrangements"
+
+
+def mark(result: Result) -> str:
+    """A short mark for a table."""
+    return {"equal": "=", "different": "x", "raised": "!", "note": "~"}[result.verdict]
+
+
+def describe(result: Result) -> str:
+    """One line on a result: how far, where, or what was raised."""
+    if result.verdict == "raised":
+        return f"raised {result.error.splitlines()[0][:90] if result.error else ''}"
+    over = [d for d in result.differences if d.is_over]
+    shown = over or result.differences
+    return ", ".join(f"{d.part} {_number(d.value)}" + (f" in {d.where}" if d.is_over else "") for d in shown)
+
+
+def _number(value: float) -> str:
+    return "NaN" if math.isnan(value) else "another shape" if math.isinf(value) else f"{value:.1e}"
+
+
+def _is_needed_and_raised(result: Result) -> bool:
+    return result.verdict == "raised" and result.arrangement.layout == "right"
+
+
+def _result_dict(result: Result) -> dict[str, Any]:
+    return {
+        "name": result.name,
+        "layout": result.arrangement.layout,
+        "verdict": result.verdict,
+        "error": result.error,
+        "moved_samples": sorted(result.moved),
+        "differences": [
+            {"part": d.part, "value": d.value if math.isfinite(d.value) else str(d.value), "limit": d.limit, "where": d.where}
+            for d in result.differences
+        ],
+    }  # fmt: skip
+
+
+def _module_dict(module: ModuleDifference) -> dict[str, Any]:
+    return {"name": module.name, "kind": module.kind, "sample": module.sample, "value": module.value}

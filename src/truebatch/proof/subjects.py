@@ -1,0 +1,195 @@
+"""What is put to the proof: a model with its objective, or any callable from a micro-batch to per-sample outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from truebatch.objective import Objective
+from truebatch.proof.arrangements import Piece
+from truebatch.proof.outputs import PerSample, split_output
+from truebatch.tensors.collating import collate
+from truebatch.tensors.field import Field
+from truebatch.tensors.microbatch import CELLS, MicroBatch
+
+Sample = Mapping[str, Any]
+LARGE = 1.0e4
+IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """What one micro-batch gave."""
+
+    outputs: PerSample
+    sums: dict[str, Tensor]
+    counts: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Subject:
+    """A way to run any micro-batch of these samples."""
+
+    samples: Sequence[Sample]
+    fields: Sequence[Field]
+    call: Callable[[Any, MicroBatch], Outcome]
+    """(model, micro-batch) -> outcome; the model is passed so that another one (in fp32) can stand in for it."""
+    model: nn.Module | None
+    """For gradients and module names; None for a bare callable."""
+    causal: bool
+    """True if a token must not be moved by later ones."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Cells of every sample along the planned axis (or the first ragged one)."""
+        along = next((f for f in self.fields if f.axis == CELLS and f.kind in ("along", "nested")), None)
+        field = along or next(f for f in self.fields if f.kind != "once")
+        return [len(sample[field.key]) for sample in self.samples]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is; micro-batches are moved there."""
+        tensors = [] if self.model is None else [*self.model.parameters(), *self.model.buffers()]
+        return tensors[0].device if tensors else torch.device("cpu")
+
+    def micro_batch(self, piece: Piece, samples: Sequence[Sample] | None = None) -> MicroBatch:
+        """The tensors of one piece; its empty cells filled as the piece says."""
+        source = self.samples if samples is None else samples
+        batch = collate([source[int(i)] for i in piece.rows.ids], piece.rows, self.fields, side=piece.side)
+        if piece.filling != "declared":
+            _fill(batch, self.fields, piece.filling, self.samples)
+        return batch.to(self.device)
+
+    def run(self, piece: Piece, samples: Sequence[Sample] | None = None) -> Outcome:
+        """Collate and run one piece."""
+        return self.call(self.model, self.micro_batch(piece, samples))
+
+    def with_model(self, model: nn.Module) -> Subject:
+        """The same samples through another model."""
+        return replace(self, model=model)
+
+
+def model_subject(
+    model: nn.Module, objective: Objective, samples: Sequence[Sample], fields: Sequence[Field], causal: bool | None
+) -> Subject:
+    """A model and its objective. Outputs are the objective's own `outputs`, else what the model's forward returned."""
+    own = getattr(objective, "outputs", None)
+
+    def call(model: nn.Module, batch: MicroBatch) -> Outcome:
+        if own is not None:
+            return Outcome(own(model, batch), objective.sums(model, batch), objective.counts(batch))
+        with _returned(model) as values:
+            sums = objective.sums(model, batch)
+        outputs = split_output(values[0], batch) if len(values) == 1 else {}
+        return Outcome(outputs, sums, objective.counts(batch))
+
+    return Subject(samples, fields, call, model, _is_causal(fields, causal))
+
+
+def callable_subject(
+    function: Callable[[MicroBatch], Any], samples: Sequence[Sample], fields: Sequence[Field], causal: bool | None
+) -> Subject:
+    """Any callable from a micro-batch to per-sample outputs, or to a mapping with a loss too (see `read_result`)."""
+    model = function if isinstance(function, nn.Module) else None
+
+    def call(model: nn.Module | None, batch: MicroBatch) -> Outcome:
+        value = (model if isinstance(function, nn.Module) else function)(batch)  # type: ignore[misc]
+        return read_result(value, lambda rest: split_output(rest, batch), batch.num_samples)
+
+    return Subject(samples, fields, call, model or find_module(function), _is_causal(fields, causal))
+
+
+def read_result(value: Any, split: Callable[[Any], PerSample], num_samples: int, *, stand_in: bool = True) -> Outcome:
+    """Outputs and loss of a user's function.
+
+    `loss_sum` with `count` is a sum and what it is divided by. A plain `loss` is an average over the samples. Without
+    either, the sum of the squared outputs stands in for a loss, so that gradients can be compared all the same.
+    """
+    parts = dict(value) if isinstance(value, Mapping) else {}
+    if "loss_sum" in parts and "count" in parts:
+        total, count = parts.pop("loss_sum"), parts.pop("count")
+        return Outcome(split(parts), {"loss": total}, {"loss": int(count)})
+    loss = parts.pop("loss", None)
+    if loss is not None:
+        return Outcome(split(parts), {"loss": loss * num_samples}, {"loss": num_samples})
+    if isinstance(value, Tensor) and value.ndim == 0:
+        return Outcome({}, {"loss": value * num_samples}, {"loss": num_samples})
+    outputs = split(value)
+    sums = _squares(outputs) if stand_in else {}
+    return Outcome(outputs, sums, dict.fromkeys(sums, num_samples))
+
+
+def find_module(function: Any) -> nn.Module | None:
+    """The model a function works with: itself, the object it is a method of, or the only module it closes over."""
+    if isinstance(function, nn.Module):
+        return function
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, nn.Module):
+        return owner
+    held = list(vars(owner).values()) if hasattr(owner, "__dict__") else []
+    held += [c.cell_contents for c in getattr(function, "__closure__", None) or ()]
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    held += [function.__globals__[n] for n in names if n in function.__globals__]
+    modules = {id(m): m for m in held if isinstance(m, nn.Module)}
+    return next(iter(modules.values())) if len(modules) == 1 else None
+
+
+def _is_causal(fields: Sequence[Field], causal: bool | None) -> bool:
+    """A field shifted from an input is the next token: a model that sees later cells sees the answer."""
+    if causal is not None:
+        return causal
+    names = {f.key for f in fields if not f.shift}
+    return any(f.shift and f.key in names for f in fields)
+
+
+def _squares(outputs: PerSample) -> dict[str, Tensor]:
+    parts = {k: [t.float() for t in v if t.is_floating_point()] for k, v in outputs.items()}
+    return {k: torch.stack([t.square().sum() for t in v]).sum() for k, v in parts.items() if v}
+
+
+@contextmanager
+def _returned(model: nn.Module) -> Iterator[list[Any]]:
+    """What the model's forward returns while the context lasts."""
+    values: list[Any] = []
+    handle = model.register_forward_hook(lambda _module, _args, value: values.append(value))
+    try:
+        yield values
+    finally:
+        handle.remove()
+
+
+def _fill(batch: MicroBatch, fields: Sequence[Field], filling: str, samples: Sequence[Sample]) -> None:
+    for f in fields:
+        if f.kind not in ("along", "nested") or is_marker(f, samples):
+            continue
+        values = batch[f.name]
+        is_empty = ~batch.rows(f.inner or f.axis).is_real
+        if not is_empty.any():
+            continue
+        values[is_empty] = _foreign(values, is_empty, filling)
+
+
+def _foreign(values: Tensor, is_empty: Tensor, filling: str) -> Tensor:
+    """Whole numbers stay among those the data has (an id must exist); other numbers may be anything."""
+    wanted = values[is_empty]
+    if values.is_floating_point():
+        return torch.full_like(wanted, float("nan") if filling == "nan" else LARGE if filling == "large" else 3.7)
+    known = values[~is_empty].flatten()
+    at = torch.from_numpy(np.random.default_rng(1).integers(0, len(known), wanted.numel()))
+    largest = torch.full_like(wanted, int(known.max()))
+    return largest if filling == "large" else known[at].view(wanted.shape)
+
+
+def is_marker(field: Field, samples: Sequence[Sample]) -> bool:
+    """True if the pad value itself tells which cells are empty: ignored labels, masks of ones, ids looked for."""
+    if field.marks_empty or field.pad == IGNORED:
+        return True
+    values = [np.asarray(v) for s in samples for v in (s[field.key] if field.kind == "nested" else [s[field.key]])]
+    kinds = {v.dtype.kind for v in values}
+    return bool(kinds <= set("biu")) and all(bool((v == 1).all()) for v in values)

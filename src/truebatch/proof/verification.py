@@ -1,0 +1,134 @@
+"""`verify` and `assert_batchable`: one question, asked of a model, a system or any two functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from truebatch.errors import ConfigError, LawError
+from truebatch.objective import Objective
+from truebatch.proof.comparing import Whole
+from truebatch.proof.functions import ListSubject, run_one_by_one
+from truebatch.proof.proving import VerifyConfig, prove
+from truebatch.proof.report import VerifyReport
+from truebatch.proof.subjects import Subject, callable_subject, find_module, model_subject
+from truebatch.system import System
+from truebatch.tensors.field import Field
+
+Samples = Sequence[Any]
+
+
+def verify(
+    subject: Any,
+    objective: Objective | Samples | None = None,
+    samples: Samples | None = None,
+    fields: Sequence[Field] | None = None,
+    *,
+    one: Callable[[Any], Any] | None = None,
+    model: nn.Module | None = None,
+    config: VerifyConfig | None = None,
+) -> VerifyReport:
+    """Prove that a batch equals one by one, or name where it does not.
+
+    verify(model, objective, samples, fields)     a model of your own and its loss
+    verify(hf_model, samples)                     a Hugging Face model; samples are lists of token ids, or dicts
+    verify(function, samples=..., fields=...)     any callable from a micro-batch to per-sample outputs
+    verify(batched, one=single, samples=...)      your batched function against your original one-sample function
+    verify(system)                                a System with its own samples
+
+    Nothing of the model is changed: modes, buffers and gradients are put back. The report's `ok` is True only if every
+    arrangement that ran gave equal outputs, loss and gradients.
+    """
+    settings = config or VerifyConfig()
+    if isinstance(subject, System):
+        return prove(_system_subject(subject, settings), settings)
+    if objective is not None and not isinstance(objective, Objective):
+        objective, samples = None, objective if samples is None else samples
+    if samples is None:
+        raise ConfigError(
+            "verify needs samples",
+            seen=f"verify({type(subject).__name__}) without samples",
+            do="pass about eight samples of different lengths as `samples`",
+        )
+    if one is not None:
+        return _verify_functions(subject, one, list(samples), fields, model, settings)
+    return prove(_subject(subject, objective, list(samples), fields, settings), settings)
+
+
+def assert_batchable(*args: Any, **kwargs: Any) -> VerifyReport:
+    """`verify` for a test suite: raises LawError with the whole report if the law is broken or could not be proven."""
+    report = verify(*args, **kwargs)
+    if report.ok:
+        return report
+    wrong = "a sample's result depends on what else is in its micro-batch" if report.is_broken else "nothing was proven"
+    fix = report.causes[0].fix if report.causes else "read the report above; verify(...) returns it as a value"
+    raise LawError(wrong, seen=str(report), do=fix)
+
+
+def _subject(
+    subject: Any, objective: Any, samples: list[Any], fields: Sequence[Field] | None, config: VerifyConfig
+) -> Subject | ListSubject:
+    if objective is not None:
+        if not isinstance(subject, nn.Module) or fields is None:
+            raise ConfigError(
+                "an objective goes with a model and its fields",
+                seen=f"subject {type(subject).__name__}, fields={fields!r:.40}",
+                do="call verify(model, objective, samples, fields)",
+            )
+        return model_subject(subject, objective, samples, fields, config.causal)
+    if fields is not None:
+        return callable_subject(subject, samples, fields, config.causal)
+    if _is_hf_model(subject):
+        hf = import_module("truebatch.proof.hfsubject")  # transformers takes seconds to import: only when it is needed
+        return hf.hf_subject(subject, samples)  # type: ignore[no-any-return]
+    if isinstance(subject, nn.Module) or not callable(subject):
+        raise ConfigError(
+            "verify does not know how to call this",
+            seen=f"{type(subject).__module__}.{type(subject).__name__}",
+            do="pass `fields` so that it gets micro-batches, or a function over a list of samples",
+        )
+    return ListSubject(samples, subject, find_module(subject))
+
+
+def _is_hf_model(subject: Any) -> bool:
+    return any(base.__name__ == "PreTrainedModel" for base in type(subject).__mro__)
+
+
+def _verify_functions(
+    batched: Any,
+    one: Callable[[Any], Any],
+    samples: list[Any],
+    fields: Sequence[Field] | None,
+    model: nn.Module | None,
+    config: VerifyConfig,
+) -> VerifyReport:
+    found = model or find_module(batched) or find_module(one)
+    if fields is None:
+        return prove(ListSubject(samples, batched, found), config, original=_original(one, samples, found, False))
+    subject = callable_subject(batched, samples, fields, config.causal)
+    return prove(subject, config, original=_original(one, samples, found, True))
+
+
+def _original(one: Callable[[Any], Any], samples: list[Any], model: nn.Module | None, stand_in: bool) -> Whole:
+    return run_one_by_one(one, samples, model, stand_in=stand_in)
+
+
+def _system_subject(system: System, config: VerifyConfig) -> Subject:
+    settings = system.config_type()
+    dataset = system.load(settings)
+    measured = system.measure(settings, dataset)
+    chosen = _spread(measured.lengths.tolist())
+    samples = [dataset[i] for i in chosen]
+    model = system.build_model(settings)
+    return model_subject(model, system.objective(settings), samples, system.fields(settings), config.causal)
+
+
+def _spread(lengths: list[int], number: int = 8) -> list[int]:
+    """Samples from the shortest to the longest, so that the proof sees padding."""
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    if len(order) <= number:
+        return order
+    return [order[round(k * (len(order) - 1) / (number - 1))] for k in range(number)]

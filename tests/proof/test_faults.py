@@ -1,0 +1,59 @@
+"""Every planted fault is found and named; right models raise no alarm."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.proof import planted as P
+from truebatch.proof.verification import verify
+
+LENGTHS = [3, 17, 9, 24, 5, 12]
+
+
+def samples(seed=0):
+    rng = np.random.default_rng(seed)
+    return [{"input_ids": rng.integers(1, 40, n), "label": int(n % 3)} for n in LENGTHS]
+
+
+def check(model, objective=None):
+    torch.manual_seed(0)
+    model = model()
+    is_classifier = isinstance(model, P.Classifier)
+    objective = objective or (P.Choice if is_classifier else P.NextToken)
+    return verify(model, objective(), samples(), P.CLASS_FIELDS if is_classifier else P.FIELDS)
+
+
+FAULTS = {
+    "mask ignored": (P.MaskIgnored, None, "later tokens are seen"),
+    "mask ignored, causal": (P.MaskIgnoredButCausal, None, "attention mask ignored"),
+    "wrong polarity": (P.WrongPolarity, None, "mask in the wrong polarity"),
+    "2-D mask": (P.TwoDimensionalMask, None, "2-D mask handed to decoder layers"),
+    "positions from padding": (P.PositionsFromPadding, None, "positions counted from padding"),
+    "row 0": (P.RowZeroSpan, None, "row 0 stands for the whole micro-batch"),
+    "zeros on error": (P.ZerosOnError, None, "exception swallowed"),
+    "recurrent": (P.Recurrent, None, "state runs across packed samples"),
+    "convolution": (P.CausalConvolution, None, "state runs across packed samples"),
+    "mean over padding": (P.MeanOverPadding, None, "a mean over padding"),
+    "mean over width": (P.MeanOverWidth, None, "a mean over padding"),
+    "last cell": (P.LastCell, None, "the last cell of a row is read"),
+    "first cell": (P.FirstCell, None, "the first cell of a row is read"),
+    "batch norm": (P.WithBatchNorm, None, "batch statistics"),
+    "average of averages": (P.LanguageModel, P.AverageOfAverages, "loss averaged per micro-batch"),
+    "counts padding": (P.LanguageModel, P.CountsPadding, "loss counts padding"),
+    "sums padding": (P.LanguageModel, P.SumsPadding, "loss counts padding"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found_and_named(fault):
+    model, objective, cause = FAULTS[fault]
+    report = check(model, objective)
+    print(report)
+    assert not report.ok
+    assert [c.name for c in report.causes][:1] == [cause]
+
+
+def test_a_right_model_is_proven():
+    report = check(P.LanguageModel)
+    print(report)
+    assert report.ok
