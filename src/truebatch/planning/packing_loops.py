@@ -1,0 +1,179 @@
+"""The loops that sort samples and pack them into rows; see `kernels` for how they are written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Array = Any  # an int64 array when compiled, a list of int otherwise
+
+_WORD = 0xFFFFFFFF
+_SPREAD = 0x077CB531  # a de Bruijn number: the product's top five bits differ for every single bit
+_PLACE = (
+    0,
+    1,
+    28,
+    2,
+    29,
+    14,
+    24,
+    3,
+    30,
+    22,
+    20,
+    15,
+    25,
+    17,
+    4,
+    8,
+    31,
+    27,
+    13,
+    23,
+    21,
+    19,
+    16,
+    7,
+    26,
+    12,
+    18,
+    6,
+    11,
+    5,
+    10,
+    9,
+)
+_SCAN = 64  # rows looked at before a new one is opened, when several limits hold at once
+
+
+def bucket_order(order: Array, counts: Array, work: Array, keys: Array, shift: int) -> int:
+    """Positions sorted by distinct keys: spread over buckets by their top bits, then set right inside each."""
+    half = 1 << (63 - shift)
+    for i in range(len(keys)):
+        counts[(keys[i] >> shift) + half + 1] += 1
+    for b in range(len(counts) - 1):
+        counts[b + 1] += counts[b]
+    for i in range(len(keys)):
+        b = (keys[i] >> shift) + half
+        j = counts[b]
+        counts[b] += 1
+        order[j] = i
+        work[j] = keys[i]
+    for i in range(1, len(keys)):
+        key, position, j = work[i], order[i], i
+        while j > 0 and work[j - 1] > key:
+            work[j] = work[j - 1]
+            order[j] = order[j - 1]
+            j -= 1
+        work[j] = key
+        order[j] = position
+    return 0
+
+
+def counting_order(order: Array, starts: Array, keys: Array) -> int:
+    """Positions sorted by small keys, equal ones in their old order; key k ends up at starts[k] to starts[k + 1]."""
+    for i in range(len(keys)):
+        starts[keys[i] + 1] += 1
+    for k in range(len(starts) - 1):
+        starts[k + 1] += starts[k]
+    for i in range(len(keys)):
+        order[starts[keys[i]]] = i
+        starts[keys[i]] += 1
+    for k in range(len(starts) - 1, 0, -1):
+        starts[k] = starts[k - 1]
+    starts[0] = 0
+    return 0
+
+
+def lowest(word: int) -> int:
+    """The place of the lowest bit that is set."""
+    return _PLACE[(((word & -word) * _SPREAD) & _WORD) >> 27]
+
+
+def add_free(bits: Array, bases: Array, free: int) -> None:
+    """Note that a row with this much free space exists."""
+    for level in range(len(bases)):
+        place = bases[level] + (free >> 5)
+        was = bits[place]
+        bits[place] = was | (1 << (free & 31))
+        if was != 0:
+            break
+        free >>= 5
+
+
+def remove_free(bits: Array, bases: Array, free: int) -> None:
+    """Note that no row with this much free space is left."""
+    for level in range(len(bases)):
+        place = bases[level] + (free >> 5)
+        bits[place] &= ~(1 << (free & 31))
+        if bits[place] != 0:
+            break
+        free >>= 5
+
+
+def find_free(bits: Array, bases: Array, free: int) -> int:
+    """The least free space of at least `free` that some row has, or -1."""
+    for level in range(len(bases)):
+        word = bits[bases[level] + (free >> 5)] & (_WORD << (free & 31))
+        if word != 0:
+            found = ((free >> 5) << 5) + lowest(word)
+            for below in range(level - 1, -1, -1):
+                found = (found << 5) + lowest(bits[bases[below] + found])
+            return found
+        free = (free >> 5) + 1
+    return -1
+
+
+def has_room(used: Array, row: int, sizes: Array, i: int, limits: Array) -> bool:
+    """Whether sample i fits beside what the row or micro-batch already holds, under every limit."""
+    K = len(limits)
+    for k in range(K):  # noqa: SIM110  numba compiles no generators
+        if used[row * K + k] + sizes[i * K + k] > limits[k]:
+            return False
+    return True
+
+
+def take(used: Array, row: int, sizes: Array, i: int, K: int) -> None:
+    """Add sample i to what the row or micro-batch holds."""
+    for k in range(K):
+        used[row * K + k] += sizes[i * K + k]
+
+
+def best_fit(
+    row_of: Array, heads: Array, following: Array, bits: Array, used: Array,
+    bases: Array, lengths: Array, sizes: Array, limits: Array, capacity: int,
+) -> int:  # fmt: skip
+    """Each sample in turn goes to the fullest row that has room, else to a new one; returns the number of rows.
+
+    Rows with equal free space form a list (`heads`, `following`); `bits` finds the next free space that some row has.
+    """
+    num_rows = 0
+    K = len(limits)
+    for i in range(len(lengths)):
+        length = lengths[i]
+        row, before, tries = -1, -1, 0
+        free = find_free(bits, bases, length)
+        while free >= 0 and row < 0 and tries < _SCAN:
+            before, row = -1, heads[free]
+            while row >= 0 and tries < _SCAN and not has_room(used, row, sizes, i, limits):
+                before, row = row, following[row]
+                tries += 1
+            if row < 0:
+                free = find_free(bits, bases, free + 1)
+        if row < 0 or free < 0 or tries >= _SCAN:
+            row, free = num_rows, capacity
+            num_rows += 1
+        elif before >= 0:
+            following[before] = following[row]
+        else:
+            heads[free] = following[row]
+            if heads[free] < 0:
+                remove_free(bits, bases, free)
+        row_of[i] = row
+        take(used, row, sizes, i, K)
+        left = free - length
+        if left > 0:
+            following[row] = heads[left]
+            heads[left] = row
+            if following[row] < 0:
+                add_free(bits, bases, left)
+    return num_rows

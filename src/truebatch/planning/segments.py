@@ -1,0 +1,63 @@
+"""Values that lie in consecutive segments: `values[starts[i]:starts[i + 1]]` is segment i."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from truebatch.planning import compiled
+from truebatch.planning.rows import Ints
+
+
+def stable_order(keys: Ints, num_keys: int) -> tuple[Ints, Ints]:
+    """[N] positions sorted by key (equal keys keep their order), and [num_keys + 1] where each key begins."""
+    if compiled.is_slow(len(keys)) or num_keys > 4 * len(keys) + 65536:
+        order = np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+        return order, starts_of(np.bincount(keys, minlength=num_keys)) if num_keys <= 2**31 else np.empty(0, np.int64)
+    order, starts = np.empty(len(keys), dtype=np.int64), np.zeros(num_keys + 1, dtype=np.int64)
+    compiled.call("counting_order", order, starts, keys.astype(np.int64, copy=False), num=len(keys))
+    return order, starts
+
+
+def starts_of(counts: NDArray[Any]) -> Ints:
+    """[num + 1] where each segment begins, from how many values each has."""
+    starts = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
+def chunk_starts(num: int, size: int) -> Ints:
+    """Where each chunk of `size` begins; the last may be shorter."""
+    return np.append(np.arange(0, num, size, dtype=np.int64), num)
+
+
+def segment_of(starts: Ints) -> Ints:
+    """[N] the segment each value lies in."""
+    return np.repeat(np.arange(len(starts) - 1, dtype=np.int64), np.diff(starts))
+
+
+def segment_sums(values: NDArray[Any], starts: Ints) -> NDArray[Any]:
+    """The sum of each segment; 0 for an empty one."""
+    total = np.zeros(len(values) + 1, dtype=np.float64 if values.dtype.kind == "f" else np.int64)
+    np.cumsum(values, out=total[1:])
+    return total[starts[1:]] - total[starts[:-1]]
+
+
+def segment_maxima(values: NDArray[Any], starts: Ints) -> Ints:
+    """The largest value of each segment; 0 for an empty one."""
+    answer = np.zeros(len(starts) - 1, dtype=np.int64)
+    is_full = starts[1:] > starts[:-1]
+    if is_full.any():
+        answer[is_full] = np.maximum.reduceat(values, starts[:-1][is_full])
+    return answer
+
+
+def take_segments(values: NDArray[Any], starts: Ints, chosen: Ints) -> tuple[NDArray[Any], Ints]:
+    """The chosen segments, in that order, with their own starts."""
+    counts = (starts[1:] - starts[:-1])[chosen]
+    new_starts = starts_of(counts)
+    places = np.arange(new_starts[-1], dtype=np.int64)
+    places += np.repeat(starts[:-1][chosen] - new_starts[:-1], counts)
+    return values[places], new_starts
