@@ -17,6 +17,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from truebatch.errors import AttentionError
+from truebatch.hf.blockmask import block_mask_inputs
 from truebatch.hf.runs import (
     Run,
     close_run,
@@ -24,13 +25,24 @@ from truebatch.hf.runs import (
     forget_services,
     note_service,
     open_run,
+    packed_rows,
     refuse_lost_table,
     remember_lengths,
     segments_of_table,
 )
-from truebatch.tensors.attention import attend, attend_table, may_attend
+from truebatch.tensors.attention import attend, attend_table
 from truebatch.tensors.scores import Rule, band_of, written_out_attention
 from truebatch.tensors.segments import Segments, cell_positions
+
+__all__ = [
+    "NAME",
+    "block_mask_inputs",
+    "packed_attention",
+    "packed_inputs",
+    "packed_mask",
+    "packed_rows",
+    "use_packed_attention",
+]
 
 NAME = "truebatch"
 """The name under which transformers knows this attention."""
@@ -86,36 +98,6 @@ def packed_inputs(segments: Segments) -> dict[str, Any]:
         "cu_seq_lens_k": segments.starts,
         "max_length_q": segments.max_length,
         "max_length_k": segments.max_length,
-    }
-
-
-def block_mask_inputs(model: PreTrainedModel, segments: Segments) -> dict[str, Any]:
-    """Keyword arguments with a dense 4-D mask instead of a table, for models that ignore the attention interface.
-
-    Costs the square of the row. Sliding layers get their window.
-    """
-    _refuse_own_positions(model)
-    config = model.config.get_text_config()
-    causal = bool(getattr(config, "is_decoder", False) or _looks_causal(model))
-    window = getattr(config, "sliding_window", None)
-    if getattr(config, "use_sliding_window", True) is False:
-        window = None
-    elif window is not None and not causal:
-        window += 1  # a window that looks both ways does not count the query's own cell in transformers
-    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
-    if kinds - {"full_attention", "sliding_attention"}:
-        raise AttentionError(
-            "a block mask cannot keep samples apart in every layer of this model",
-            seen=f"{type(model).__name__} with layers of kind {sorted(kinds)}",
-            do="plan the padded layout for it",
-        )
-    masks = {
-        kind: _for_model(model, may_attend(segments, causal=causal, window=window if "sliding" in kind else None))
-        for kind in sorted(kinds)
-    }
-    return {
-        "attention_mask": masks if len(masks) > 1 else next(iter(masks.values())),
-        "position_ids": cell_positions(segments),
     }
 
 
@@ -181,10 +163,10 @@ def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
         explicit = outer is not None and outer.explicit
         open_run(Run(segments=outer.segments if outer and explicit else None, is_packed=explicit))
         return args, kwargs
-    segments = None
+    run = Run(segments=None, is_packed=True)
+    open_run(run)  # first of all: `_end` closes it whatever happens
     if not torch.compiler.is_compiling():
-        segments = _segments_of_call(args, kwargs, starts)
-    open_run(Run(segments=segments, is_packed=True))
+        run.segments = _segments_of_call(args, kwargs, starts)
     accepted = inspect.signature(model.forward).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
         kwargs = {name: value for name, value in kwargs.items() if name in accepted or name not in TABLE_WORDS}
@@ -196,7 +178,12 @@ def _segments_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], starts: Ten
     first = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
     tokens = first if first is not None else next(part for part in given if isinstance(part, Tensor) and part.ndim > 1)
     shape = (tokens.shape[0], tokens.shape[1])
-    return segments_of_table(starts, shape=shape, max_length=int(kwargs["max_length_q"]))
+    return segments_of_table(starts, shape=shape, max_length=_longest(starts, kwargs))
+
+
+def _longest(starts: Tensor, options: dict[str, Any]) -> int:
+    given = options.get("max_length_q")
+    return int(starts.diff().max()) if given is None else int(given)
 
 
 def _end(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -218,12 +205,12 @@ def _inside_segments(
     if starts is None:
         note_service(module)
     elif run is None or run.segments is None or run.segments.starts is not starts:
-        max_length = options["max_length_q"]
+        max_length = _longest(starts, options)
         out = attend_table(query, key, value, starts, rule, max_length=max_length)
         if out is not None:
             return out
         shape = (query.shape[0], query.shape[2])
-        return _attend(query, key, value, segments_of_table(starts, shape=shape, max_length=int(max_length)), rule)
+        return _attend(query, key, value, segments_of_table(starts, shape=shape, max_length=max_length), rule)
     assert run is not None
     assert run.segments is not None
     return _attend(query, key, value, run.segments, rule)
@@ -284,16 +271,6 @@ def _refuse_model(model: PreTrainedModel) -> None:
         )
 
 
-def _refuse_own_positions(model: PreTrainedModel) -> None:
-    knows = "position_ids" in inspect.signature(model.forward).parameters
-    if not knows or getattr(model.config, "alibi", False):
-        raise AttentionError(
-            "this model makes its positions from whole rows, so packed samples would not start at 0",
-            seen=f"{type(model).__name__} {'with ALiBi' if knows else 'takes no position_ids'}",
-            do="plan the padded layout with right padding",
-        )
-
-
 def _refuse_call(module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None) -> None:
     if query.shape[2] != key.shape[2] or getattr(module, "is_cross_attention", False):
         raise AttentionError(
@@ -332,16 +309,3 @@ def _names_of(rule: Callable[..., Any]) -> list[str]:
 def _sub_configs(model: PreTrainedModel) -> dict[str, Any]:
     found = {name: getattr(model.config, name, None) for name in getattr(model.config, "sub_configs", {})}
     return {name: part for name, part in found.items() if part is not None}
-
-
-def _looks_causal(model: PreTrainedModel) -> bool:
-    """True unless the attention modules of the model say they are not causal."""
-    flags = [bool(part.is_causal) for part in model.modules() if hasattr(part, "is_causal")]
-    return all(flags)
-
-
-def _for_model(model: PreTrainedModel, allowed: Tensor) -> Tensor:
-    if model.config._attn_implementation != "eager":
-        return allowed
-    lowest = torch.finfo(model.dtype).min
-    return torch.zeros(allowed.shape, dtype=model.dtype, device=allowed.device).masked_fill(~allowed, lowest)

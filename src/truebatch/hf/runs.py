@@ -69,10 +69,10 @@ def remember_lengths(segments: Segments) -> None:
 
 def segments_of_table(starts: Tensor, *, shape: tuple[int, int], max_length: int) -> Segments:
     """`Segments` for a bare table; its lengths are read from the device only if nobody remembered them."""
-    known = _lengths_of_table[starts] if starts in _lengths_of_table else None
-    segments = table_segments(starts, shape=shape, max_length=max_length, lengths=known)
-    if known is None:
-        remember_lengths(segments)
+    if starts in _lengths_of_table:
+        return table_segments(starts, shape=shape, max_length=max_length, lengths=_lengths_of_table[starts])
+    segments = table_segments(starts, shape=shape, max_length=max_length)
+    remember_lengths(segments)
     return segments
 
 

@@ -64,10 +64,9 @@ def attend_table(
 
 def call_facts(query: Tensor, value: Tensor, rule: Rule) -> Facts:
     """The facts of one call that do not depend on lengths."""
-    cuda = query.device.type == "cuda"
     return Facts(
         device=query.device.type,
-        capability=torch.cuda.get_device_capability(query.device) if cuda else None,
+        capability=_capability(query.device) if query.device.type == "cuda" else None,
         dtype=query.dtype,
         head_size=max(query.shape[-1], value.shape[-1]),
         causal=rule.causal,
@@ -79,6 +78,11 @@ def call_facts(query: Tensor, value: Tensor, rule: Rule) -> Facts:
         varlen_in_torch=varlen_in_torch(),
         varlen_has_window=varlen_has_window(),
     )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def gather_facts(query: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Facts:

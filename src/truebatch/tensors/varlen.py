@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +13,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad
 
 HEAD_STEP = 8
+INSTALLED = frozenset(inspect.signature(varlen_attn).parameters)
+"""Option names of the installed kernel, read once: a compiled model cannot look at signatures."""
 
 
 def varlen_in_torch() -> bool:
@@ -23,7 +24,7 @@ def varlen_in_torch() -> bool:
 
 def varlen_has_window() -> bool:
     """True when the installed kernel takes a sliding window."""
-    return "window_size" in _option_names(varlen_attn)
+    return "window_size" in INSTALLED
 
 
 def call_varlen(
@@ -46,7 +47,8 @@ def call_varlen(
     padded = -(-max(width, out_width) // HEAD_STEP) * HEAD_STEP
     scale = 1 / math.sqrt(width) if scale is None else scale
     grouped = key.shape[1] != query.shape[1]
-    options = spell_options(_option_names(kernel), causal=causal, window=window, grouped=grouped)
+    names = INSTALLED if kernel is varlen_attn else frozenset(inspect.signature(kernel).parameters)
+    options = spell_options(names, causal=causal, window=window, grouped=grouped)
     if "scale" in options:
         options["scale"] = scale
     else:
@@ -71,11 +73,6 @@ def spell_options(names: frozenset[str], *, causal: bool, window: int | None, gr
     if "scale" in names:
         options["scale"] = None
     return options
-
-
-@cache
-def _option_names(kernel: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(kernel).parameters)
 
 
 def _widen(part: Tensor, width: int) -> Tensor:
