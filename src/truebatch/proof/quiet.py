@@ -40,7 +40,9 @@ def quieted(model: nn.Module | None, mode: Mode) -> Iterator[None]:
 
 def _is_noise(module: nn.Module) -> bool:
     name = type(module).__name__.lower()
-    return "dropout" in name or "droppath" in name or "stochasticdepth" in name
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return True
+    return not list(module.children()) and ("dropout" in name or "droppath" in name or "stochasticdepth" in name)
 
 
 def steady_mode(subject: Runnable, alone: Arrangement) -> tuple[Mode | None, Whole | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -126,18 +127,25 @@ def read_result(value: Any, split: Callable[[Any], PerSample], num_samples: int,
 
 
 def find_module(function: Any) -> nn.Module | None:
-    """The model a function works with: itself, the object it is a method of, or the only module it closes over."""
-    if isinstance(function, nn.Module):
-        return function
-    owner = getattr(function, "__self__", None)
-    if isinstance(owner, nn.Module):
-        return owner
-    held = list(vars(owner).values()) if hasattr(owner, "__dict__") else []
-    held += [c.cell_contents for c in getattr(function, "__closure__", None) or ()]
-    names = getattr(getattr(function, "__code__", None), "co_names", ())
-    held += [function.__globals__[n] for n in names if n in function.__globals__]
-    modules = {id(m): m for m in held if isinstance(m, nn.Module)}
+    """The model a function works with: itself, the object it is a method of, or the only module it reaches by name."""
+    modules = _reached_modules(function, depth=3)
     return next(iter(modules.values())) if len(modules) == 1 else None
+
+
+def _reached_modules(value: Any, depth: int) -> dict[int, nn.Module]:
+    if isinstance(value, nn.Module):
+        return {id(value): value}
+    if depth == 0 or not (callable(value) or hasattr(value, "__dict__")):
+        return {}
+    owner, code = getattr(value, "__self__", None), getattr(value, "__code__", None)
+    held = [owner] if isinstance(owner, nn.Module) else list(getattr(owner, "__dict__", {}).values())
+    held += [cell.cell_contents for cell in getattr(value, "__closure__", None) or () if cell is not None]
+    held += [value.__globals__[n] for n in code.co_names if n in value.__globals__] if code is not None else []
+    found: dict[int, nn.Module] = {}
+    for inner in held:
+        if isinstance(inner, nn.Module) or inspect.isfunction(inner) or inspect.ismethod(inner):
+            found |= _reached_modules(inner, depth - 1)
+    return found
 
 
 def _is_causal(fields: Sequence[Field], causal: bool | None) -> bool:
