@@ -27,15 +27,18 @@ MOST_LAYERS = 6
 """A pattern of layers is shortened, never below one layer of each kind, never above this."""
 
 
-def tiny_config(config_type: type[PreTrainedConfig]) -> PreTrainedConfig:
+def tiny_config(config_type: type[PreTrainedConfig], given: Mapping[str, Any] | None = None) -> PreTrainedConfig:
     """A configuration of this class with every size small and every dropout 0.
+
+    `given` values are taken over where the class has such a setting.
 
     Layers of every kind the architecture mixes (sliding and full attention, recurrent and attention, dense and experts)
     are kept, and special token ids lie inside the small vocabulary, each its own.
     """
     own = EXCEPTIONS.get(getattr(config_type, "model_type", ""), {})
     defaults = config_type(**own.get("defaults", {}))
-    return config_type(**_tiny_values(defaults, {}))
+    known = {name: value for name, value in (given or {}).items() if name in vars(defaults)}
+    return config_type(**{**_tiny_values(defaults, {}), **known})
 
 
 def _tiny_values(config: PreTrainedConfig, ids: dict[str, int]) -> dict[str, Any]:

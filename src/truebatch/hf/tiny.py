@@ -27,19 +27,25 @@ AUTO_TABLES: Mapping[str, tuple[str, ...]] = {
     "sequence_classification": ("MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",),
     "token_classification": ("MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",),
     "question_answering": ("MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",),
-    "encoder": ("MODEL_MAPPING_NAMES",),
+    "encoder": ("MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES", "MODEL_MAPPING_NAMES"),
 }
 """Head -> the tables of transformers that say which architectures have it."""
 
-ENCODER_TABLES = ("MODEL_FOR_MASKED_LM_MAPPING_NAMES", "MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES")
-"""A base model counts as an encoder if its architecture stands in one of these."""
+OF_HEAD: Mapping[str, Mapping[str, Any]] = {
+    "causal_lm": {"is_decoder": True},
+    "masked_lm": {"is_decoder": False},
+    "encoder": {"is_decoder": False},
+}
+"""Head -> settings that an architecture which serves several heads needs for this one."""
 
 
 def tiny_types(head: str) -> list[str]:
     """Names (`model_type`) of all architectures the installed transformers has for this head, sorted."""
     names = set(_classes(head))
     if head == "encoder":
-        names &= {name for table in ENCODER_TABLES for name in getattr(modeling_auto, table, {})}
+        # A base model counts as an encoder if it fills in masked tokens or says so itself.
+        encoders = set(modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES)
+        names &= encoders | (set(_classes("masked_lm")) - set(_classes("seq2seq")))
     return sorted(names)
 
 
@@ -53,7 +59,7 @@ def tiny_model(model_type: str, head: str = "causal_lm", seed: int = 0) -> nn.Mo
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = model_class(tiny_config(_config_type(model_class, model_type)))
+            model = model_class(tiny_config(_config_type(model_class, model_type), OF_HEAD.get(head, {})))
             _wake_weights(model)
     except Exception as error:
         raise ConfigError(
@@ -61,7 +67,8 @@ def tiny_model(model_type: str, head: str = "causal_lm", seed: int = 0) -> nn.Mo
             seen=f"{type(error).__name__}: {str(error).strip():.400}",
             do="install what it asks for, or add its sizes to EXCEPTIONS in truebatch/hf/sizes.py",
         ) from error
-    return model.float().eval()
+    ready: nn.Module = model.float().eval()
+    return ready
 
 
 def tiny_class(model_type: str, head: str) -> Any:
