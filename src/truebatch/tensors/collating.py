@@ -68,11 +68,11 @@ def _read_all(samples: Sequence[Mapping[str, Any]], rows: Rows, fields: Sequence
     for sample_id, sample in zip(rows.ids.tolist(), samples, strict=True):
         for f in fields:
             if f.key not in sample:
-                near = get_close_matches(f.key, [str(k) for k in sample], n=1)
+                near = [f"did you mean {name!r}? " for name in get_close_matches(f.key, map(str, sample), n=1)]
                 raise BatchError(
                     f"sample {sample_id} has no field {f.key!r}",
                     seen=f"fields {sorted(str(k) for k in sample)}",
-                    do=f"did you mean {near[0]!r}? " * bool(near) + "return every declared field from the dataset",
+                    do="".join(near) + "return every declared field from the dataset",
                 )
             read = read_nested if f.kind == "nested" else read_value
             values[f.name].append(read(sample[f.key], f, sample_id))

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from truebatch.errors import BatchError, ConfigError
+from truebatch.planning.plan import Plan
 from truebatch.planning.rows import Rows
 from truebatch.tensors.collating import collate
 from truebatch.tensors.field import Field, Side, check_fields
-from truebatch.tensors.loader import StepPlan, check_place
+from truebatch.tensors.loader import check_place
 from truebatch.tensors.microbatch import MicroBatch
 from truebatch.tensors.reading import Dataset, Recipe, Sample, Transform, read_sample
 
@@ -41,7 +42,7 @@ class _RowSamples(list[Sample]):
 class BatchSampler:
     """The micro-batches of one rank as sample ids, in order."""
 
-    plan: StepPlan
+    plan: Plan
     rank: int
     ranks: int | None
     start_step: int
@@ -72,7 +73,7 @@ class PlannedSamples:
         return samples
 
 
-def batch_sampler(plan: StepPlan, *, rank: int = 0, ranks: int | None = None, start_step: int = 0) -> BatchSampler:
+def batch_sampler(plan: Plan, *, rank: int = 0, ranks: int | None = None, start_step: int = 0) -> BatchSampler:
     """Lists of sample ids, one a micro-batch, for `DataLoader(batch_sampler=...)`.
 
     A rank with nothing to do gets empty lists, and from `collate_fn` empty micro-batches.

@@ -60,8 +60,13 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not Tensor:
             return NotImplemented
-        flat = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return _rebuild_tensor, (pickle.PickleBuffer(flat.data), value.dtype, tuple(value.shape))
+        return _rebuild_tensor, (pickle.PickleBuffer(_raw_bytes(value)), value.dtype, tuple(value.shape))
+
+
+def _raw_bytes(value: Tensor) -> memoryview:
+    if not value.numel():
+        return memoryview(b"")  # strides of nothing are arbitrary, and torch refuses to reinterpret some
+    return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _rebuild_tensor(raw: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -9,12 +9,13 @@ import math
 from collections.abc import Generator, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice, tee
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
 
 from truebatch.errors import ConfigError, DataError
+from truebatch.planning.plan import Plan
 from truebatch.planning.rows import Ints, Rows
 from truebatch.planning.samples import Samples
 from truebatch.tensors.field import Field, Side, check_fields
@@ -23,21 +24,6 @@ from truebatch.tensors.reading import Dataset, Recipe, Task, Transform, read_mic
 from truebatch.tensors.watch import WorkerPool
 
 StartMethod = Literal["default", "fork", "spawn", "forkserver"]
-
-
-class StepPlan(Protocol):
-    """What the loader asks of a plan."""
-
-    @property
-    def num_steps(self) -> int: ...
-    @property
-    def ranks(self) -> int: ...
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def samples(self) -> Samples: ...
-    def step(self, step: int, /, *, ranks: int | None = None) -> Sequence[Sequence[Rows]]: ...
-    def step_counts(self, step: int, /) -> Mapping[str, int]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +79,7 @@ class LoadedStep:
 
 
 def load_steps(
-    plan: StepPlan,
+    plan: Plan,
     dataset: Dataset,
     fields: Sequence[Field],
     *,
@@ -139,7 +125,7 @@ class _PlannedStep:
     counts: Mapping[str, int]
 
 
-def _plan_steps(plan: StepPlan, rank: int, ranks: int | None, start_step: int) -> Iterator[_PlannedStep]:
+def _plan_steps(plan: Plan, rank: int, ranks: int | None, start_step: int) -> Iterator[_PlannedStep]:
     first = 0
     for step in range(start_step, plan.num_steps):
         mine = plan.step(step, ranks=ranks)[rank]
@@ -204,7 +190,7 @@ def _pinned(batch: MicroBatch, config: LoaderConfig) -> MicroBatch:
     return batch.pin_memory() if config.pin_memory else batch
 
 
-def check_place(plan: StepPlan, rank: int, ranks: int | None, start_step: int) -> None:
+def check_place(plan: Plan, rank: int, ranks: int | None, start_step: int) -> None:
     """Refuse a rank or a step the plan does not have."""
     number = plan.ranks if ranks is None else ranks
     if not 0 <= rank < number:
@@ -221,7 +207,7 @@ def check_place(plan: StepPlan, rank: int, ranks: int | None, start_step: int) -
         )
 
 
-def _check_dataset(plan: StepPlan, dataset: Dataset) -> None:
+def _check_dataset(plan: Plan, dataset: Dataset) -> None:
     planned = len(plan.samples.lengths)
     if isinstance(dataset, Sized) and len(dataset) < planned:
         raise DataError(

@@ -62,11 +62,11 @@ def _answer(sock: socket.socket, task: Task, made: MicroBatch | Failure) -> None
         send_object(sock, (task.number, made))
     except ConnectionError:
         return  # the main process is gone; the next receive says so
-    except (OSError, MemoryError) as error:
+    except Exception as error:
         known = LoaderError(
-            f"there is no memory to hand over step {task.step}, micro-batch {task.index}",
+            f"step {task.step}, micro-batch {task.index} could not be handed over",
             seen=f"{type(error).__name__}: {error}, samples {task.rows.ids[:8].tolist()}",
-            do="use fewer workers or a smaller prefetch, or plan smaller micro-batches",
+            do="if memory ran out, use fewer workers, a smaller prefetch or smaller micro-batches; workers=0 needs none of it",
         )
         send_object(sock, (task.number, Failure(known, traceback.format_exc())))
 
@@ -79,7 +79,7 @@ def _attempt(recipe: Recipe, task: Task, status: Status) -> MicroBatch | Failure
     except Exception as error:
         ids = task.rows.ids[:8].tolist()
         wrong = f"step {task.step}, micro-batch {task.index} with samples {ids} could not be collated"
-        known = LoaderError(wrong, seen=f"{type(error).__name__}: {error}", do="see the traceback below")
+        known = LoaderError(wrong, seen=f"{type(error).__name__}: {error}", do="see the traceback")
         return Failure(known, traceback.format_exc())
 
 
