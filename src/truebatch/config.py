@@ -153,7 +153,9 @@ def _explain(error: ValidationError, document: Document) -> NoReturn:
     raise ConfigError(
         f"{key} does not accept this value: {_words(first)}",
         seen=f"{key} = {first['input']!r}" + (f" ({place})" if place else ""),
-        do=f"change {key}" + (f" at {place}" if place else ""),
+        do=f"change {place}"
+        if place.startswith(("--", "override"))
+        else f"change {key}" + (f" at {place}" if place else ""),
     ) from None
 
 

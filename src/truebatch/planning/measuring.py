@@ -171,7 +171,7 @@ class _Columns:
                 )
             self.lengths.append(length)
             for name, cost in (*self.way.costs.items(), *self.way.counts.items()):
-                self.others[name].append(_cost(cost, sample, f"{place}: {name}"))
+                self.others[name].append(_cost(name, cost, sample, place))
             self._note_id(sample)
 
     def _lengths(self, chunk: list[Placed]) -> list[int]:
@@ -200,10 +200,10 @@ class _Columns:
         )
 
 
-def _cost(cost: Cost, sample: Any, place: str) -> int:
+def _cost(name: str, cost: Cost, sample: Any, place: str) -> int:
     if isinstance(cost, str):
-        return _whole_number(read_length(choose_reading(sample, place, cost), sample, place), place)
-    return _whole_number(cost(sample), place)
+        return _whole_number(read_length(choose_reading(sample, place, cost), sample, place), f"{place}: {name}")
+    return _whole_number(cost(sample), f"{place}: {name}")
 
 
 def _whole_number(value: Any, place: str) -> int:

@@ -1,0 +1,129 @@
+"""The command line: `truebatch COMMAND`. Errors of the user are three lines, faults of ours say where to report.
+
+Exit codes: 0 done; 1 a check failed; 2 usage or configuration; 3 some samples failed; 70 a fault of ours;
+75 interrupted, run it again to go on.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+
+from truebatch import __version__
+from truebatch.commands.demo import show_demo
+from truebatch.commands.env import show_environment
+from truebatch.commands.plan import show_plan
+from truebatch.errors import LawError, TruebatchError
+
+DONE, CHECK_FAILED, USAGE, OUR_FAULT, INTERRUPTED = 0, 1, 2, 70, 75
+
+# typer carries its own copy of click in newer versions; its public error class leads to the base in both.
+_ClickError: Any = typer.BadParameter.__mro__[2]
+
+app = typer.Typer(
+    name="truebatch",
+    help="Run PyTorch models in true batches, proven equal to one sample at a time.",
+    epilog="Start with: truebatch demo",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command("demo", short_help="The main job on embedded data: plan, batch, compare.")(show_demo)
+app.command("plan", short_help="Show how samples would be grouped.")(show_plan)
+app.command("env", short_help="Describe this machine for a bug report.")(show_environment)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        sys.stdout.write(f"truebatch {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _global(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_print_version)
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; anywhere.")] = False,
+) -> None:
+    """Run PyTorch models in true batches, proven equal to one sample at a time."""
+
+
+def main() -> None:
+    """Entry point of the `truebatch` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            # A terminal in GBK or ASCII must not turn a message into an encoding error.
+            stream.reconfigure(errors="replace")
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line and give its exit code; never raises."""
+    debug = "--debug" in arguments
+    arguments = [argument for argument in arguments if argument != "--debug"]
+    try:
+        code = _invoke(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough; Python would complain once more when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+    except BaseException as error:
+        return _report(error, arguments, debug=debug)
+
+
+def _invoke(arguments: list[str]) -> int:
+    command = typer.main.get_command(app)
+    try:
+        with command.make_context("truebatch", list(arguments)) as context:
+            code = command.invoke(context)
+    except typer.Exit as done:
+        return int(done.exit_code)
+    return code if isinstance(code, int) else DONE
+
+
+def _report(error: BaseException, arguments: list[str], *, debug: bool) -> int:
+    if debug:
+        traceback.print_exception(error)
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        _say("interrupted", "Ctrl-C", "run the same command again to go on")
+        return INTERRUPTED
+    if isinstance(error, TruebatchError):
+        _say(error.wrong, error.seen, error.do)
+        return CHECK_FAILED if isinstance(error, LawError) else USAGE
+    if isinstance(error, _ClickError):
+        return _report_usage(error, arguments)
+    if isinstance(error, OSError):
+        _say(f"the system refused: {error.strerror or error}", str(error), "check free space and permissions")
+        return USAGE
+    if isinstance(error, MemoryError):
+        _say("the machine ran out of memory", str(error) or "MemoryError", "use less data at once, or a larger machine")
+        return USAGE
+    _say(
+        f"unexpected {type(error).__name__}: this is a fault of truebatch, not yours",
+        str(error)[:300] or repr(error),
+        "run it again with --debug and send what it prints, with `truebatch env`, to the project's issue tracker",
+    )
+    return OUR_FAULT
+
+
+def _report_usage(error: Any, arguments: list[str]) -> int:
+    if not arguments:
+        sys.stdout.write(error.ctx.get_help() + "\n" if getattr(error, "ctx", None) else "")
+        return USAGE
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "truebatch"
+    _say(error.format_message(), shlex.join(["truebatch", *arguments]), f"{path} --help")
+    return USAGE
+
+
+def _say(wrong: str, seen: str, do: str) -> None:
+    sys.stderr.write(f"error: {wrong}\n  seen: {seen}\n  do:   {do}\n")

@@ -1,0 +1,44 @@
+"""A bug report tells about the machine and nothing about its owner."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from truebatch.environment import describe_environment, redact
+
+
+def test_the_description_is_plain_data_with_the_versions_that_matter():
+    facts = json.loads(json.dumps(describe_environment()))
+    assert facts["truebatch"]
+    assert facts["python"].startswith("CPython 3.")
+    assert facts["cpus"] >= 1
+    assert facts["packages"]["torch"]
+
+
+SECRETS = {
+    "HF_TOKEN": "hf_abcdefghijklmnop",
+    "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
+    "CUDA_SECRET": "do not show",
+    "TRUEBATCH_CACHE": "/home/alice/cache",
+    "TORCH_HOME": "https://alice:wonderland@mirror.example/torch",
+    "NCCL_DEBUG_FILE": "sk-abcdefghijklmnopqrstuvwx",
+    "AWS_ACCESS_KEY_ID": "AKIAABCDEFGHIJKLMNOP",
+}
+
+
+def test_no_secret_and_no_name_of_a_person_is_shown(monkeypatch):
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    text = json.dumps(describe_environment())
+    for word in ("hf_abc", "0123456789abcdef", "do not show", "alice", "wonderland", "sk-abc", "AKIA", "WANDB"):
+        assert word not in text
+    assert "TORCH_HOME" in text
+
+
+@pytest.mark.parametrize("value", ["0,1", "expandable_segments:True", "INFO", "zh_CN.UTF-8"])
+def test_ordinary_settings_are_shown_as_they_are(value):
+    assert redact("CUDA_VISIBLE_DEVICES", value) == value
+    assert str(Path.home()) not in redact("TORCH_HOME", f"{Path.home()}/x")

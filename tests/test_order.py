@@ -1,0 +1,212 @@
+"""The map of the package, in reading order: a file may import only files that stand before it.
+
+Files are read, not imported: a wrong import is then named here and does not crash as a circular import first.
+"""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import truebatch
+
+ROOT = Path(truebatch.__file__).parent
+
+ORDER = [
+    "errors",
+    "textfiles",
+    "yamlfiles",
+    "config",
+    "targets",
+    "planning.rows",
+    "planning.datafiles",
+    "planning.lengths",
+    "planning.textcounts",
+    "planning.measured",
+    "planning.measuring",
+    "planning.imagesizes",
+    "planning.packing_loops",
+    "planning.cutting_loops",
+    "planning.kernels",
+    "planning.compiled",
+    "planning.distributions",
+    "planning.keyed",
+    "planning.segments",
+    "planning.settings",
+    "planning.samples",
+    "planning.resources",
+    "planning.dealing",
+    "planning.cutting",
+    "planning.forming",
+    "planning.splitting",
+    "planning.statistics",
+    "planning.plan",
+    "planning.files",
+    "planning.stream",
+    "tensors.causal",
+    "tensors.field",
+    "tensors.handover",
+    "tensors.kernels",
+    "tensors.scores",
+    "tensors.segments",
+    "tensors.microbatch",
+    "tensors.values",
+    "tensors.collating",
+    "tensors.reading",
+    "tensors.varlen",
+    "tensors.attention",
+    "tensors.worker",
+    "tensors.watch",
+    "tensors.loader",
+    "tensors.dataloader",
+    "objective",
+    "system",
+    "hf.blockmask",
+    "hf.losses",
+    "hf.runs",
+    "hf.attention",
+    "hf.inputs",
+    "hf.images",
+    "hf.heads",
+    "hf.objectives",
+    "hf.sizes",
+    "hf.samples",
+    "hf.shrinking",
+    "hf.tiny",
+    "proof.arrangements",
+    "proof.outputs",
+    "proof.subjects",
+    "proof.comparing",
+    "proof.functions",
+    "proof.hfsubject",
+    "proof.probes",
+    "proof.quiet",
+    "proof.tracing",
+    "proof.report",
+    "proof.causes",
+    "proof.proving",
+    "proof.verification",
+    "reports.tables",
+    "reports.plans",
+    "environment",
+    "demo",
+    "commands.datasets",
+    "commands.demo",
+    "commands.env",
+    "commands.plan",
+    "cli",
+]
+"""A new file goes after everything it imports. `__init__` files hold no imports of their own rooms."""
+
+PLANNING_MAY_IMPORT = {"numpy", "numba", "pyarrow", "PIL", "safetensors", "tokenizers"}
+ONLY_IN = {
+    "pydantic": ("config",),
+    "pydantic_core": ("config",),
+    "typer": ("cli", "commands."),
+}
+NEVER_FILES = {"utils", "common", "helpers", "base", "core", "manager", "misc"}
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every file of the package by its dotted name, room markers left out."""
+    files = [file for file in ROOT.rglob("*.py") if file.name != "__init__.py"]
+    return {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in files}
+
+
+@cache
+def imports(file: Path) -> list[tuple[str, bool]]:
+    """Each imported module and whether the import stands inside a function."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    inside = {id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) for n in ast.walk(f)}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, id(node) in inside) for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative imports hide the order"
+            found += [(name, id(node) in inside) for name in _named(node)]
+    return found
+
+
+def _named(node: ast.ImportFrom) -> list[str]:
+    # `from truebatch.planning import kernels` imports a file; `from truebatch.errors import DataError` a name of one.
+    module = node.module or ""
+    files = [f"{module}.{alias.name}" for alias in node.names]
+    known = {f"truebatch.{name}" for name in modules()}
+    return [name if name in known else module for name in files]
+
+
+def own_imports(file: Path) -> list[str]:
+    own = [name.removeprefix("truebatch.") for name, _ in imports(file) if name.startswith("truebatch.")]
+    return [name for name in own if not (ROOT / name.replace(".", "/")).is_dir()]
+
+
+def test_every_file_stands_in_the_order_once():
+    assert sorted(ORDER) == sorted(modules())
+
+
+def test_no_file_imports_a_later_one():
+    place = {name: i for i, name in enumerate(ORDER)}
+    upward = [
+        f"{name} -> {imported}"
+        for name, file in modules().items()
+        for imported in own_imports(file)
+        if place.get(imported, len(place)) >= place.get(name, len(place))
+    ]
+    assert not upward
+
+
+def test_planning_imports_numpy_and_never_torch():
+    import sys
+
+    foreign = [
+        f"{name} -> {imported}"
+        for name, file in modules().items()
+        if name.startswith("planning.")
+        for imported, _ in imports(file)
+        if (top := imported.partition(".")[0]) not in PLANNING_MAY_IMPORT | set(sys.stdlib_module_names) | {"truebatch"}
+        or (
+            top == "truebatch"
+            and not imported.startswith(("truebatch.planning.", "truebatch.errors", "truebatch.textfiles"))
+        )
+    ]
+    assert not foreign
+
+
+def test_some_packages_are_imported_in_one_place_only():
+    wrong = [
+        f"{name} -> {imported}"
+        for name, file in modules().items()
+        for imported, _ in imports(file)
+        if not name.startswith(ONLY_IN.get(imported.partition(".")[0], ("",)))
+    ]
+    assert not wrong
+
+
+def test_only_commands_import_their_own_package_inside_functions():
+    late = [
+        f"{name} -> {imported}"
+        for name, file in modules().items()
+        if not name.startswith("commands.")
+        for imported, is_inside in imports(file)
+        if is_inside and imported.startswith("truebatch")
+    ]
+    assert not late
+
+
+def test_files_are_named_for_what_they_hold_and_stay_readable():
+    assert not NEVER_FILES & {name.rpartition(".")[2] for name in ORDER}
+    long = {name: n for name, file in modules().items() if (n := len(file.read_text().splitlines())) > 400}
+    assert not long
+
+
+def test_no_function_is_longer_than_a_page():
+    long = [
+        f"{name}.{node.name}: {length} lines"
+        for name, file in modules().items()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and (length := (node.end_lineno or 0) - node.lineno + 1) > 60
+    ]
+    assert not long

@@ -1,0 +1,73 @@
+"""The READMEs tell the truth: their code runs, their commands run, and both languages say the same."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import truebatch
+from truebatch.cli import run
+
+REPOSITORY = Path(__file__).parent.parent
+READMES = [REPOSITORY / "README.md", REPOSITORY / "README.zh-CN.md"]
+ROOT = Path(truebatch.__file__).parent
+
+
+def blocks(file: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", file.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def commands(file: Path) -> list[str]:
+    lines = [line.partition("#")[0].strip() for block in blocks(file, "sh") for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda f: f.name)
+def test_the_ten_lines_plan_and_collate(readme):
+    (code,) = blocks(readme, "python")
+    assert len([line for line in code.splitlines() if line.strip()]) <= 10
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    ids = [int(i) for i in re.findall(r"\d+", done.stdout.rpartition("(")[2])]
+    assert sorted(ids) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("command", [c for c in commands(READMES[0]) if c.startswith("truebatch")])
+def test_every_command_runs(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRUEBATCH_CACHE", str(tmp_path / "cache"))
+    Path("train.jsonl").write_text("".join(json.dumps({"text": "ab" * (i % 50 + 1)}) + "\n" for i in range(300)))
+    assert run(shlex.split(command)[1:]) == 0
+    assert capsys.readouterr().out
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize("command", [c for c in commands(READMES[0]) if c.startswith("make")])
+def test_every_make_target_exists(command):
+    done = subprocess.run([*shlex.split(command), "--dry-run"], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_both_languages_have_the_same_headings_code_and_tables():
+    english, chinese = (file.read_text(encoding="utf-8") for file in READMES)
+    assert re.findall(r"^#+", english, re.MULTILINE) == re.findall(r"^#+", chinese, re.MULTILINE)
+    assert re.findall(r"```.*?```", english, re.DOTALL) == re.findall(r"```.*?```", chinese, re.DOTALL)
+    assert len(re.findall(r"^\|", english, re.MULTILINE)) == len(re.findall(r"^\|", chinese, re.MULTILINE))
+    assert len(re.findall(r"^- ", english, re.MULTILINE)) == len(re.findall(r"^- ", chinese, re.MULTILINE))
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda f: f.name)
+def test_the_map_names_every_room_and_nothing_else(readme):
+    text = readme.read_text(encoding="utf-8")
+    named = set(re.findall(r"^\| `([a-z_]+)(?:/|\.py)`", text, re.MULTILINE))
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and len(list(path.glob("*.py"))) > 1}
+    files = {path.stem for path in ROOT.glob("*.py") if path.name != "__init__.py"}
+    assert folders <= named
+    assert named <= folders | files
