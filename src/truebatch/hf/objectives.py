@@ -37,6 +37,13 @@ class HeadObjective:
         outputs = self.head.run(model, batch, self.route(batch))
         return {self.head.loss.term: self.head.loss.total(outputs, batch)}
 
+    def outputs_and_sums(
+        self, model: nn.Module, batch: MicroBatch
+    ) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
+        """Both from one forward pass, for `verify`."""
+        outputs = self.head.run(model, batch, self.route(batch))
+        return self.head.per_sample(outputs, batch), {self.head.loss.term: self.head.loss.total(outputs, batch)}
+
     def outputs(self, model: nn.Module, batch: MicroBatch) -> dict[str, list[Tensor]]:
         """What the model says of every sample's real cells, in the order of `batch.sample_ids`."""
         return self.head.per_sample(self.head.run(model, batch, self.route(batch)), batch)

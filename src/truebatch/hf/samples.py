@@ -23,7 +23,7 @@ def make_samples(model: nn.Module, lengths: Sequence[int], seed: int = 0) -> lis
     """
     head = head_of(model)
     draw = torch.Generator().manual_seed(seed)
-    ids = _plain_ids(model)
+    ids = plain_ids(model)
     samples = [_sample(head, model, length, at, ids, draw) for at, length in enumerate(lengths)]
     return [head.prepare(sample) for sample in samples]
 
@@ -59,7 +59,7 @@ def _class(config: Any, labels: int, draw: torch.Generator) -> Any:
     return torch.randint(0, labels, (), generator=draw)
 
 
-def _plain_ids(model: nn.Module) -> Tensor:
+def plain_ids(model: nn.Module) -> Tensor:
     """[n]: all ids of the vocabulary that mean nothing special."""
     config: Any = model.config
     text = config.get_text_config()

@@ -43,6 +43,10 @@ class Evidence:
         """True if this part of an arrangement differs from one by one."""
         return name in self.results and self.results[name].is_over(part)
 
+    def raised(self, name: str) -> bool:
+        """True if the model raised in this arrangement."""
+        return name in self.results and self.results[name].verdict == "raised"
+
     def moved(self, name: str) -> frozenset[int]:
         """The samples that moved in an arrangement."""
         return self.results[name].moved if name in self.results else frozenset()
@@ -72,7 +76,8 @@ def _zeros_returned(e: Evidence) -> Cause | None:
 
 
 def _mask_2d(e: Evidence) -> Cause | None:
-    if not e.mask_error:
+    is_hurt = e.later_tokens or e.differs("right padded") or e.raised("right padded")
+    if not e.mask_error or not is_hurt:
         return None
     silent = f" Without an error it is not causal: a later token moves earlier ones by {e.later_tokens:.1e}."
     return Cause(

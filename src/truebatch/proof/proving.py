@@ -57,8 +57,14 @@ class VerifyConfig:
         return arrangement.layout in wanted
 
 
-def prove(subject: Subject | ListSubject, config: VerifyConfig, *, original: Whole | None = None) -> VerifyReport:
-    """Run every arrangement of the subject's samples; `original` replaces one by one as what to compare with."""
+def prove(
+    subject: Subject | ListSubject,
+    config: VerifyConfig,
+    *,
+    original: Whole | None = None,
+    chosen: Sequence[Arrangement] | None = None,
+) -> VerifyReport:
+    """Run every arrangement of the subject's samples (or those `chosen`) and compare with one by one (or `original`)."""
     lengths = subject.lengths
     _check_samples(lengths)
     singles = alone(lengths)
@@ -70,7 +76,9 @@ def prove(subject: Subject | ListSubject, config: VerifyConfig, *, original: Who
     problem = _unusable(one_by_one)
     with quieted(subject.model, mode):
         reference = make_reference(subject, original or one_by_one, singles, config.tolerance)
-        results = _run_all(subject, singles, reference, config, against_original=original is not None)
+        wanted = _wanted(subject, config) if chosen is None else list(chosen)
+        runs = [singles, *wanted] if original is not None else wanted
+        results = [_run_one(subject, arrangement, reference) for arrangement in runs]
         report = _explain(subject, singles, results, reference, one_by_one)
     return _finish(report, mode, reference, problem)
 
@@ -107,16 +115,11 @@ def _unusable(whole: Whole) -> str:
     return ""
 
 
-def _run_all(
-    subject: Runnable, singles: Arrangement, reference: Reference, config: VerifyConfig, *, against_original: bool
-) -> list[Result]:
-    assert isinstance(subject, Subject | ListSubject)
-    chosen = [a for a in arrangements(subject.lengths) if config.wants(a)]
-    if isinstance(subject, ListSubject):
-        chosen = [a for a in chosen if a.layout == "right" and "padding" not in a.name and "wider" not in a.name]
-    if against_original:
-        chosen = [singles, *chosen]
-    return [_run_one(subject, arrangement, reference) for arrangement in chosen]
+def _wanted(subject: Subject | ListSubject, config: VerifyConfig) -> list[Arrangement]:
+    found = [a for a in arrangements(subject.lengths) if config.wants(a)]
+    if isinstance(subject, Subject):
+        return found
+    return [a for a in found if a.layout == "right" and "padding" not in a.name and "wider" not in a.name]
 
 
 def _run_one(subject: Runnable, arrangement: Arrangement, reference: Reference) -> Result:
@@ -143,7 +146,9 @@ def _explain(
     limit = reference.limits["outputs"]
     longest = max(range(len(subject.lengths)), key=lambda i: subject.lengths[i])
     later = sees_later_tokens(subject, singles.pieces[longest], limit) if subject.causal else 0.0
-    failing = [r for r in results if r.verdict != "equal"]
+    failing = [
+        r for r in results if r.verdict == "different" or (r.verdict == "raised" and r.arrangement.layout == "right")
+    ]
     first = _first_module(subject, singles, results, limit)
     suspicious = bool(failing or leaks or later or any(not t.isfinite().all() for t in _floats(one)))
     evidence = Evidence(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,8 @@ class Subject:
     """For gradients and module names; None for a bare callable."""
     causal: bool
     """True if a token must not be moved by later ones."""
+    plain_values: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Field -> whole numbers that may stand anywhere (no placeholders); by default those the samples have."""
 
     @property
     def lengths(self) -> list[int]:
@@ -64,7 +66,7 @@ class Subject:
         source = self.samples if samples is None else samples
         batch = collate([source[int(i)] for i in piece.rows.ids], piece.rows, self.fields, side=piece.side)
         if piece.filling != "declared":
-            _fill(batch, self.fields, piece.filling, self.samples)
+            _fill(batch, self, piece.filling)
         return batch.to(self.device)
 
     def run(self, piece: Piece, samples: Sequence[Sample] | None = None) -> Outcome:
@@ -79,10 +81,17 @@ class Subject:
 def model_subject(
     model: nn.Module, objective: Objective, samples: Sequence[Sample], fields: Sequence[Field], causal: bool | None
 ) -> Subject:
-    """A model and its objective. Outputs are the objective's own `outputs`, else what the model's forward returned."""
+    """A model and its objective.
+
+    Outputs are the objective's own `outputs_and_sums` or `outputs`, else what the model's forward returned.
+    """
+    both = getattr(objective, "outputs_and_sums", None)
     own = getattr(objective, "outputs", None)
 
     def call(model: nn.Module, batch: MicroBatch) -> Outcome:
+        if both is not None:
+            outputs, sums = both(model, batch)
+            return Outcome(outputs, sums, objective.counts(batch))
         if own is not None:
             return Outcome(own(model, batch), objective.sums(model, batch), objective.counts(batch))
         with _returned(model) as values:
@@ -172,23 +181,22 @@ def _returned(model: nn.Module) -> Iterator[list[Any]]:
         handle.remove()
 
 
-def _fill(batch: MicroBatch, fields: Sequence[Field], filling: str, samples: Sequence[Sample]) -> None:
-    for f in fields:
-        if f.kind not in ("along", "nested") or is_marker(f, samples):
+def _fill(batch: MicroBatch, subject: Subject, filling: str) -> None:
+    for f in subject.fields:
+        if f.kind not in ("along", "nested") or is_marker(f, subject.samples):
             continue
         values = batch[f.name]
         is_empty = ~batch.rows(f.inner or f.axis).is_real
-        if not is_empty.any():
-            continue
-        values[is_empty] = _foreign(values, is_empty, filling)
+        if is_empty.any():
+            values[is_empty] = _foreign(values, is_empty, filling, subject.plain_values.get(f.name, ()))
 
 
-def _foreign(values: Tensor, is_empty: Tensor, filling: str) -> Tensor:
+def _foreign(values: Tensor, is_empty: Tensor, filling: str, plain: Sequence[int]) -> Tensor:
     """Whole numbers stay among those the data has (an id must exist); other numbers may be anything."""
     wanted = values[is_empty]
     if values.is_floating_point():
         return torch.full_like(wanted, float("nan") if filling == "nan" else LARGE if filling == "large" else 3.7)
-    known = values[~is_empty].flatten()
+    known = values.new_tensor(plain) if len(plain) else values[~is_empty].flatten()
     at = torch.from_numpy(np.random.default_rng(1).integers(0, len(known), wanted.numel()))
     largest = torch.full_like(wanted, int(known.max()))
     return largest if filling == "large" else known[at].view(wanted.shape)
