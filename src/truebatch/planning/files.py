@@ -37,7 +37,8 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
         "format": FORMAT, "version": VERSION, "config": plan.config.to_dict(), "epoch": plan.epoch, "ranks": plan.ranks,
         "fingerprint": plan.fingerprint, "checks": {name: zlib.crc32(array.data) for name, array in arrays.items()},
     }  # fmt: skip
-    header: dict[str, Any] = {"__metadata__": {"truebatch": json.dumps(about, sort_keys=True)}}
+    metadata = json.dumps(about | {"check": _check_of(about)}, sort_keys=True)
+    header: dict[str, Any] = {"__metadata__": {"truebatch": metadata}}
     place = 0
     for name, array in arrays.items():
         kind = next(kind for kind, dtype in _DTYPES.items() if dtype == array.dtype)
@@ -89,6 +90,10 @@ def _arrays_of(plan: Plan) -> Arrays:
     order = np.ascontiguousarray(cut.order, dtype="<i4" if cut.order.dtype.itemsize == 4 else "<i8")
     # Eight-byte arrays first, so that every array begins at a multiple of its own width.
     return wide | {"order": order, "lengths": np.ascontiguousarray(samples.lengths, dtype="<i4")}
+
+
+def _check_of(about: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(about, sort_keys=True).encode())
 
 
 def _write_whole(path: Path, parts: list[Any]) -> None:
@@ -168,6 +173,8 @@ def _parse_about(file: Path, metadata: object) -> dict[str, Any]:
             seen=f"{file}: version {version}, this one reads up to {VERSION}",
             do="update truebatch, or plan again",
         )
+    if about.pop("check", None) != _check_of(about):
+        raise _damaged(file, "settings that do not agree with their checksum")
     try:
         about["config"] = PlanConfig(**about["config"])
     except (TypeError, KeyError, PlanError, AttributeError) as error:

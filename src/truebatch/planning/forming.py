@@ -24,10 +24,10 @@ from truebatch.planning.segments import (
 )
 from truebatch.planning.settings import PlanConfig
 
-_BIG_SHARE = 16
-"""Samples longer than this part of a row are packed first and in random order, the rest longest first."""
-_JITTER_BITS = 8
-"""Padded: samples whose lengths differ by less than one part in 2**8 may change places from epoch to epoch."""
+_FILLER_SHARE = 7
+"""The shortest samples, up to one part in this many of all tokens, are packed last and longest first."""
+_JITTER_BITS = 7
+"""Padded: samples whose lengths differ by less than one part in 2**7 may change places from epoch to epoch."""
 _FRACTION_BITS = 6
 _HASH_BITS = 27
 
@@ -61,7 +61,7 @@ def _pack(samples: Samples, ids: Ints, config: PlanConfig, epoch: int) -> tuple[
     """Best fit into rows of `row_cells`: the samples row after row, and where each row begins."""
     capacity = config.row_cells
     assert capacity is not None
-    ids = _big_first(samples, keyed_sample_order(ids, config, epoch), capacity)
+    ids = _filler_last(samples, keyed_sample_order(ids, config, epoch))
     lengths = samples.lengths[ids].astype(np.int64)
     costs = {name: column[ids] for name, column in samples.costs.items()}
     sizes, limits = extra_table(lengths, costs, config.limits)
@@ -90,37 +90,50 @@ def _levels(capacity: int) -> tuple[Ints, int]:
         num = words
 
 
-def _big_first(samples: Samples, ids: Ints, capacity: int) -> Ints:
-    """Big samples in the given order, then small ones longest first (equal ones in the given order).
+def _filler_last(samples: Samples, ids: Ints) -> Ints:
+    """Samples in the given random order, except that the shortest come last, roughly longest first, to fill the rows.
 
-    Longest first leaves big samples only one way to combine; small ones last fill what is left.
+    Sorting all of them, or these strictly, would bring the same samples together in every epoch.
     """
-    small = capacity // _BIG_SHARE
-    key = np.maximum(0, small + 1 - samples.lengths[ids].astype(np.int64))
-    return ids[stable_order(key, small + 1)[0]]
+    lengths = samples.lengths[ids].astype(np.int64)
+    tokens = np.cumsum(np.bincount(lengths) * np.arange(int(lengths.max()) + 1))  # [length] of all up to this length
+    longest = int(np.searchsorted(tokens, tokens[-1] // _FILLER_SHARE, side="right")) - 1
+    places = np.flatnonzero(lengths <= longest)
+    # Places are random in samples, so that any even spread over them is: here, steps of the golden ratio.
+    noise = (places * 40503) & 0xFFFF
+    short = lengths[places]
+    key = np.zeros(len(ids), dtype=np.int64)
+    key[places] = 1 + 2 * longest - (short + (short * noise >> 16))
+    return ids[stable_order(key, 2 * longest + 2)[0]]
 
 
 def _form_padded(samples: Samples, ids: Ints, config: PlanConfig, epoch: int) -> Units:
     buckets = np.zeros(len(ids), dtype=np.int64)
-    arrange = _alike if config.grouping == "budget" else _shuffled
-    ids = arrange(samples, ids, config, epoch)
+    if config.grouping == "budget":
+        ids = _alike(samples, ids, config, epoch)
+        buckets[: _first_boundary(samples, ids, config, epoch)] = 1
+    else:
+        ids = keyed_sample_order(ids, config, epoch)
     if config.grouping == "bucketed":
         ids, buckets = by_bucket(samples, ids, buckets, config.bucket_width)
     whole = np.array([0, len(ids)], dtype=np.int64)
     return padded_units(samples, ids, whole, buckets, config, ranks=1, is_even=False)
 
 
-def _shuffled(_: Samples, ids: Ints, config: PlanConfig, epoch: int) -> Ints:
-    return keyed_sample_order(ids, config, epoch)
+def _first_boundary(samples: Samples, ids: Ints, config: PlanConfig, epoch: int) -> int:
+    """Where the first micro-batch ends at the latest: at random, so that all later boundaries move with it."""
+    shortest = int(samples.lengths[ids[0]])
+    most = min(len(ids), config.samples or len(ids), (config.cells or len(ids) * shortest) // shortest)
+    return 1 + int(keyed_hash(config.seed, epoch, "first boundary", [0])[0]) % max(1, most)
 
 
 def _alike(samples: Samples, ids: Ints, config: PlanConfig, epoch: int) -> Ints:
-    """Longest first by a length with a little keyed noise, so that neighbours are alike but new every epoch."""
+    """Shortest first by a length with a little keyed noise, so that neighbours are alike but new every epoch."""
     noise = keyed_hash(config.seed, epoch, "alike", ids)
     key = samples.lengths[ids].astype(np.uint64) << np.uint64(_FRACTION_BITS)
     key += (key * (noise >> np.uint64(48))) >> np.uint64(16 + _JITTER_BITS)
     key = (key << np.uint64(_HASH_BITS)) | (noise & np.uint64((1 << _HASH_BITS) - 1))
-    return ids[np.argsort(key, kind="stable")[::-1]]
+    return ids[np.argsort(key, kind="stable")]
 
 
 def _emptiest_last(samples: Samples, units: Units, chosen: Ints, size: int, config: PlanConfig) -> Ints:

@@ -130,7 +130,7 @@ def _whole_numbers(name: str, values: ArrayLike) -> NDArray[Any]:
 
 def _first_odd(array: NDArray[Any]) -> str:
     if array.dtype.kind == "f":
-        is_odd = ~np.isfinite(array) | (array != np.floor(array))
+        is_odd = ~_is_length(array)
         first = int(np.argmax(is_odd)) if is_odd.any() else 0
     elif array.dtype.kind == "O":
         first = next((i for i, v in enumerate(array) if type(v) is not int or abs(v) > LONGEST), 0)
@@ -139,8 +139,12 @@ def _first_odd(array: NDArray[Any]) -> str:
     return f"{array.dtype} values; sample {first} has {array[first]!r}"
 
 
+def _is_length(array: NDArray[Any]) -> Any:
+    return np.isfinite(array) & (array == np.floor(array)) & (array <= LONGEST)
+
+
 def _advice(name: str, array: NDArray[Any]) -> str:
-    if array.dtype.kind == "f" and bool((np.isfinite(array) & (array == np.floor(array))).all()):
+    if array.dtype.kind == "f" and bool(_is_length(array).all()):
         return f"the values are whole, only their type is not: pass {name}.astype(np.int64)"
     if array.dtype.kind == "b":
         return f"pass numbers of tokens, not True and False; a boolean column per token is summed first: {name}.sum(axis=1)"

@@ -120,8 +120,9 @@ class StreamPlanner:
     def _fill(self, samples: Iterator[int | StreamSample]) -> bool:
         """Read until the buffer is full; False when the source ended."""
         while len(self._ids) < self.window:
-            sample = next(samples, None)
-            if sample is None:
+            try:
+                sample = next(samples)
+            except StopIteration:
                 return False
             self._add(sample if isinstance(sample, StreamSample) else StreamSample(sample, {}))
         return True
