@@ -18,6 +18,7 @@ from truebatch import __version__
 from truebatch.commands.demo import show_demo
 from truebatch.commands.env import show_environment
 from truebatch.commands.plan import show_plan
+from truebatch.commands.verify import show_verify
 from truebatch.errors import LawError, TruebatchError
 
 DONE, CHECK_FAILED, USAGE, OUR_FAULT, INTERRUPTED = 0, 1, 2, 70, 75
@@ -36,6 +37,7 @@ app = typer.Typer(
 )
 app.command("demo", short_help="The main job on embedded data: plan, batch, compare.")(show_demo)
 app.command("plan", short_help="Show how samples would be grouped.")(show_plan)
+app.command("verify", short_help="Prove that a batch equals one by one, or name where it does not.")(show_verify)
 app.command("env", short_help="Describe this machine for a bug report.")(show_environment)
 
 

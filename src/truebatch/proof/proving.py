@@ -180,13 +180,23 @@ def _explain_functions(results: list[Result], one: Whole) -> VerifyReport:
     failing = [r for r in results if r.verdict == "different"]
     if failing and failing[0].name == "alone" and failing[0].is_over("outputs"):
         return VerifyReport(results, [_ANOTHER_FUNCTION])
-    return VerifyReport(results, name_causes(evidence) if failing else [])
+    causes = (
+        [c if c.name != "a mean over padding" else _PADDING_REACHES for c in name_causes(evidence)] if failing else []
+    )
+    return VerifyReport(results, causes)
 
 
 _ANOTHER_FUNCTION = Cause(
     "another function",
     "the batched function differs from the original for a single sample already, so batching is not the reason",
     "compare the two functions on one sample first: preprocessing, special tokens, dtype, eval mode",
+)
+
+
+_PADDING_REACHES = Cause(
+    "padding reaches the result",
+    "the result of a sample changes with the lengths of its neighbours: a mask is not used, or a mean takes padding in",
+    "look at every reduction over cells and at the mask of every attention; with `fields`, verify names the module",
 )
 
 

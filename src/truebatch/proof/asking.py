@@ -1,0 +1,64 @@
+"""`verify` for things named on the command line."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from truebatch.errors import ConfigError
+from truebatch.proof.proving import VerifyConfig
+from truebatch.proof.report import VerifyReport
+from truebatch.proof.verification import verify
+from truebatch.system import System
+from truebatch.targets import is_target, resolve_target
+
+
+def ask(target: str, named: Mapping[str, str], *, layout: str = "all", tolerance: float | None = None) -> VerifyReport:
+    """Resolve a target and what goes with it, and verify it."""
+    config = VerifyConfig(layout=layout, tolerance=tolerance)  # type: ignore[arg-type]
+    given = {name: _value(name, resolve_target(text)) for name, text in named.items()}
+    if not is_target(target) or Path(target).is_dir():
+        hf = import_module("truebatch.hf.loading")
+        return _ask_about(hf.load_model(target), given, config)
+    found = resolve_target(target)
+    if _is_setup(found, given):
+        found = found()
+    if isinstance(found, Mapping):
+        return verify(**{**found, **given, "config": config})
+    if isinstance(found, tuple):
+        return verify(*found, **given, config=config)
+    return _ask_about(found, given, config)
+
+
+def _ask_about(subject: Any, given: dict[str, Any], config: VerifyConfig) -> VerifyReport:
+    is_hf = any(base.__name__ == "PreTrainedModel" for base in type(subject).__mro__)
+    if "samples" not in given and is_hf:
+        given = {**given, "samples": import_module("truebatch.proof.hfsubject").random_samples(subject)}
+    if "samples" not in given and not isinstance(subject, System):
+        raise ConfigError(
+            "verify needs samples",
+            seen=f"a target of type {type(subject).__name__} and no --samples",
+            do="add --samples file.py:name (a list, or a function that returns one), about eight of different lengths",
+        )
+    return verify(subject, **given, config=config)
+
+
+def _is_setup(found: Any, given: Mapping[str, Any]) -> bool:
+    """A function without required arguments makes the subject; with --one or --samples it is the subject."""
+    if isinstance(found, nn.Module | System) or not callable(found) or "one" in given:
+        return False
+    parameters = inspect.signature(found).parameters.values()
+    return all(p.default is not p.empty or p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
+
+
+def _value(name: str, found: Any) -> Any:
+    """Samples, fields and an objective may be given by a function or a class that makes them."""
+    if name == "one" or not callable(found):
+        return found
+    is_maker = inspect.isclass(found) or (inspect.isfunction(found) and not inspect.signature(found).parameters)
+    return found() if is_maker else found
