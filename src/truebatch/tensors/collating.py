@@ -98,7 +98,7 @@ def _agreed_lengths(values: Values, rows: Rows, fields: Sequence[Field]) -> dict
         for axis, lengths in _lengths(f, values[f.name]).items():
             first, known = agreed.setdefault(axis, (f, lengths))
             if not np.array_equal(known, lengths):
-                _raise_disagreement(axis, first, known, f, lengths, rows)
+                _raise_disagreement(axis, (first, known), (f, lengths), _owners(axis, f, values[f.name], rows))
     return agreed
 
 
@@ -111,17 +111,18 @@ def _lengths(field: Field, values: list[Any]) -> dict[str, Ints]:
     return outer
 
 
-def _raise_disagreement(axis: str, first: Field, known: Ints, field: Field, lengths: Ints, rows: Rows) -> None:
-    if len(known) == len(lengths):
-        at = int(np.flatnonzero(known != lengths)[0])
-        seen = f"{first.name}: {known[at]}, {field.name}: {lengths[at]}"
-    else:
-        at, seen = 0, f"{first.name}: {len(known)} sets, {field.name}: {len(lengths)} sets in all"
-    what = f"sample {int(rows.ids[at])}" if len(known) == rows.num_samples else f"set {at} of the micro-batch"
+def _owners(axis: str, field: Field, values: list[Any], rows: Rows) -> Ints:
+    """Which sample each entry of the lengths along `axis` belongs to: a set belongs to the sample that holds it."""
+    return np.repeat(rows.ids, [len(v) for v in values]) if axis == field.inner else rows.ids
+
+
+def _raise_disagreement(axis: str, one: tuple[Field, Ints], other: tuple[Field, Ints], owners: Ints) -> None:
+    (first, known), (second, lengths) = one, other
+    at = int(np.flatnonzero(known != lengths)[0])
     raise BatchError(
-        f"fields along {axis!r} have different lengths in {what}",
-        seen=seen,
-        do=f"make the dataset return {field.name!r} with one entry per {first.name!r} entry, or name another axis",
+        f"fields along {axis!r} have different lengths in sample {int(owners[at])}",
+        seen=f"{first.name}: {known[at]}, {second.name}: {lengths[at]}",
+        do=f"make the dataset return {second.name!r} with one entry per {first.name!r} entry, or name another axis",
     )
 
 
@@ -139,16 +140,15 @@ def _flat_axis(lengths: Ints) -> FlatAxis:
 
 
 def _row_axis(lengths: Ints, rows: Rows, side: Side, slots: int | None, *, is_planned: bool = False) -> RowAxis:
-    used = np.add.reduceat(lengths, rows.starts[:-1]) if len(lengths) else np.zeros(0, dtype=np.int64)  # [B]
+    total = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)  # [N + 1]
+    used = np.diff(total[rows.starts])  # [B]
     width = rows.width if is_planned else int(used.max(initial=0))
     if is_planned:
         _check_width(lengths, used, rows)
     number = np.diff(rows.starts)  # samples a row
     row_of = np.repeat(np.arange(rows.num_rows), number)
-    before = np.cumsum(lengths) - lengths
-    offset = before - np.repeat(
-        before[rows.starts[:-1]] if len(lengths) else before, number
-    )  # cells before it in its row
+    before = total[:-1]
+    offset = before - np.repeat(total[rows.starts[:-1]], number)  # cells before it in its row
     if rows.layout == "padded" and side == "left":
         offset = width - lengths
     within = np.arange(int(lengths.sum())) - np.repeat(before, lengths)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from truebatch.errors import ConfigError
 
@@ -45,6 +45,12 @@ class Field:
     """Cell t holds entry t + shift of the same sample (teacher forcing: 1); what runs over the end holds `pad`."""
 
     def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise ConfigError(
+                f"field {self.name!r} has an unknown kind",
+                seen=f"kind={self.kind!r}",
+                do=f"use one of {get_args(Kind)}",
+            )
         if self.dtype not in DTYPES:
             raise ConfigError(
                 f"field {self.name!r} has an unknown dtype", seen=f"dtype={self.dtype!r}", do=f"use one of {DTYPES}"
@@ -60,6 +66,13 @@ class Field:
                 f"field {self.name!r}: `inner` names the second level of a nested field, and only of one",
                 seen=f"kind={self.kind!r}, inner={self.inner!r}",
                 do="set kind='nested' together with inner='...', or neither",
+            )
+
+        if self.inner == self.axis:
+            raise ConfigError(
+                f"field {self.name!r}: two levels need two names",
+                seen=f"axis={self.axis!r}, inner={self.inner!r}",
+                do="name the outer and the inner level differently, for example axis='sets', inner='events'",
             )
 
     @property

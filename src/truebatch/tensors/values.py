@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ from truebatch.tensors.field import Field
 
 Value = NDArray[Any] | Tensor
 
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+"""Torch stores these and computes with none of them, so they become int64."""
+_LARGEST_BYTES = 8
 _WIDER = {np.dtype(np.uint16): np.int64, np.dtype(np.uint32): np.int64, np.dtype(np.uint64): np.int64}
 
 
@@ -51,9 +55,10 @@ def read_nested(value: Any, field: Field, sample_id: int) -> list[Value]:
 
 def tokens_of(values: list[Value], field: Field) -> Tensor:
     """[n, ...]: all values one after the other, in one dtype, with equal trailing shapes."""
-    if not values:
-        return torch.zeros(0, dtype=_dtype(field) or torch.int64)
-    _check_alike([v.shape[1:] for v in values], values, field)
+    telling = [v for v in values if v.ndim > 1 or len(v)]  # an empty list says nothing about dimensions or dtype
+    if not telling:
+        return _nothing(values, field)
+    _check_alike([v.shape[1:] for v in telling], values, field)
     return _finish(_joined(values, stack=False), field)
 
 
@@ -65,20 +70,33 @@ def stack_values(values: list[Value], field: Field) -> Tensor:
     return _finish(_joined(values, stack=True), field)
 
 
+def _nothing(values: list[Value], field: Field) -> Tensor:
+    if field.dtype != "keep":
+        return torch.zeros(0, dtype=_dtype(field))
+    dtype = _joined(values[:1], stack=False).dtype if values else torch.int64
+    return torch.zeros(0, dtype=dtype if _fits(field.pad, dtype) else torch.float32)
+
+
 def _as_array(value: Any, field: Field, sample_id: int) -> Value:
     if isinstance(value, Tensor):
-        return value.detach()
+        return value.detach().to(torch.int64) if value.dtype in _UNSIGNED else value.detach()
     try:
         out = np.asarray(value)
     except ValueError as error:
         raise _unreadable(field, sample_id, str(error)) from error
-    if out.dtype.kind not in "biuf":
+    if out.dtype.kind not in "biuf" or out.dtype.itemsize > _LARGEST_BYTES or _overflows(out):
         raise _unreadable(field, sample_id, f"{value!r:.60} ({out.dtype})")
+    if not out.dtype.isnative:
+        out = out.astype(out.dtype.newbyteorder("="))  # files written on other machines; torch reads its own order only
     if isinstance(value, list | tuple | float) and out.dtype == np.float64:
         out = out.astype(np.float32)  # Python's own numbers, as torch.tensor reads them
     if isinstance(value, list | tuple) and not len(value):
         out = out.astype(np.int64)  # nothing says otherwise; a declared dtype still applies
     return out.astype(_WIDER[out.dtype]) if out.dtype in _WIDER else out
+
+
+def _overflows(value: NDArray[Any]) -> bool:
+    return value.dtype == np.uint64 and bool(value.size) and int(value.max()) > np.iinfo(np.int64).max
 
 
 def _unreadable(field: Field, sample_id: int, seen: str) -> BatchError:
@@ -89,15 +107,16 @@ def _unreadable(field: Field, sample_id: int, seen: str) -> BatchError:
     )
 
 
-def _shifted(value: Value, field: Field) -> Value:
-    rest = value[field.shift :]
-    missing = len(value) - len(rest)
-    if isinstance(rest, Tensor):
-        return torch.cat([rest, rest.new_full((missing, *rest.shape[1:]), field.pad)])
-    return np.concatenate([rest, np.full((missing, *rest.shape[1:]), field.pad, dtype=rest.dtype)])
+def _shifted(value: Value, field: Field) -> Tensor:
+    # In its final dtype first: the pad value must fit that one, not the one the data happens to be stored in.
+    whole = _finish(value if isinstance(value, Tensor) else torch.from_numpy(value.copy()), field)
+    rest = whole[field.shift :]
+    missing = len(whole) - len(rest)
+    return torch.cat([rest, rest.new_full((missing, *rest.shape[1:]), field.pad)])
 
 
 def _check_alike(shapes: list[Any], values: list[Value], field: Field) -> None:
+    """Refuse values of different shapes or, if no dtype is declared, of different dtypes."""
     different = next((s for s in shapes if tuple(s) != tuple(shapes[0])), None)
     if different is not None:
         raise BatchError(
@@ -116,7 +135,7 @@ def _check_alike(shapes: list[Any], values: list[Value], field: Field) -> None:
 
 
 def _joined(values: list[Value], *, stack: bool) -> Tensor:
-    real = [v for v in values if stack or len(v)] or values[:1]
+    real = [v for v in values if stack or len(v)] or [max(values, key=lambda v: v.ndim)]
     arrays = [v for v in real if isinstance(v, np.ndarray)]
     if len(arrays) == len(real):
         return torch.from_numpy(np.stack(arrays) if stack else np.concatenate(arrays))
@@ -126,15 +145,21 @@ def _joined(values: list[Value], *, stack: bool) -> Tensor:
 
 def _finish(tokens: Tensor, field: Field) -> Tensor:
     out = tokens.to(_dtype(field) or tokens.dtype)
-    if field.kind in ("along", "nested"):
-        pad = torch.tensor(field.pad, dtype=torch.float64).to(out.dtype)
-        if float(pad) != field.pad and field.pad == field.pad and not out.dtype.is_floating_point:
-            raise BatchError(
-                f"the pad value of field {field.name!r} does not fit its dtype",
-                seen=f"pad={field.pad}, dtype {out.dtype}",
-                do="choose a pad value the dtype can hold, or declare another dtype",
-            )
+    if field.kind in ("along", "nested") and not _fits(field.pad, out.dtype):
+        raise BatchError(
+            f"the pad value of field {field.name!r} does not fit its dtype",
+            seen=f"pad={field.pad}, dtype {out.dtype}",
+            do="choose a pad value the dtype can hold, or declare another dtype",
+        )
     return out
+
+
+def _fits(pad: float, dtype: torch.dtype) -> bool:
+    if dtype.is_floating_point:
+        return not math.isfinite(pad) or abs(pad) <= torch.finfo(dtype).max
+    if dtype == torch.bool:
+        return pad in (0, 1)
+    return math.isfinite(pad) and pad == int(pad) and torch.iinfo(dtype).min <= pad <= torch.iinfo(dtype).max
 
 
 def _dtype(field: Field) -> torch.dtype | None:
