@@ -186,7 +186,7 @@ def head_of(model: nn.Module, sample: Mapping[str, Any] | None = None) -> Head:
         images=images,
         pools_last=kind.name == "sequence_classification" and isinstance(getattr(model, "score", None), nn.Module),
         pad_id=_id(config, "pad_token_id"),
-        start_id=_id(config, "decoder_start_token_id", "pad_token_id"),
+        start_id=_start_id(config),
     )
 
 
@@ -235,7 +235,8 @@ def _is_named(names: list[str], kind: HeadKind, by_table: bool) -> bool:
 
 def _refuse_pooled_decoder(model: nn.Module, kind: HeadKind) -> None:
     config: Any = model.config
-    if kind.axis != TARGETS and getattr(config, "is_encoder_decoder", False):
+    takes_targets = "decoder_input_ids" in read_border(model).accepts
+    if kind.axis != TARGETS and takes_targets and getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
             f"{type(model).__name__} makes the input of its decoder itself, from whole rows",
             seen=f"a head of kind {kind.name!r} on an encoder-decoder",
@@ -244,12 +245,16 @@ def _refuse_pooled_decoder(model: nn.Module, kind: HeadKind) -> None:
 
 
 def _id(config: Any, *names: str) -> int:
-    for part in (config, config.get_text_config()):
+    for part in (config, getattr(config, "decoder", None), config.get_text_config()):
         for name in names:
             found = getattr(part, name, None)
             if isinstance(found, int) and found >= 0:
                 return found
     return 0
+
+
+def _start_id(config: Any) -> int:
+    return _id(config, "decoder_start_token_id", "bos_token_id", "pad_token_id")
 
 
 def _prepare(head: Head, sample: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,12 +45,16 @@ STYLES: tuple[ImageStyle, ...] = (
         fields=(Field(name="pixel_values", axis="images", dtype="float32"),),
         needs=frozenset({"pixel_values", "pixel_attention_mask"}),
     ),
+    ImageStyle(name="tiles", fields=(_PIXELS, _SIZES), needs=frozenset({"pixel_values", "image_sizes"})),
     ImageStyle(name="sized", fields=(_PIXELS, _SIZES), needs=frozenset({"pixel_values", "image_sizes"})),
     ImageStyle(name="flat", fields=(_PIXELS,), needs=frozenset({"pixel_values"})),
 )
 
-SIZED = frozenset({"pixtral", "mistral3", "mistral_large4", "lighton_ocr"})
-"""Architectures whose images come with their sizes; others take the argument and do not need it."""
+ONLY_FOR = {
+    "tiles": frozenset({"llava_next", "llava_next_video", "llava_onevision"}),
+    "sized": frozenset({"pixtral", "mistral3", "mistral_large4", "lighton_ocr"}),
+}
+"""Styles that only some architectures have; others take `image_sizes` and do not need them."""
 
 SPECIAL = frozenset(
     {
@@ -95,7 +99,7 @@ def refuse_images(model: nn.Module, border: Border) -> ConfigError:
 
 
 def _fits(style: ImageStyle, config: Any) -> bool:
-    return style.name != "sized" or config.model_type in SIZED
+    return style.name not in ONLY_FOR or config.model_type in ONLY_FOR[style.name]
 
 
 def image_token_id(model: nn.Module) -> int | None:
@@ -132,7 +136,7 @@ def forget_last_call(model: nn.Module) -> None:
 
 
 def grid_positions(model: nn.Module, batch: MicroBatch) -> Tensor:
-    """[4, B, T]: place within the sample, then time, height and width, each as if the sample were alone."""
+    """[3, B, T]: time, height and width, each as if the sample were alone."""
     inner: Any = inner_model(model)
     ids = batch.per_sample(batch["input_ids"])
     grids = batch.per_sample(batch["image_grid_thw"], "images")
@@ -144,7 +148,7 @@ def grid_positions(model: nn.Module, batch: MicroBatch) -> Tensor:
             given["mm_token_type_ids"] = is_image[None]
         found.append(inner.get_rope_index(tokens[None], **given)[0][:, 0].T)  # [n, 3]
     three = axis.put_tokens(torch.cat(found).to(axis.positions.device))  # [B, T, 3]
-    return torch.cat([axis.positions[None], three.permute(2, 0, 1)])
+    return three.permute(2, 0, 1)
 
 
 def count_image_tokens(model: nn.Module, images: Mapping[str, Tensor]) -> int:

@@ -119,11 +119,27 @@ def _grid_images(model: nn.Module, at: int, draw: torch.Generator) -> dict[str, 
     merge = _first(vision, "spatial_merge_size", "merge_size", default=2)
     grid = torch.tensor([[1, merge * (1 + at % 2), merge * (2 - (at // 2) % 2)]])
     patch = _first(vision, "patch_size", default=14)
-    width = _channels(model) * _first(vision, "temporal_patch_size", default=1) * patch * patch
+    width = _channels(model) * _first(vision, "temporal_patch_size", "patch_temporal", default=1) * patch * patch
     return {"pixel_values": torch.randn(int(grid.prod()), width, generator=draw), "image_grid_thw": grid}
 
 
-_IMAGES = {"flat": _flat_images, "rows": _flat_images, "sized": _sized_images, "grid": _grid_images}
+def _tiled_images(model: nn.Module, at: int, draw: torch.Generator) -> dict[str, Tensor]:
+    """One image a sample, upright or lying, as a small whole and its tiles."""
+    config: Any = model.config
+    size = config.image_grid_pinpoints[at % 2]
+    side = _side(model)
+    tiles = 1 + (size[0] // side) * (size[1] // side)
+    pixels = torch.randn(1, tiles, _channels(model), side, side, generator=draw)
+    return {"pixel_values": pixels, "image_sizes": torch.tensor([size])}
+
+
+_IMAGES = {
+    "flat": _flat_images,
+    "rows": _flat_images,
+    "sized": _sized_images,
+    "tiles": _tiled_images,
+    "grid": _grid_images,
+}
 
 
 def _channels(model: nn.Module) -> int:

@@ -144,7 +144,7 @@ SIZES: dict[str, Any] = {
     "o_groups": 2,
     "index_n_heads": 2,
     "index_head_dim": HEAD_DIM,
-    "index_topk": 4,
+    "index_topk": 64,  # more than a short sample has: which of several equal scores is picked depends on the row
     "resampler_n_heads": HEADS,
     "resampler_heads": HEADS,
     "resampler_head_dim": HEAD_DIM,
@@ -267,6 +267,7 @@ SIZES: dict[str, Any] = {
     "crop_size": IMAGE,
     "patch_size": PATCH,
     "num_position_embeddings": (IMAGE // PATCH) ** 2,
+    "mm_tokens_per_image": 4,
     "num_query_tokens": 4,
     "latent_query_num": 4,
     "downsample_ratio": 0.5,
@@ -302,8 +303,11 @@ ALWAYS = ("head_dim", "num_experts_per_tok", "n_routed_experts", "n_shared_exper
 """Sizes that are given even where the default is None, because the model code cannot do without."""
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_MROPE = {"rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}}
+_TILES = {"image_grid_pinpoints": [[IMAGE, 2 * IMAGE], [2 * IMAGE, IMAGE]]}
 
 EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "aria": {"projector_patch_to_query_dict": {(IMAGE // PATCH) ** 2: 4}},
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {**_ROPE, "mrope_section": [4, 2, 2]}}},
     "dbrx": {
@@ -311,13 +315,25 @@ EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
         "ffn_config": {"hidden_size": WIDTH, "ffn_hidden_size": 32, "moe_num_experts": EXPERTS, "moe_top_k": 2},
     },
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "glm4v_text": _MROPE,
+    "glm4v_moe_text": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}},
+    "glm_ocr_text": _MROPE,
+    "hunyuan_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [2, 2, 2, 2]}},
     "glm5_next_text": {"index_topk": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "ernie4_5_vl_moe_text": {"rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
     "esm": {"vocab_size": VOCAB, "mask_token_id": 4},
     "esmc": {"num_key_value_heads": HEADS},
+    "llama4_vision_model": {"intermediate_size": 4 * WIDTH},
+    "llava_next": _TILES,
+    "llava_next_video": _TILES,
+    "llava_onevision": _TILES,
     "mamba2": {"num_heads": 8, "head_dim": 16},
-    "qwen2_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}},
-    "qwen2_5_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}},
+    "mistral4": {"head_dim": HEAD_DIM},
+    "nemotron": {"num_key_value_heads": KV_HEADS},
+    "qwen2_vl_text": _MROPE,
+    "qwen2_5_vl_text": _MROPE,
+    "qwen2_5_omni_text": _MROPE,
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -333,6 +349,7 @@ EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
         "local_attn_chunk_length": WINDOW,
         "lsh_attn_chunk_length": WINDOW,
     },
+    "vipllava": {"vision_feature_layers": [-1, -2]},
     "xlstm": {"chunk_size": 64, "qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "zamba": {

@@ -106,7 +106,7 @@ OPENED = re.compile(r"gate$|attn_factor|alpha|layer_?scale|lambda|gamma_")
 def _wake_weights(model: nn.Module) -> None:
     """Matrices that keep signals at the size they come in: then what a cell gives depends on its context."""
     for name, weight in model.named_parameters():
-        if not weight.is_floating_point() or LEFT_AS_BUILT.search(name):
+        if not weight.numel() or not weight.is_floating_point() or LEFT_AS_BUILT.search(name):
             continue
         if weight.ndim >= 2:
             is_table = "embed" in name or name.endswith(("wte.weight", "wpe.weight"))
