@@ -217,6 +217,23 @@ def test_a_table_without_a_longest_length_is_measured(samples):
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_under_autocast_packed_is_as_near_to_fp32_as_one_by_one(name, samples):
+    model = build(name)
+    seen = []
+    model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    inputs = {"input_ids": packed_row(samples, TOKENS), **packed_inputs(packed_segments(LENGTHS))}
+    with torch.no_grad():
+        exact = torch.cat([model(input_ids=sample[None]).logits[0] for sample in samples])
+        with torch.autocast("cpu", torch.bfloat16):
+            single = torch.cat([model(input_ids=sample[None]).logits[0] for sample in samples])
+            seen.clear()
+            with use_packed_attention(model):
+                packed = model(**inputs).logits[0]
+    assert seen == [torch.bfloat16]
+    assert (packed - exact).norm() <= 2 * (single - exact).norm()
+
+
 def test_an_encoder_decoder_is_refused():
     config = transformers.T5Config(vocab_size=97, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4)
     model = transformers.T5ForConditionalGeneration(config)
@@ -246,13 +263,16 @@ def test_a_compiled_model_compiles_once_for_every_packed_row_of_one_shape(name, 
         return graph.forward
 
     compiled = torch.compile(model, backend=count, dynamic=False, fullgraph=True)
-    with use_packed_attention(model), torch.no_grad():
-        for lengths in (LENGTHS, [10, 10, 10], [1, 29]):
-            own = draw_tokens(lengths)
-            expected = torch.cat([model(input_ids=sample[None]).logits[0] for sample in own])
-            segments = packed_segments(lengths, cells=40, slots=16, max_length=32)
-            row = torch.zeros(1, 40, dtype=torch.long)
-            row[0, :30] = torch.cat(own)
+    for lengths in (LENGTHS, [10, 10, 10], [1, 29]):
+        own = draw_tokens(lengths)
+        expected, wanted = alone(model, own)
+        model.zero_grad()
+        segments = packed_segments(lengths, cells=40, slots=16, max_length=32)
+        row = torch.zeros(1, 40, dtype=torch.long)
+        row[0, :30] = torch.cat(own)
+        with use_packed_attention(model):
             logits = compiled(input_ids=row, use_cache=False, **packed_inputs(segments)).logits[0, :30]
-            torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+        weigh(logits).backward()
+        torch.testing.assert_close(logits.detach(), expected, atol=1e-5, rtol=1e-5)
+        assert_equal_gradients(gradients(model), wanted)
     assert len(traces) == 1

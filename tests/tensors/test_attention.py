@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from truebatch.errors import AttentionError
-from truebatch.tensors.attention import attend, gather_facts
+from truebatch.tensors.attention import attend, attend_table, gather_facts
 from truebatch.tensors.kernels import choose_kernel
 from truebatch.tensors.scores import Rule
 from truebatch.tensors.segments import Segments, packed_segments, padded_segments
@@ -181,6 +181,23 @@ def test_dropout_is_applied_and_keeps_the_mean(kernel):
     assert not torch.equal(drawn[0], drawn[1])
     error = (drawn.mean(0) - plain).abs() / (drawn.std(0) / math.sqrt(len(drawn)) + 1e-6)
     assert error.max() < 6
+
+
+def test_a_bare_table_is_left_to_the_caller_where_a_loop_needs_host_lengths():
+    segments = packed_segments([4, 2], slots=5)
+    parts = make(segments)
+    assert attend_table(*parts, segments.starts, Rule(causal=True), max_length=4) is None
+
+
+@pytest.mark.parametrize("window", [None, 2, 9])
+def test_a_bare_table_under_compilation_gives_the_same_without_host_lengths(window):
+    segments = packed_segments([4, 2, 1], cells=9, slots=6)
+    parts = make(segments)
+    compiled = torch.compile(attend_table, backend="eager", fullgraph=True)
+    out = compiled(*parts, segments.starts, Rule(causal=True, window=window), max_length=4)
+    real = segments.is_real[:, None, :, None]
+    expected = expected_of(parts, segments, causal=True, window=window)
+    torch.testing.assert_close(out.masked_fill(~real, 0), expected, atol=1e-10, rtol=1e-10)
 
 
 def test_no_cells_give_no_cells_and_a_gradient():

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from truebatch.errors import BatchError
+from truebatch.errors import AttentionError, BatchError
 from truebatch.tensors.segments import (
     PADDING_PIECE,
     Segments,
@@ -18,6 +18,7 @@ from truebatch.tensors.segments import (
     packed_segments,
     padded_segments,
     segment_of_cell,
+    table_segments,
 )
 
 some_lengths = st.lists(st.integers(0, 9), max_size=8)
@@ -74,6 +75,20 @@ def test_a_long_padding_tail_becomes_few_short_segments():
     assert packed_segments([], cells=64).lengths == (64,)
     bounded = packed_segments([1, 2], cells=100, max_length=20)
     assert bounded.lengths == (1, 2, 20, 20, 20, 20, 17)
+
+
+def test_a_bare_table_is_read_back_without_its_empty_slots():
+    made = packed_segments([3, 4], cells=9, slots=7)
+    read = table_segments(made.starts, shape=(1, 9), max_length=4)
+    assert read.lengths == made.lengths == (3, 4, 2)
+    assert read.starts is made.starts
+    assert read.is_real.all()
+
+
+@pytest.mark.parametrize(("starts", "longest"), [([0, 3, 5], 3), ([0, 3, 9], 5), ([0, 6, 3, 9], 6)])
+def test_a_bare_table_that_does_not_cover_the_rows_is_refused(starts, longest):
+    with pytest.raises(AttentionError, match="does not cover"):
+        table_segments(torch.tensor(starts, dtype=torch.int32), shape=(1, 9), max_length=longest)
 
 
 def test_fixed_shapes_do_not_depend_on_the_samples():

@@ -43,9 +43,9 @@ def attend(
     _check(query, key, value, segments, rule)
     if segments.num_cells == 0:
         return query.sum(-1, keepdim=True).expand(*query.shape[:-1], value.shape[-1])
-    if window is not None and window >= segments.max_length:
-        rule = replace(rule, window=None)
-    chosen = kernel or choose_kernel(gather_facts(query, value, segments, rule))
+    query, key, value = _in_one_dtype(query, key, value)
+    rule = _without_idle_window(rule, segments.max_length)
+    chosen = kernel or _choose(query, value, segments, rule)
     return _KERNELS[chosen](query, key, value, segments, rule)
 
 
@@ -56,10 +56,32 @@ def attend_table(
 
     Shapes and code path depend on no length, so that a compiled model with a fixed number of slots compiles once.
     """
+    query, key, value = _in_one_dtype(query, key, value)
+    rule = _without_idle_window(rule, max_length)
     facts = call_facts(query, value, rule)
     if choose_kernel(facts) == "varlen":
         return _varlen_table(query, key, value, starts, rule, max_length=max_length)
     return _block_table(query, key, value, starts, rule) if facts.compiling else None
+
+
+def _in_one_dtype(*parts: Tensor) -> tuple[Tensor, ...]:
+    """What autocast does for SDPA and not for varlen: rotary positions often leave query and key in fp32."""
+    kind = parts[0].device.type
+    if not torch.is_autocast_enabled(kind) or parts[0].dtype == torch.float64:
+        return parts
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(part.to(dtype) for part in parts)
+
+
+def _without_idle_window(rule: Rule, max_length: int) -> Rule:
+    return replace(rule, window=None) if rule.window is not None and rule.window >= max_length else rule
+
+
+def _choose(query: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Kernel:
+    # varlen depends on no length: the walk over all lengths is left out where it would delay the launch.
+    if choose_kernel(call_facts(query, value, rule)) == "varlen":
+        return "varlen"
+    return choose_kernel(gather_facts(query, value, segments, rule))
 
 
 def call_facts(query: Tensor, value: Tensor, rule: Rule) -> Facts:
