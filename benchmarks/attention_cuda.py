@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
+from torch._inductor.compile_fx import compile_fx
 from torch.nn.attention.varlen import varlen_attn
 from transformers import PreTrainedModel
 
@@ -217,7 +218,7 @@ def check_compiled(device: str) -> Iterator[Row]:
 
     def count(graph: Any, example_inputs: Any) -> Any:
         graphs.append(1)
-        return torch._inductor.compile(graph, example_inputs) if device == "cuda" else graph.forward
+        return compile_fx(graph, example_inputs) if device == "cuda" else graph.forward
 
     compiled = torch.compile(model, backend=count, dynamic=False, fullgraph=True)
 
