@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from truebatch.errors import ConfigError
 from truebatch.hf.shrinking import tiny_config
+from truebatch.hf.sizes import HEAD_DIM
 
 AUTO_TABLES: Mapping[str, tuple[str, ...]] = {
     "causal_lm": ("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",),
@@ -109,10 +110,17 @@ def _wake_weights(model: nn.Module) -> None:
         if not weight.numel() or not weight.is_floating_point() or LEFT_AS_BUILT.search(name):
             continue
         if weight.ndim >= 2:
-            is_table = "embed" in name or name.endswith(("wte.weight", "wpe.weight"))
-            weight.normal_(0.0, 0.5 if is_table else 1 / math.sqrt(_fan_in(weight)))
+            weight.normal_(0.0, _spread(name, weight))
         elif OPENED.search(name) and weight.abs().max() < 0.2:
             weight.fill_(0.5)
+
+
+def _spread(name: str, weight: torch.Tensor) -> float:
+    if "embed" in name or name.endswith(("wte.weight", "wpe.weight")):
+        return 0.5
+    # T5 and its kin do not divide scores by the root of the head's width: the query's weights have it in them.
+    scale = HEAD_DIM**-0.5 if name.endswith(".q.weight") else 1.0
+    return scale / math.sqrt(_fan_in(weight))
 
 
 def _fan_in(weight: torch.Tensor) -> int:

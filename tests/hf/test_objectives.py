@@ -1,0 +1,74 @@
+"""However a step is cut, its gradient is the same; and one sample's loss is the one the model itself would give."""
+
+import pytest
+import torch
+
+from tests.hf.cuts import gradient, packed, padded
+from truebatch.hf.heads import head_of
+from truebatch.hf.objectives import HeadObjective
+from truebatch.hf.samples import make_samples
+from truebatch.hf.tiny import tiny_model
+
+LENGTHS = [5, 19, 9, 24, 3, 14, 7, 11]
+HEADS = [
+    ("llama", "causal_lm"),
+    ("bert", "token_classification"),
+    ("bert", "sequence_classification"),
+    ("llama", "sequence_classification"),
+    ("roberta", "masked_lm"),
+    ("t5", "seq2seq"),
+    ("bart", "seq2seq"),
+    ("bert", "question_answering"),
+    ("bert", "encoder"),
+]
+PACKS = [
+    ("llama", "causal_lm"),
+    ("bert", "token_classification"),
+    ("roberta", "masked_lm"),
+    HEADS[3],
+    HEADS[7],
+    HEADS[8],
+]
+
+
+@pytest.mark.parametrize("case", HEADS, ids="-".join)
+def test_cutting_a_step_does_not_change_its_gradient(case):
+    model = tiny_model(*case)
+    head, samples = head_of(model), make_samples(model, LENGTHS)
+    objective = HeadObjective(head=head)
+    whole = gradient(model, objective, [padded(head, samples, range(8))])
+    assert float(whole.norm()) > 0
+    cuts = {n: [padded(head, samples, range(i, i + n)) for i in range(0, 8, n)] for n in (4, 2, 1)}
+    if case in PACKS:
+        cuts["packed"] = [packed(head, samples, range(8), extra=5)]
+        cuts["packed in two"] = [packed(head, samples, [0, 3, 5]), packed(head, samples, [1, 2, 4, 6, 7])]
+    for name, batches in cuts.items():
+        found = gradient(model, objective, batches)
+        assert float((found - whole).norm() / whole.norm()) <= 1e-6, name
+
+
+@pytest.mark.parametrize("case", HEADS[:8], ids="-".join)
+def test_one_samples_loss_is_what_the_model_says_itself(case):
+    model = tiny_model(*case)
+    head, samples = head_of(model), make_samples(model, LENGTHS)
+    objective = HeadObjective(head=head)
+    if case[0] == "t5":
+        model.config.decoder_start_token_id = 0  # as published T5 models have it, and the bare configuration has not
+    for i in (1, 2):
+        batch = padded(head, samples, [i])
+        total = objective.sums(model, batch)["nll"] / objective.counts(batch)["nll"]
+        names = {f.key for f in head.fields} - {"decoder_input_ids"}
+        own = model(**{name: torch.as_tensor(samples[i][name])[None] for name in names}).loss
+        torch.testing.assert_close(total, own, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("problem", "term"), [("regression", "squared_error"), ("multi_label_classification", "nll")])
+def test_classifiers_with_other_losses_are_cut_exactly_too(problem, term):
+    model = tiny_model("bert", "sequence_classification")
+    model.config.problem_type = problem
+    head, samples = head_of(model), make_samples(model, LENGTHS)
+    objective = HeadObjective(head=head)
+    whole = gradient(model, objective, [padded(head, samples, range(8))])
+    found = gradient(model, objective, [padded(head, samples, [i]) for i in range(8)])
+    assert objective.counts(padded(head, samples, [0, 1])) == {term: 4}
+    assert float((found - whole).norm() / whole.norm()) <= 1e-6
