@@ -1,0 +1,179 @@
+"""Noise that belongs to a sample: a function of (seed, epoch, sample id, purpose, place), never of a library's stream.
+
+The same sample gets the same noise in any micro-batch, on any rank, with any number of workers, and after a restart.
+Whole-number arithmetic only, so every device gives the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from truebatch.errors import BatchError
+from truebatch.planning.keyed import keyed_hash
+from truebatch.tensors.microbatch import CELLS, SAMPLES, FlatAxis, MicroBatch
+
+_FIRST, _SECOND, _STRIDE = (
+    -0x40A7B892E31B1A47,
+    -0x6B2FB644ECCEEE15,
+    -0x61C8864680B583EB,
+)  # splitmix64, as signed numbers
+_BELOW_ONE = 1.0 - 2.0**-24
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NoiseKeys:
+    """The samples of the micro-batch that is being run, and the key of each."""
+
+    batch: MicroBatch
+    keys: Tensor
+    """[N] int64, one a sample."""
+    known: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Axis -> the key and the place of every entry, worked out once a micro-batch."""
+
+
+_current: ContextVar[NoiseKeys | None] = ContextVar("truebatch_noise", default=None)
+
+
+@contextmanager
+def noise_for(batch: MicroBatch, *, seed: int, epoch: int = 0) -> Iterator[NoiseKeys]:
+    """While open, keyed noise belongs to the samples of `batch`. Keep it open around backward (recomputation)."""
+    ids = np.asarray(batch.sample_ids, dtype=np.int64)
+    bits = keyed_hash(seed, epoch, "noise", ids).view(np.int64)
+    device = next((t.device for t in batch.fields.values()), torch.device("cpu"))
+    keys = NoiseKeys(batch, torch.from_numpy(bits.copy()).to(device, non_blocking=True))
+    token = _current.set(keys)
+    try:
+        yield keys
+    finally:
+        _current.reset(token)
+
+
+def current_noise() -> NoiseKeys:
+    """The samples noise is drawn for; an error outside `noise_for`."""
+    found = _current.get()
+    if found is None:
+        raise BatchError(
+            "keyed noise was asked for outside a micro-batch",
+            seen="no `noise_for` context is open",
+            do="run the forward (and backward) inside `with noise_for(batch, seed=..., epoch=...)`; train() does",
+        )
+    return found
+
+
+def keyed_uniform(
+    width: tuple[int, ...], purpose: str, *, axis: str = CELLS, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Uniform numbers in [0, 1): [B, T, *width] along a row axis, [n, *width] along a flat one, [N, *width] a sample."""
+    bits = _bits(width, purpose, axis)
+    return ((bits >> 40) & 0xFFFFFF).to(torch.float32).mul(2.0**-24).clamp_(max=_BELOW_ONE).to(dtype)
+
+
+def keyed_normal(
+    width: tuple[int, ...], purpose: str, *, axis: str = CELLS, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Standard normal numbers, shaped as `keyed_uniform`."""
+    radius = keyed_uniform(width, purpose + "/radius", axis=axis, dtype=torch.float64)
+    angle = keyed_uniform(width, purpose + "/angle", axis=axis, dtype=torch.float64)
+    return ((-2.0 * torch.log1p(-radius)).sqrt() * torch.cos(2 * torch.pi * angle)).to(dtype)
+
+
+def _bits(width: tuple[int, ...], purpose: str, axis: str) -> Tensor:
+    noise = current_noise()
+    keys, places = _keys_and_places(noise, axis)  # the key and the place of every entry
+    word = int.from_bytes(hashlib.blake2b(purpose.encode(), digest_size=8).digest(), "little", signed=True)
+    numbers = torch.arange(int(np.prod(width, dtype=np.int64)), device=keys.device).view(width)
+    ones = (1,) * len(width)
+    counters = places.view(*places.shape, *ones) * max(numbers.numel(), 1) + numbers
+    return _mix(_mix(keys ^ word).view(*keys.shape, *ones) + counters * _STRIDE)
+
+
+def _keys_and_places(noise: NoiseKeys, axis: str) -> tuple[Tensor, Tensor]:
+    if axis not in noise.known:
+        noise.known[axis] = _find_keys_and_places(noise, axis)
+    return noise.known[axis]
+
+
+def _find_keys_and_places(noise: NoiseKeys, axis: str) -> tuple[Tensor, Tensor]:
+    if axis == SAMPLES:
+        return noise.keys, torch.zeros_like(noise.keys)
+    found = noise.batch.axes.get(axis)
+    if isinstance(found, FlatAxis):
+        places = torch.arange(len(found.owner), device=noise.keys.device) - found.starts[found.owner]
+        return noise.keys[found.owner], places
+    rows = noise.batch.rows(axis)
+    keys = noise.keys
+    if len(rows.lengths) != len(keys):  # the inner level of a nested field: a key for every set of every sample
+        keys = _set_keys(noise, axis)
+    owner = torch.repeat_interleave(
+        torch.arange(len(keys), device=keys.device),
+        torch.tensor(rows.lengths, device=keys.device),
+        output_size=sum(rows.lengths),
+    )
+    return rows.put_tokens(keys[owner]), rows.positions
+
+
+def _set_keys(noise: NoiseKeys, axis: str) -> Tensor:
+    inner = len(noise.batch.rows(axis).lengths)
+    for rows in (noise.batch.rows(name) for name, found in noise.batch.axes.items() if not isinstance(found, FlatAxis)):
+        if sum(rows.lengths) == inner and len(rows.lengths) == len(noise.keys):
+            sizes = torch.tensor(rows.lengths, device=noise.keys.device)
+            owner = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes, output_size=inner)
+            place = rows.take_tokens(rows.positions)
+            return _mix(noise.keys[owner] + (place + 1) * _STRIDE)
+    raise BatchError(
+        f"noise cannot be keyed along {axis!r}",
+        seen=f"axes {sorted(noise.batch.axes)}",
+        do="draw it along the outer axis of the nested field",
+    )
+
+
+def _mix(value: Tensor) -> Tensor:
+    """The splitmix64 finaliser; the shift must not drag the sign along."""
+    value = (value ^ _shift(value, 30)) * _FIRST
+    value = (value ^ _shift(value, 27)) * _SECOND
+    return value ^ _shift(value, 31)
+
+
+def _shift(value: Tensor, by: int) -> Tensor:
+    return (value >> by) & ((1 << (64 - by)) - 1)
+
+
+class KeyedDropout(nn.Module):
+    """Dropout whose mask belongs to the sample, so that cutting a step differently does not change it.
+
+    Input [B, T, ...] along a row axis, [n, ...] along a flat one or [N, ...] with axis="samples". In eval mode, and with
+    p=0, it does nothing.
+    """
+
+    def __init__(self, p: float = 0.1, *, purpose: str = "", axis: str = CELLS) -> None:
+        super().__init__()
+        if not 0 <= p < 1:
+            raise BatchError("dropout needs a rate from 0 up to 1", seen=f"p={p}", do="give for example p=0.1")
+        self.p, self.purpose, self.axis = p, purpose, axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Zero entries at the rate `p` and scale the others up."""
+        if not self.training or self.p == 0:
+            return x
+        leading = len(_keys_and_places(current_noise(), self.axis)[0].shape)
+        uniform = keyed_uniform(tuple(x.shape[leading:]), self.purpose or "dropout", axis=self.axis)
+        return x * (uniform >= self.p).to(x.dtype) / (1 - self.p)
+
+    def extra_repr(self) -> str:
+        """Shown when the model is printed."""
+        return f"p={self.p}, purpose={self.purpose!r}"
+
+
+def name_purposes(model: nn.Module) -> None:
+    """Give every KeyedDropout without a purpose of its own its place in the model, so that no two share a mask."""
+    for name, module in model.named_modules():
+        if isinstance(module, KeyedDropout) and not module.purpose:
+            module.purpose = name

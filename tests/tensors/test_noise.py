@@ -1,0 +1,106 @@
+"""Noise belongs to the sample, whatever its micro-batch."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tiny import SETS_FIELDS, TEXT_FIELDS, packed, padded, set_samples, text_samples
+from truebatch.errors import BatchError
+from truebatch.planning.keyed import keyed_hash
+from truebatch.tensors.noise import KeyedDropout, keyed_normal, keyed_uniform, name_purposes, noise_for
+
+SAMPLES = text_samples([3, 31, 8, 17, 1, 29])
+STAYS = set_samples([[2, 5, 1], [1], [7, 3, 3, 9, 2], [4, 4]])
+
+
+def drawn(batch, draw, axis="cells", **key):
+    with noise_for(batch, **{"seed": 7, "epoch": 2, **key}):
+        return dict(zip(batch.sample_ids, batch.per_sample(draw(), axis), strict=True))
+
+
+@pytest.mark.parametrize("draw", [lambda: keyed_uniform((4, 2), "a"), lambda: keyed_normal((4,), "a")])
+def test_a_sample_draws_the_same_noise_in_any_micro_batch(draw):
+    alone = {}
+    for i in range(6):
+        alone |= drawn(padded(SAMPLES, [i], TEXT_FIELDS), draw)
+    for batch in (
+        padded(SAMPLES, [3, 1, 0, 5], TEXT_FIELDS, extra=4),
+        padded(SAMPLES, [2, 4, 5], TEXT_FIELDS, side="left"),
+        packed(SAMPLES, [5, 0, 2, 1], TEXT_FIELDS),
+    ):
+        for i, x in drawn(batch, draw).items():
+            assert torch.equal(x, alone[i])
+
+
+@pytest.mark.parametrize("axis", ["sets", "events", "samples"])
+def test_nested_samples_have_noise_on_every_level(axis):
+    def draw():
+        return keyed_uniform((3,), "z", axis=axis)
+
+    with noise_for(padded(STAYS, [2, 0, 3], SETS_FIELDS), seed=1):
+        together = draw()
+    batch = padded(STAYS, [2, 0, 3], SETS_FIELDS)
+    parts = batch.per_sample(together, axis)
+    first = 0
+    for i in (2, 0, 3):
+        one = padded(STAYS, [i], SETS_FIELDS)
+        with noise_for(one, seed=1):
+            alone = one.per_sample(draw(), axis)
+        for part in alone:
+            assert torch.equal(parts[first], part)
+            first += 1
+    assert len({float(p.flatten()[0]) for p in parts}) == len(parts)
+
+
+@pytest.mark.parametrize("key", [{"seed": 8}, {"epoch": 3}])
+def test_another_seed_or_epoch_draws_other_noise(key):
+    batch = padded(SAMPLES, [1], TEXT_FIELDS)
+    draw = lambda: keyed_uniform((4,), "a")  # noqa: E731
+    assert not torch.equal(drawn(batch, draw)[1], drawn(batch, draw, **key)[1])
+    assert not torch.equal(drawn(batch, draw)[1], drawn(batch, lambda: keyed_uniform((4,), "b"))[1])
+
+
+def test_the_bits_are_those_of_the_planning_room():
+    """One hash for the whole product: a sample's noise begins from the same key on every device and in NumPy."""
+    batch = padded(SAMPLES, [1, 3], TEXT_FIELDS)
+    with noise_for(batch, seed=7, epoch=2) as noise:
+        assert noise.keys.tolist() == keyed_hash(7, 2, "noise", [1, 3]).view(np.int64).tolist()
+
+
+def test_uniform_and_normal_have_the_right_shape():
+    batch = padded(text_samples([4000]), [0], TEXT_FIELDS)
+    uniform = drawn(batch, lambda: keyed_uniform((16,), "u"))[0]
+    normal = drawn(batch, lambda: keyed_normal((16,), "n"))[0]
+    assert float(uniform.min()) >= 0
+    assert float(uniform.max()) < 1
+    assert float(uniform.mean()) == pytest.approx(0.5, abs=0.005)
+    assert float(uniform.var()) == pytest.approx(1 / 12, abs=0.002)
+    assert float(normal.mean()) == pytest.approx(0, abs=0.02)
+    assert float(normal.std()) == pytest.approx(1, abs=0.02)
+    correlation = np.corrcoef(uniform.numpy()[:-1].ravel(), uniform.numpy()[1:].ravel())[0, 1]
+    assert abs(correlation) < 0.02
+
+
+def test_dropout_keeps_the_mean_and_is_off_in_eval_mode():
+    batch = padded(text_samples([3000]), [0], TEXT_FIELDS)
+    x = torch.ones(1, 3000, 8)
+    dropout = KeyedDropout(0.25)
+    with noise_for(batch, seed=0):
+        y = dropout(x)
+        assert torch.equal(dropout.eval()(x), x)
+    assert float((y == 0).float().mean()) == pytest.approx(0.25, abs=0.01)
+    assert float(y.mean()) == pytest.approx(1, abs=0.02)
+
+
+def test_two_dropouts_of_a_model_have_masks_of_their_own():
+    model = torch.nn.Sequential(KeyedDropout(0.5), KeyedDropout(0.5))
+    name_purposes(model)
+    batch = padded(SAMPLES, [1], TEXT_FIELDS)
+    x = torch.ones(1, 31, 8)
+    with noise_for(batch, seed=0):
+        assert not torch.equal(model[0](x), model[1](x))
+
+
+def test_keyed_noise_outside_a_micro_batch_is_refused():
+    with pytest.raises(BatchError, match="outside a micro-batch"):
+        KeyedDropout(0.5)(torch.ones(1, 2, 3))
