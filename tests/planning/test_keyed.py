@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from truebatch.planning.keyed import hash_order, keyed_hash, keyed_order
+from truebatch.planning.keyed import keyed_hash, keyed_order, keyed_shuffle
 
 MASK = 2**64 - 1
 
@@ -69,11 +70,13 @@ def test_a_shape_is_kept_and_counters_are_not_changed() -> None:
     assert counters.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-@settings(deadline=None, max_examples=5)
-@given(st.integers(0, 9), st.sampled_from([1, 2, 3, 1000, 70_000]))
-def test_buckets_sort_like_numpy(seed: int, num: int) -> None:
-    bits = keyed_hash(seed, 0, "sort", np.arange(num))
-    assert hash_order(bits).tolist() == np.argsort(bits).tolist()
+@settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 9), num=st.sampled_from([1, 2, 3, 9, 1000, 70_000]))
+def test_a_shuffle_sorts_by_hash(monkeypatch: pytest.MonkeyPatch, seed: int, num: int) -> None:
+    monkeypatch.setenv("TRUEBATCH_NUMBA", "1")
+    ids = np.arange(num) * 3
+    expected = ids[np.argsort(keyed_hash(seed, 0, "sort", ids))]
+    assert keyed_shuffle(ids, seed, 0, "sort").tolist() == expected.tolist()
 
 
 def test_permutations_look_random() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from truebatch.planning import compiled
 from truebatch.planning.dealing import Cut, Units, deal_units, make_units
-from truebatch.planning.keyed import hash_order, keyed_hash
+from truebatch.planning.keyed import keyed_shuffle
 from truebatch.planning.resources import NO_LIMIT, packed_table, padded_table
 from truebatch.planning.rows import Ints
 from truebatch.planning.samples import Samples, balance_cost
@@ -19,7 +19,7 @@ from truebatch.planning.settings import PlanConfig
 
 def keyed_sample_order(ids: Ints, config: PlanConfig, epoch: int) -> Ints:
     """The same samples in the random order of this epoch; an order of two samples never depends on a third."""
-    return ids[hash_order(keyed_hash(config.seed, epoch, "sample order", ids))]
+    return keyed_shuffle(ids, config.seed, epoch, "sample order")
 
 
 def form_steps(samples: Samples, ids: Ints, config: PlanConfig) -> Ints:

@@ -20,6 +20,7 @@ from truebatch.planning.segments import (
     segment_of,
     segment_sums,
     stable_order,
+    stable_sort,
     starts_of,
     take_segments,
 )
@@ -101,7 +102,8 @@ def places_of(units: Units, ranks: int) -> tuple[Ints, Ints]:
     step_of = segment_of(units.step_starts)
     first_ids = units.order[units.sample_starts[:-1]]
     # Sorted by what the unit is, not by how it came here, so that dealing a step again gives the same.
-    ranking = np.lexsort((first_ids, -units.costs, step_of)).astype(np.int64)
+    by_cost = np.lexsort((first_ids, -units.costs)).astype(np.int64, copy=False)
+    ranking, _ = stable_sort(by_cost, step_of[by_cost], len(units.step_starts) - 1)
     place_of = np.zeros(len(units.costs), dtype=np.int64)
     loads = np.zeros(2 * ranks, dtype=np.int64)
     compiled.call("deal_steps", place_of, loads, ranking, units.costs, units.step_starts, ranks, num=len(units.order))

@@ -9,21 +9,22 @@ import numpy as np
 
 from truebatch.planning import compiled
 from truebatch.planning.cutting import by_bucket, keyed_sample_order, padded_units
-from truebatch.planning.dealing import Units, join_rows, make_units, take_units
-from truebatch.planning.keyed import keyed_hash, keyed_order
+from truebatch.planning.dealing import Units, join_rows, take_units
+from truebatch.planning.keyed import keyed_hash, keyed_order, keyed_shuffle
 from truebatch.planning.resources import extra_table
 from truebatch.planning.rows import Ints
-from truebatch.planning.samples import Samples
+from truebatch.planning.samples import LONGEST, Samples, balance_cost
 from truebatch.planning.segments import (
     chunk_starts,
     segment_maxima,
     segment_sums,
-    stable_order,
+    stable_sort,
     starts_of,
     take_segments,
 )
 from truebatch.planning.settings import PlanConfig
 
+_LENGTH_BITS = 30  # a length is at most LONGEST, so that an id and a length share 64 bits
 _FILLER_SHARE = 7
 """The shortest samples, up to one part in this many of all tokens, are packed last and longest first."""
 _JITTER_BITS = 7
@@ -46,24 +47,28 @@ def form_units(samples: Samples, ids: Ints, config: PlanConfig, epoch: int, *, f
 
 
 def _form_rows(samples: Samples, ids: Ints, config: PlanConfig, epoch: int) -> Units:
-    order, row_starts = _pack(samples, ids, config, epoch)
+    tagged, row_starts = _pack(samples, ids, config, epoch)
     num_rows = len(row_starts) - 1
     starts = np.arange(num_rows + 1, dtype=np.int64)
     if config.micro_batches_per_step is not None:
-        shuffled = keyed_order(num_rows, config.seed, epoch, "rows")
-        order, row_starts = take_segments(order, row_starts, shuffled)
-        groups = join_rows(samples, order, row_starts, np.array([0, num_rows], dtype=np.int64), config)
-        starts = starts_of(np.bincount(groups))
-    return make_units(samples, order, starts, np.array([0, len(starts) - 1]), config, row_starts)
+        tagged, row_starts = take_segments(tagged, row_starts, keyed_order(num_rows, config.seed, epoch, "rows"))
+        whole = np.array([0, num_rows], dtype=np.int64)
+        starts = starts_of(np.bincount(join_rows(samples, tagged >> _LENGTH_BITS, row_starts, whole, config)))
+    costs = segment_sums(balance_cost(tagged & LONGEST, config.pair_cost), row_starts[starts])
+    return Units(tagged >> _LENGTH_BITS, starts, costs, np.array([0, len(costs)], dtype=np.int64), row_starts)
 
 
 def _pack(samples: Samples, ids: Ints, config: PlanConfig, epoch: int) -> tuple[Ints, Ints]:
-    """Best fit into rows of `row_cells`: the samples row after row, and where each row begins."""
+    """Best fit into rows of `row_cells`: the samples row after row, tagged with their lengths, and where rows begin.
+
+    Id and length travel in one number, because looking a length up for a random id is what costs most with many samples.
+    """
     capacity = config.row_cells
     assert capacity is not None
-    ids = _filler_last(samples, keyed_sample_order(ids, config, epoch))
-    lengths = samples.lengths[ids].astype(np.int64)
-    costs = {name: column[ids] for name, column in samples.costs.items()}
+    tagged = (ids << _LENGTH_BITS) | samples.lengths[ids]
+    tagged = _filler_last(keyed_shuffle(ids, config.seed, epoch, "sample order", values=tagged))
+    costs = {name: column[tagged >> _LENGTH_BITS] for name, column in samples.costs.items()}
+    lengths = tagged & LONGEST
     sizes, limits = extra_table(lengths, costs, config.limits)
     bases, num_words = _levels(capacity)
     row_of = np.zeros(len(ids), dtype=np.int64)
@@ -74,8 +79,7 @@ def _pack(samples: Samples, ids: Ints, config: PlanConfig, epoch: int) -> tuple[
         "best_fit", row_of, heads, following, np.zeros(num_words, dtype=np.int64), used,
         bases, lengths, sizes, limits, capacity, num=len(ids),
     )  # fmt: skip
-    order, row_starts = stable_order(row_of, num_rows)
-    return ids[order], row_starts
+    return stable_sort(tagged, row_of, num_rows)
 
 
 def _levels(capacity: int) -> tuple[Ints, int]:
@@ -90,21 +94,18 @@ def _levels(capacity: int) -> tuple[Ints, int]:
         num = words
 
 
-def _filler_last(samples: Samples, ids: Ints) -> Ints:
-    """Samples in the given random order, except that the shortest come last, roughly longest first, to fill the rows.
+def _filler_last(tagged: Ints) -> Ints:
+    """Samples in the given random order, except that the shortest come last, roughly longest first.
 
-    Sorting all of them, or these strictly, would bring the same samples together in every epoch.
+    They fill what is left of the rows. Sorting all, or these strictly, would bring the same together in every epoch.
     """
-    lengths = samples.lengths[ids].astype(np.int64)
-    tokens = np.cumsum(np.bincount(lengths) * np.arange(int(lengths.max()) + 1))  # [length] of all up to this length
+    lengths = tagged & LONGEST
+    counts = np.bincount(lengths)
+    tokens = np.cumsum(counts * np.arange(len(counts)))  # [length] of all samples up to this length
     longest = int(np.searchsorted(tokens, tokens[-1] // _FILLER_SHARE, side="right")) - 1
-    places = np.flatnonzero(lengths <= longest)
-    # Places are random in samples, so that any even spread over them is: here, steps of the golden ratio.
-    noise = (places * 40503) & 0xFFFF
-    short = lengths[places]
-    key = np.zeros(len(ids), dtype=np.int64)
-    key[places] = 1 + 2 * longest - (short + (short * noise >> 16))
-    return ids[stable_order(key, 2 * longest + 2)[0]]
+    keys = np.empty(len(tagged), dtype=np.int64)
+    compiled.call("filler_keys", keys, lengths, longest, num=len(tagged))
+    return stable_sort(tagged, keys, 2 * longest + 2)[0]
 
 
 def _form_padded(samples: Samples, ids: Ints, config: PlanConfig, epoch: int) -> Units:

@@ -23,14 +23,17 @@ class Kernel(NamedTuple):
 
 
 PARTS = (
+    packing.sort_part,
     *(packing.lowest, packing.add_free, packing.remove_free, packing.find_free, packing.has_room, packing.take),
     *(cutting.cut_run, cutting.split_costliest, cutting.share, cutting.choose, cutting.fill_ranks),
     *(cutting.deal, cutting.fill_whole),
 )
 
 KERNELS = {
-    "bucket_order": Kernel(packing.bucket_order, 3),
-    "counting_order": Kernel(packing.counting_order, 2),
+    "bucket_order": Kernel(packing.bucket_order, 6),
+    "copy_segments": Kernel(packing.copy_segments, 1),
+    "filler_keys": Kernel(packing.filler_keys, 1),
+    "counting_sort": Kernel(packing.counting_sort, 2),
     "best_fit": Kernel(packing.best_fit, 5),
     "cut_padded_steps": Kernel(cutting.cut_padded_steps, 4),
     "cut_packed_steps": Kernel(cutting.cut_packed_steps, 8),

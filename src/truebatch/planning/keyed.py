@@ -31,24 +31,24 @@ def keyed_hash(seed: int, epoch: int, purpose: str, counters: ArrayLike) -> NDAr
 
 def keyed_order(num: int, seed: int, epoch: int, purpose: str) -> Ints:
     """[num] a permutation of 0..num-1: the counters in the order of their hashes."""
-    return hash_order(keyed_hash(seed, epoch, purpose, np.arange(num, dtype=np.uint64)))
+    return keyed_shuffle(np.arange(num, dtype=np.int64), seed, epoch, purpose)
 
 
-def hash_order(bits: NDArray[np.uint64]) -> Ints:
-    """[N] positions sorted by distinct 64-bit hashes."""
-    if compiled.is_slow(len(bits)):
-        return np.argsort(bits).astype(np.int64, copy=False)
-    num_bits = max(1, len(bits).bit_length() - 2)  # a handful of hashes a bucket
-    order = np.empty(len(bits), dtype=np.int64)
-    counts = np.zeros((1 << num_bits) + 1, dtype=np.int64)
-    keys = _signed(bits)
-    compiled.call("bucket_order", order, counts, np.empty_like(keys), keys, 64 - num_bits)
+def keyed_shuffle(ids: Ints, seed: int, epoch: int, purpose: str, *, values: Ints | None = None) -> Ints:
+    """Distinct ids (or a value for each) in the order of their hashes: that of two never depends on a third."""
+    bits = keyed_hash(seed, epoch, purpose, ids)
+    values = ids if values is None else values
+    if compiled.is_slow(len(ids)):
+        return values[np.argsort(bits)]
+    bits ^= np.uint64(1 << 63)  # signed numbers in the same order: loops that mix both kinds would turn to floats
+    keys = bits.view(np.int64)
+    num_bits = max(1, len(ids).bit_length() - 1)
+    coarse = max(1, min(11, num_bits - 2))
+    order, some_keys, some_ids = (np.empty(len(ids), dtype=np.int64) for _ in range(3))
+    counts = np.zeros((1 << coarse) + 1, dtype=np.int64)
+    fine = np.zeros((1 << max(0, num_bits - coarse)) + 1, dtype=np.int64)
+    compiled.call("bucket_order", order, keys, counts, fine, some_keys, some_ids, values, coarse, num=len(ids))
     return order
-
-
-def _signed(bits: NDArray[np.uint64]) -> Ints:
-    """The same order as signed numbers: loops that mix signed and unsigned would turn to floats."""
-    return (bits ^ np.uint64(1 << 63)).view(np.int64)
 
 
 def _key(seed: int, epoch: int, purpose: str) -> int:

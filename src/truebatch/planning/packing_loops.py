@@ -45,42 +45,96 @@ _PLACE = (
 _SCAN = 64  # rows looked at before a new one is opened, when several limits hold at once
 
 
-def bucket_order(order: Array, counts: Array, work: Array, keys: Array, shift: int) -> int:
-    """Positions sorted by distinct keys: spread over buckets by their top bits, then set right inside each."""
-    half = 1 << (63 - shift)
+def bucket_order(
+    order: Array, keys: Array, counts: Array, fine: Array, some_keys: Array, some_ids: Array, ids: Array, bits: int
+) -> int:
+    """Ids sorted by distinct 64-bit keys: spread by their top bits, each part spread again, then set right.
+
+    Two short passes stay in the cache where one long one would not. The keys are sorted too.
+    """
+    half, shift = 1 << (bits - 1), 64 - bits
     for i in range(len(keys)):
         counts[(keys[i] >> shift) + half + 1] += 1
     for b in range(len(counts) - 1):
         counts[b + 1] += counts[b]
     for i in range(len(keys)):
         b = (keys[i] >> shift) + half
-        j = counts[b]
+        some_keys[counts[b]] = keys[i]
+        some_ids[counts[b]] = ids[i]
         counts[b] += 1
-        order[j] = i
-        work[j] = keys[i]
-    for i in range(1, len(keys)):
-        key, position, j = work[i], order[i], i
-        while j > 0 and work[j - 1] > key:
-            work[j] = work[j - 1]
-            order[j] = order[j - 1]
-            j -= 1
-        work[j] = key
-        order[j] = position
+    first = 0
+    for b in range(len(counts) - 1):
+        sort_part(order, keys, fine, some_keys, some_ids, first, counts[b], shift)
+        first = counts[b]
     return 0
 
 
-def counting_order(order: Array, starts: Array, keys: Array) -> int:
-    """Positions sorted by small keys, equal ones in their old order; key k ends up at starts[k] to starts[k + 1]."""
+def sort_part(
+    order: Array, keys: Array, fine: Array, some_keys: Array, some_ids: Array, first: int, last: int, shift: int
+) -> None:
+    """Sort the part from first to last, whose keys agree above `shift`, into `order` and `keys`."""
+    num = len(fine) - 1
+    while num > 1 and num > last - first:
+        num >>= 1
+    width = 0
+    while 1 << width < num:
+        width += 1
+    shift -= width
+    for b in range(num + 1):
+        fine[b] = 0
+    for i in range(first, last):
+        fine[((some_keys[i] >> shift) & (num - 1)) + 1] += 1
+    for b in range(num):
+        fine[b + 1] += fine[b]
+    for i in range(first, last):
+        b = (some_keys[i] >> shift) & (num - 1)
+        j = first + fine[b]
+        fine[b] += 1
+        keys[j] = some_keys[i]
+        order[j] = some_ids[i]
+    for i in range(first + 1, last):
+        key, position, j = keys[i], order[i], i
+        while j > first and keys[j - 1] > key:
+            keys[j] = keys[j - 1]
+            order[j] = order[j - 1]
+            j -= 1
+        keys[j] = key
+        order[j] = position
+
+
+def counting_sort(sorted_values: Array, starts: Array, keys: Array, values: Array) -> int:
+    """Values sorted by small keys, equal ones in their old order; key k ends up at starts[k] to starts[k + 1]."""
     for i in range(len(keys)):
         starts[keys[i] + 1] += 1
     for k in range(len(starts) - 1):
         starts[k + 1] += starts[k]
     for i in range(len(keys)):
-        order[starts[keys[i]]] = i
+        sorted_values[starts[keys[i]]] = values[i]
         starts[keys[i]] += 1
     for k in range(len(starts) - 1, 0, -1):
         starts[k] = starts[k - 1]
     starts[0] = 0
+    return 0
+
+
+def copy_segments(copied: Array, values: Array, starts: Array, chosen: Array) -> int:
+    """The chosen segments of `values`, one after the other."""
+    place = 0
+    for u in range(len(chosen)):
+        for i in range(starts[chosen[u]], starts[chosen[u] + 1]):
+            copied[place] = values[i]
+            place += 1
+    return place
+
+
+def filler_keys(keys: Array, lengths: Array, longest: int) -> int:
+    """0 for samples above `longest`; for the others less the longer they are, with noise of up to their own length."""
+    for i in range(len(lengths)):
+        length = lengths[i]
+        if length > longest:
+            keys[i] = 0
+        else:
+            keys[i] = 1 + 2 * longest - (length + (length * ((i * 40503) & 0xFFFF) >> 16))
     return 0
 
 

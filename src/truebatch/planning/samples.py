@@ -45,6 +45,14 @@ class Samples:
 
 def balance_cost(lengths: NDArray[Any], pair_cost: float) -> Ints:
     """What a row of each length costs, in cells: its cells and its pairs, rounded."""
+    longest = int(lengths.max(initial=0))
+    if longest > len(lengths):
+        return _cost_of(lengths, pair_cost)
+    cost: Ints = _cost_of(np.arange(longest + 1), pair_cost)[lengths]
+    return cost
+
+
+def _cost_of(lengths: NDArray[Any], pair_cost: float) -> Ints:
     exact = lengths.astype(np.float64)
     exact += pair_cost * exact * exact
     return np.rint(exact).astype(np.int64)

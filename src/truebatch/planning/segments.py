@@ -13,12 +13,16 @@ from truebatch.planning.rows import Ints
 
 def stable_order(keys: Ints, num_keys: int) -> tuple[Ints, Ints]:
     """[N] positions sorted by key (equal keys keep their order), and [num_keys + 1] where each key begins."""
+    return stable_sort(np.arange(len(keys), dtype=np.int64), keys, num_keys)
+
+
+def stable_sort(values: Ints, keys: Ints, num_keys: int) -> tuple[Ints, Ints]:
+    """[N] values sorted by key (equal keys keep their order), and [num_keys + 1] where each key begins."""
     if compiled.is_slow(len(keys)) or num_keys > 4 * len(keys) + 65536:
-        order = np.argsort(keys, kind="stable").astype(np.int64, copy=False)
-        return order, starts_of(np.bincount(keys, minlength=num_keys)) if num_keys <= 2**31 else np.empty(0, np.int64)
-    order, starts = np.empty(len(keys), dtype=np.int64), np.zeros(num_keys + 1, dtype=np.int64)
-    compiled.call("counting_order", order, starts, keys.astype(np.int64, copy=False), num=len(keys))
-    return order, starts
+        return values[np.argsort(keys, kind="stable")], starts_of(np.bincount(keys, minlength=num_keys))
+    sorted_values, starts = np.empty(len(keys), dtype=np.int64), np.zeros(num_keys + 1, dtype=np.int64)
+    compiled.call("counting_sort", sorted_values, starts, keys.astype(np.int64, copy=False), values, num=len(keys))
+    return sorted_values, starts
 
 
 def starts_of(counts: NDArray[Any]) -> Ints:
@@ -54,10 +58,14 @@ def segment_maxima(values: NDArray[Any], starts: Ints) -> Ints:
     return answer
 
 
-def take_segments(values: NDArray[Any], starts: Ints, chosen: Ints) -> tuple[NDArray[Any], Ints]:
+def take_segments(values: Ints, starts: Ints, chosen: Ints) -> tuple[Ints, Ints]:
     """The chosen segments, in that order, with their own starts."""
     counts = (starts[1:] - starts[:-1])[chosen]
     new_starts = starts_of(counts)
+    if not compiled.is_slow(len(values)):
+        copied = np.empty(int(new_starts[-1]), dtype=np.int64)
+        compiled.call("copy_segments", copied, values, starts, chosen, num=len(values))
+        return copied, new_starts
     places = np.arange(new_starts[-1], dtype=np.int64)
     places += np.repeat(starts[:-1][chosen] - new_starts[:-1], counts)
     return values[places], new_starts
