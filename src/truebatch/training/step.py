@@ -1,0 +1,182 @@
+"""One step: the gradient of a set of samples, however it is cut, then one update.
+
+counts of the whole step -> forward and backward of every micro-batch -> sum over ranks -> finite? -> clip -> update
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from truebatch.errors import BatchError
+from truebatch.objective import Objective, add_counts, divide_once
+from truebatch.tensors.microbatch import MicroBatch
+from truebatch.tensors.noise import noise_for
+from truebatch.training.optimising import Group, clip_group, group_norm
+from truebatch.training.reducing import is_sharded, num_ranks, reduce_gradients, sum_over_ranks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Engine:
+    """What a step runs on."""
+
+    model: nn.Module
+    objective: Objective
+    groups: tuple[Group, ...]
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Opened around every forward pass: mixed precision."""
+    scaler: torch.amp.GradScaler | None = None
+    """Loss scaling, for fp16."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What a step came to, before the update."""
+
+    loss: Mapping[str, float]
+    """Every term, divided once over the step and all ranks."""
+    grad_norm: Mapping[str, float]
+    """Of every optimiser, before clipping."""
+    counts: Mapping[str, int]
+
+    @property
+    def nonfinite(self) -> list[str]:
+        """What is NaN or infinite: loss terms and gradients, by name."""
+        terms = [f"loss {name}" for name, value in self.loss.items() if not math.isfinite(value)]
+        return terms + [f"gradient of {name}" for name, value in self.grad_norm.items() if not math.isfinite(value)]
+
+
+def step_counts(
+    batches: Sequence[MicroBatch], objective: Objective, declared: Mapping[str, int], *, device: torch.device
+) -> dict[str, int]:
+    """What every term is divided by, over the whole step and all ranks, known before the first forward pass.
+
+    Counts that the plan declares need no communication; each micro-batch is checked against what it really holds.
+    """
+    real = [objective.counts(batch) for batch in batches if batch.num_samples]
+    for batch, counts in zip([b for b in batches if b.num_samples], real, strict=True):
+        _check_declared(batch, counts)
+    local = add_counts(real)
+    if declared:
+        missing = sorted(set(local) - set(declared))
+        if missing:
+            raise BatchError(
+                f"the plan declares no count for {missing}",
+                seen=f"declared {sorted(declared)}, the objective counts {sorted(local)}",
+                do="return every count from `measure`, or none",
+            )
+        return dict(declared)
+    return _sum_counts(local, device)
+
+
+def _check_declared(batch: MicroBatch, counts: Mapping[str, int]) -> None:
+    wrong = {k: (n, counts[k]) for k, n in batch.counts.items() if k in counts and counts[k] != n}
+    if wrong:
+        term, (said, real) = next(iter(wrong.items()))
+        raise BatchError(
+            f"the count of {term!r} is not what was declared",
+            seen=f"{real} in the micro-batch of samples {list(batch.sample_ids[:8])}, {said} in the plan",
+            do="make `measure` and the objective count the same thing; the loss would be divided by the wrong number",
+        )
+
+
+def _sum_counts(local: dict[str, int], device: torch.device) -> dict[str, int]:
+    if num_ranks() == 1:
+        return local
+    names = _all_names(sorted(local))
+    totals = torch.tensor([local.get(n, 0) for n in names], dtype=torch.int64, device=device)
+    return dict(zip(names, sum_over_ranks(totals).tolist(), strict=True))
+
+
+def _all_names(mine: list[str]) -> list[str]:
+    """The terms of all ranks: one with nothing to do knows none."""
+    found: list[list[str]] = [[] for _ in range(num_ranks())]
+    torch.distributed.all_gather_object(found, mine)
+    return sorted({name for names in found for name in names})
+
+
+def take_gradients(
+    engine: Engine, batches: Sequence[MicroBatch], counts: Mapping[str, int], *, epoch: int
+) -> StepOutcome:
+    """The gradient of a whole step in `.grad`, at the parameters as they are; nothing is updated."""
+    for group in engine.groups:
+        group.optimiser.zero_grad(set_to_none=True)
+    sums = accumulate(engine, batches, counts, epoch=epoch)
+    if not is_sharded(engine.model):
+        reduce_gradients([p for group in engine.groups for p in group.parameters])
+    if engine.scaler is not None:
+        for group in engine.groups:
+            engine.scaler.unscale_(group.optimiser)
+    return _outcome(engine, sums, counts)
+
+
+def accumulate(
+    engine: Engine, batches: Sequence[MicroBatch], counts: Mapping[str, int], *, epoch: int
+) -> dict[str, Tensor]:
+    """Forward and backward of every micro-batch; the sums of the terms, still on the device."""
+    total = {name: torch.zeros((), device=engine.device) for name in counts}
+    sharded = is_sharded(engine.model)
+    for at, batch in enumerate(batches):
+        if batch.num_samples == 0:
+            continue
+        if sharded:
+            engine.model.set_requires_gradient_sync(at == len(batches) - 1)  # type: ignore[operator]
+        moved = batch.to(engine.device, non_blocking=True)
+        with noise_for(moved, seed=engine.seed, epoch=epoch):
+            with engine.autocast():
+                sums = engine.objective.sums(engine.model, moved)
+            _backward(engine, sums, counts, ranks=num_ranks() if sharded else 1)
+        for name, value in sums.items():
+            total[name] += value.detach().float()
+    return total
+
+
+def _backward(engine: Engine, sums: Mapping[str, Tensor], counts: Mapping[str, int], *, ranks: int) -> None:
+    """Each group follows its own terms. Sharded parameters average over ranks, so their share is multiplied back."""
+    for at, group in enumerate(engine.groups):
+        followed = {k: v for k, v in sums.items() if group.terms is None or k in group.terms}
+        if not followed or not any(v.requires_grad for v in followed.values()):
+            continue
+        loss = divide_once(followed, counts) * ranks
+        if engine.scaler is not None:
+            loss = engine.scaler.scale(loss)
+        if len(engine.groups) == 1:
+            loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            wanted = [p for p in group.parameters if p.requires_grad]
+            torch.autograd.backward(loss, inputs=wanted, retain_graph=at < len(engine.groups) - 1)
+
+
+def _outcome(engine: Engine, sums: Mapping[str, Tensor], counts: Mapping[str, int]) -> StepOutcome:
+    """One wait for the device a step: loss and norms come over together."""
+    names = sorted(sums)
+    norms = torch.stack([group_norm(g.parameters).to(engine.device, torch.float64) for g in engine.groups])
+    losses = torch.stack([sums[n].to(torch.float64) for n in names]) if names else norms.new_zeros(0)
+    numbers = torch.cat([sum_over_ranks(losses), norms]).tolist()
+    loss = {n: x / max(counts[n], 1) for n, x in zip(names, numbers[: len(names)], strict=True)}
+    return StepOutcome(
+        loss, dict(zip([g.name for g in engine.groups], numbers[len(names) :], strict=True)), dict(counts)
+    )
+
+
+def apply_update(engine: Engine, outcome: StepOutcome) -> bool:
+    """Clip and update every group; False if loss scaling skipped the update of some group."""
+    scale = engine.scaler.get_scale() if engine.scaler is not None else 1.0
+    for group in engine.groups:
+        norm = torch.tensor(outcome.grad_norm[group.name], dtype=torch.float32, device=engine.device)
+        clip_group(group, norm)
+        if engine.scaler is not None:
+            engine.scaler.step(group.optimiser)
+        else:
+            group.optimiser.step()
+    if engine.scaler is not None:
+        engine.scaler.update()
+        return bool(engine.scaler.get_scale() >= scale)
+    return True
