@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from truebatch.errors import BatchError
 from truebatch.tensors.field import DTYPES, Field
-from truebatch.tensors.values import read_nested, read_value, stack_values, tokens_of
+from truebatch.tensors.values import read_nested, read_value, shift_tokens, stack_values, tokens_of
 
 X = Field(name="x")
 
@@ -58,22 +58,26 @@ def test_a_gradient_does_not_travel_with_a_sample():
     assert not tokens_of(values(torch.ones(2, requires_grad=True)), X).requires_grad
 
 
-@pytest.mark.parametrize("form", [list, np.array, torch.tensor])
-@pytest.mark.parametrize("shift", [0, 1, 2, 5])
-def test_a_shift_moves_entries_forward_and_fills_the_end(form, shift):
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=4), st.integers(0, 5))
+def test_a_shift_moves_entries_forward_within_each_sample_and_fills_its_end(lists, shift):
     field = Field(name="x", shift=shift, pad=-1)
-    expected = [4, 5, 6][shift:] + [-1] * min(shift, 3)
-    assert list(read_value(form([4, 5, 6]), field, 0)) == expected
-    rows = Field(name="x", shift=shift, pad=0)
-    assert np.asarray(read_value(form([[1, 2], [3, 4]]), rows, 0)).shape == (2, 2)
+    out = shift_tokens(tokens_of(values(*lists), field), [len(v) for v in lists], field)
+    assert out.tolist() == [x for v in lists for x in v[shift:] + [-1] * min(shift, len(v))]
 
 
-def test_bytes_can_be_shifted_with_a_negative_pad_if_the_declared_dtype_holds_it():
+def test_a_shift_keeps_the_dimensions_behind_the_ragged_one():
+    field = Field(name="x", shift=1, pad=0)
+    out = shift_tokens(tokens_of(values([[1, 2], [3, 4]], [[5, 6]]), field), [2, 1], field)
+    assert out.tolist() == [[3, 4], [0, 0], [0, 0]]
+
+
+def test_bytes_can_have_a_negative_pad_if_the_declared_dtype_holds_it():
     stored = np.array([1, 2], dtype=np.uint8)
     wide = Field(name="x", shift=1, pad=-100, dtype="int64")
-    assert tokens_of(values(stored, field=wide), wide).tolist() == [2, -100]
+    assert shift_tokens(tokens_of(values(stored), wide), [2], wide).tolist() == [2, -100]
     with pytest.raises(BatchError, match=r"pad value of field 'x'.*\n  seen: pad=-100, dtype torch.uint8"):
-        read_value(stored, Field(name="x", shift=1, pad=-100), 0)
+        tokens_of(values(stored), Field(name="x", shift=1, pad=-100))
 
 
 INF, NAN = float("inf"), float("nan")

@@ -19,7 +19,7 @@ from truebatch.planning.rows import Rows
 from truebatch.tensors.field import Field, Side, check_fields
 from truebatch.tensors.microbatch import CELLS, Axis, FlatAxis, MicroBatch, RowAxis
 from truebatch.tensors.segments import Segments, packed_segments, padded_segments, stack_rows
-from truebatch.tensors.values import read_nested, read_value, stack_values, tokens_of
+from truebatch.tensors.values import read_nested, read_value, shift_tokens, stack_values, tokens_of
 
 Ints = NDArray[np.int64]
 Values = dict[str, list[Any]]
@@ -199,6 +199,8 @@ def _write(field: Field, values: list[Any], axes: Mapping[str, Axis]) -> Tensor:
     axis = axes[field.inner or field.axis]
     inner = [v for outer in values for v in outer] if field.kind == "nested" else values
     tokens = tokens_of(inner, field)
+    if field.shift:
+        tokens = shift_tokens(tokens, axis.lengths, field)
     if isinstance(axis, FlatAxis):
         return tokens
     return axis.put_tokens(tokens, pad=field.pad)

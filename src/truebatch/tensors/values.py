@@ -23,7 +23,7 @@ _WIDER = {np.dtype(np.uint16): np.int64, np.dtype(np.uint32): np.int64, np.dtype
 
 
 def read_value(value: Any, field: Field, sample_id: int) -> Value:
-    """The value as an array or tensor, shifted if the field asks for it, its first axis the ragged one."""
+    """The value as an array or tensor, its first axis the ragged one."""
     out = _as_array(value, field, sample_id)
     if field.kind != "once" and out.ndim == 0:
         raise BatchError(
@@ -31,7 +31,7 @@ def read_value(value: Any, field: Field, sample_id: int) -> Value:
             seen=f"a single value {value!r:.60}, declared kind={field.kind!r}",
             do="return a list or an array, or declare kind='once'",
         )
-    return _shifted(out, field) if field.shift else out
+    return out
 
 
 def read_nested(value: Any, field: Field, sample_id: int) -> list[Value]:
@@ -60,6 +60,17 @@ def tokens_of(values: list[Value], field: Field) -> Tensor:
         return _nothing(values, field)
     _check_alike([v.shape[1:] for v in telling], values, field)
     return _finish(_joined(values, stack=False), field)
+
+
+def shift_tokens(tokens: Tensor, lengths: Sequence[int], field: Field) -> Tensor:
+    """[n, ...]: entry t of a sample becomes its entry t + shift; what would come from behind its end is the pad value.
+
+    In the final dtype: the pad value must fit that one, not the one the data happens to be stored in.
+    """
+    ends = np.repeat(np.cumsum(lengths), lengths)
+    over = np.flatnonzero(np.arange(len(tokens)) + field.shift >= ends)
+    moved = torch.cat([tokens[field.shift :], tokens[: field.shift]])
+    return moved.index_fill_(0, torch.from_numpy(over), field.pad)
 
 
 def stack_values(values: list[Value], field: Field) -> Tensor:
@@ -107,14 +118,6 @@ def _unreadable(field: Field, sample_id: int, seen: str) -> BatchError:
     )
 
 
-def _shifted(value: Value, field: Field) -> Tensor:
-    # In its final dtype first: the pad value must fit that one, not the one the data happens to be stored in.
-    whole = _finish(value if isinstance(value, Tensor) else torch.from_numpy(value.copy()), field)
-    rest = whole[field.shift :]
-    missing = len(whole) - len(rest)
-    return torch.cat([rest, rest.new_full((missing, *rest.shape[1:]), field.pad)])
-
-
 def _check_alike(shapes: list[Any], values: list[Value], field: Field) -> None:
     """Refuse values of different shapes or, if no dtype is declared, of different dtypes."""
     different = next((s for s in shapes if tuple(s) != tuple(shapes[0])), None)
@@ -125,7 +128,8 @@ def _check_alike(shapes: list[Any], values: list[Value], field: Field) -> None:
             + (" after the ragged axis" if field.kind != "once" else ""),
             do="make these dimensions equal in every sample, or declare the ragged one as the first",
         )
-    kinds = {str(v.dtype).removeprefix("torch.") for v in values if v.shape[:1] != (0,)}
+    dtypes = {v.dtype for v in values if v.shape[:1] != (0,)}
+    kinds = {str(dtype).removeprefix("torch.") for dtype in dtypes}
     if field.dtype == "keep" and len(kinds) > 1:
         raise BatchError(
             f"field {field.name!r} has different dtypes in one micro-batch",
