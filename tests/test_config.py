@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -118,6 +120,17 @@ def test_a_wrong_file_is_refused_with_its_place_and_the_value(tmp_path, case):
     assert error.seen
     assert error.do
     assert [word for word in expected if word not in str(error)] == []
+
+
+@pytest.mark.skipif(shutil.which("iconv") is None, reason="iconv is not installed")
+@pytest.mark.parametrize("encoding", ["gbk", "utf-16"])
+def test_the_command_that_converts_a_file_makes_it_readable(tmp_path, encoding):
+    file = tmp_path / "my run.yaml"
+    file.write_bytes("name: 训练\n".encode(encoding))
+    with pytest.raises(TruebatchError) as caught:
+        load_config(Settings, file)
+    subprocess.run(caught.value.do.removeprefix("convert it: "), shell=True, check=True)
+    assert load_config(Settings, tmp_path / "utf8-my run.yaml").name == "训练"
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path):

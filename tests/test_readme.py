@@ -26,7 +26,8 @@ def blocks(file: Path, language: str) -> list[str]:
 
 def commands(file: Path) -> list[str]:
     lines = [line.partition("#")[0].strip() for block in blocks(file, "sh") for line in block.splitlines()]
-    return [line for line in lines if line]
+    inline = re.findall(r"`((?:make|truebatch) [^`\n]+)`", file.read_text(encoding="utf-8"))
+    return [line for line in [*lines, *inline] if line]
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda f: f.name)
@@ -39,11 +40,24 @@ def test_the_ten_lines_plan_and_collate(readme):
     assert sorted(ids) == [0, 1, 2]
 
 
+USER_CODE = """
+import torch
+model = torch.nn.Linear(4, 2)
+samples = [torch.randn(n, 4) for n in (3, 1, 6, 2)]
+def single(sample):
+    return model(sample)
+def batched(samples):
+    padded = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+    return [row[: len(sample)] for row, sample in zip(model(padded), samples)]
+"""
+
+
 @pytest.mark.parametrize("command", [c for c in commands(READMES[0]) if c.startswith("truebatch")])
 def test_every_command_runs(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRUEBATCH_CACHE", str(tmp_path / "cache"))
     Path("train.jsonl").write_text("".join(json.dumps({"text": "ab" * (i % 50 + 1)}) + "\n" for i in range(300)))
+    Path("train.py").write_text(USER_CODE)
     assert run(shlex.split(command)[1:]) == 0
     assert capsys.readouterr().out
 

@@ -55,7 +55,7 @@ def run_demo(*, seed: int = 0) -> bool:
     model = TinyCausalModel()
     with _one_thread():
         results = [run_cut(model, cut) for cut in cuts]
-    _write(f"\n2. One step of {SAMPLES_PER_STEP} samples, cut in several ways: relative difference from one by one")
+    _write(f"\n2. One step of {SAMPLES_PER_STEP} samples, cut in several ways; differences are relative")
     print_table(compare_cuts(results))
     return _judge(results)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import difflib
+import shlex
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
@@ -95,7 +96,7 @@ def _refuse_encoding(path: Path, data: bytes, error: UnicodeDecodeError, first_l
     raise DataError(
         f"{path}:{line} is not UTF-8" + (f"; it reads as {guess}" if guess else ""),
         seen=f"byte 0x{data[error.start]:02x}; the line begins {shown!r}",
-        do=f"convert it: iconv -f {'GB18030' if guess else 'ITS_ENCODING'} -t UTF-8 {path} > utf8-{path.name}",
+        do=_convert(path, "GB18030") if guess else "find out its encoding and convert it to UTF-8",
     ) from error
 
 
@@ -106,8 +107,13 @@ def _refuse_utf16(path: Path, data: bytes) -> None:
             raise DataError(
                 f"{path} is {name}, UTF-8 is needed",
                 seen=f"it begins with the byte order mark {mark.hex(' ')}",
-                do=f"convert it: iconv -f {name} -t UTF-8 {path} > utf8-{path.name}",
+                do=_convert(path, name),
             )
+
+
+def _convert(path: Path, encoding: str) -> str:
+    target = path.with_name(f"utf8-{path.name}")
+    return f"convert it: iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > {shlex.quote(str(target))}"
 
 
 def _refuse_long_line(path: Path, number: int) -> NoReturn:

@@ -176,6 +176,66 @@ def test_a_bad_file_is_named(tmp_path, name, text, expected):
     assert [word for word in expected if word not in message] == []
 
 
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 10**20) | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["text", "messages", "input_ids", "length", "content", "instruction", "output", "id"]),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(JSON_VALUES, min_size=1, max_size=4))
+def test_any_json_is_measured_or_refused_in_three_parts(tmp_path_factory, values):
+    file = tmp_path_factory.getbasetemp() / "any.jsonl"
+    file.write_text("".join(json.dumps(value) + "\n" for value in values))
+    measured = measured_or_refused(file)
+    assert measured is None or (len(measured.lengths) == len(values) and measured.lengths.min() > 0)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.sampled_from([".jsonl", ".json", ".csv", ".tsv", ".parquet"]), st.binary(max_size=40) | st.text(max_size=40))
+def test_any_bytes_are_measured_or_refused_in_three_parts(tmp_path_factory, kind, data):
+    file = tmp_path_factory.getbasetemp() / f"any{kind}"
+    file.write_bytes(data if isinstance(data, bytes) else data.encode())
+    measured_or_refused(file)
+
+
+def measured_or_refused(file: Path) -> Measured | None:
+    try:
+        return measure(file)
+    except TruebatchError as error:
+        refused = error
+    assert refused.wrong
+    assert refused.seen
+    assert refused.do
+    return None
+
+
+def test_code_of_the_user_that_fails_is_named_with_its_sample_and_line():
+    class Broken(list):
+        def __getitem__(self, index):
+            return super().__getitem__(index) if index < 2 else 1 / 0
+
+    with pytest.raises(DataError, match=r"sample 2 cannot be read\n.*ZeroDivisionError.*test_measuring\.py:"):
+        measure(Broken([[1], [2], [3]]))
+    with pytest.raises(DataError, match="sample 0: the function that gives 'n' failed"):
+        measure([[1]], costs={"n": lambda sample: sample["x"]})
+
+
+def test_tensors_and_arrays_are_samples_too():
+    torch = pytest.importorskip("torch")
+    assert measure([torch.zeros(3, dtype=torch.int64), torch.zeros(5, dtype=torch.int64)]).lengths.tolist() == [3, 5]
+    with pytest.raises(DataError, match="cannot be measured"):
+        measure([torch.tensor(3.5)])
+
+
 def test_a_missing_file_and_a_folder_are_named(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
     assert "did you mean 'train.jsonl'" in refusal(tmp_path / "trian.jsonl")

@@ -98,7 +98,7 @@ def _kind_or_none(value: Any, *, numeric: bool = False) -> Kind | None:
         return "number"
     if isinstance(value, str):
         return "number" if numeric and value.strip().isdigit() else "text"
-    if isinstance(value, (Sequence, np.ndarray)) or hasattr(value, "shape"):
+    if isinstance(value, Sequence) or getattr(value, "ndim", 0) > 0:
         first = value[0] if len(value) else 0
         return "chat" if isinstance(first, (Mapping, str)) else "ids"
     return None
@@ -131,7 +131,7 @@ def read_text_of(reading: Reading, sample: Any, place: str) -> str:
     """All text of a sample that is measured by its text."""
     parts = []
     for name in reading.fields:
-        value = _value(name, sample, place) if len(reading.fields) == 1 else sample.get(name) or ""
+        value = _value(name, sample, place) if name in reading.fields[:1] else _optional(name, sample)
         if reading.kind == "chat":
             parts += [_message(turn, place) for turn in _turns(value, reading, place)]
         elif isinstance(value, str):
@@ -155,6 +155,12 @@ def _value(name: str, sample: Any, place: str) -> Any:
     if not isinstance(sample, Mapping) or name not in sample:
         _refuse_field(sample, place, name)
     return sample[name]
+
+
+def _optional(name: str, sample: Mapping[str, Any]) -> Any:
+    # The further fields of an Alpaca record may be missing or null where there is nothing to say.
+    value = sample.get(name)
+    return "" if value is None else value
 
 
 def _turns(value: Any, reading: Reading, place: str) -> Sequence[Any]:

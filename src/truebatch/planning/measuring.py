@@ -6,6 +6,7 @@ file or sequence -> samples -> lengths [N], costs {name: [N]}, counts {name: [N]
 from __future__ import annotations
 
 import hashlib
+import traceback
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -120,7 +121,7 @@ def _placed(samples: Sequence[Any]) -> Iterator[Placed]:
             do="pass a list or a dataset with __len__ and __getitem__; plan a stream in windows instead",
         )
     for index in range(len(samples)):
-        yield f"sample {index}", samples[index]
+        yield f"sample {index}", _call(samples.__getitem__, index, f"sample {index} cannot be read")
 
 
 def _read(path: Path, way: _Way) -> Iterator[Placed]:
@@ -203,7 +204,20 @@ class _Columns:
 def _cost(name: str, cost: Cost, sample: Any, place: str) -> int:
     if isinstance(cost, str):
         return _whole_number(read_length(choose_reading(sample, place, cost), sample, place), f"{place}: {name}")
-    return _whole_number(cost(sample), f"{place}: {name}")
+    return _whole_number(_call(cost, sample, f"{place}: the function that gives {name!r} failed"), f"{place}: {name}")
+
+
+def _call(function: Callable[[Any], Any], argument: Any, wrong: str) -> Any:
+    """Run code of the user; what it raises keeps its line and gets the sample it happened at."""
+    try:
+        return function(argument)
+    except Exception as error:
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        raise DataError(
+            wrong,
+            seen=f"{type(error).__name__}: {str(error)[:120]} at {line.filename}:{line.lineno}",
+            do="correct that sample, or the code that reads it",
+        ) from error
 
 
 def _whole_number(value: Any, place: str) -> int:
