@@ -77,11 +77,15 @@ def test_compare_shows_every_grouping_and_the_next_command_runs(folder, capsys):
 
 
 def test_compare_with_packed_rows_changes_only_what_padded_rows_cannot_have(folder, capsys):
-    plans = as_json(
-        capsys, "plan", "train.jsonl", "--cells", "500", "--rows-per-step", "4", "--layout", "packed", "--compare"
-    )
+    plans = as_json(capsys, "plan", "train.jsonl", "--cells", "500", "--rows-per-step", "4", "--compare")
     assert {row["samples"] for row in plans["plans"]} == {400}
     assert all(row["over_budget"] == 0 for row in plans["plans"])
+
+
+def test_wrong_settings_are_refused_before_anything_is_measured(folder, capsys):
+    assert run(["plan", "train.jsonl", "--set", "cels=4", "--compare"]) == 2
+    assert run(["plan", "train.jsonl", "--grouping", "fixed"]) == 2
+    assert not (folder / "cache").exists()
 
 
 def test_a_cost_limits_another_field(folder, capsys):

@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _HOME: dict[str, str] = {
     "Field": "tensors.field",
+    "Measured": "planning.measured",
     "MicroBatch": "tensors.microbatch",
     "Objective": "objective",
     "Plan": "planning.plan",
@@ -22,6 +23,9 @@ _HOME: dict[str, str] = {
     "build_plan": "planning.plan",
     "collate": "tensors.collating",
     "load_plan": "planning.files",
+    "measure": "planning.measuring",
+    "save_plan": "planning.files",
+    "verify": "proof.verification",
 }
 
 __all__ = sorted(_HOME)  # noqa: PLE0605

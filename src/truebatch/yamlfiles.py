@@ -22,7 +22,7 @@ MAX_BYTES = 2**20
 MAX_NODES = 10_000
 MAX_DEPTH = 50
 
-Path_ = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 
 _INT = re.compile(r"[-+]?[0-9][0-9_]*")
 _FLOAT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
@@ -42,9 +42,9 @@ class Document:
     """Plain values and, for error messages, the place each key was read from."""
 
     values: dict[str, Any]
-    places: dict[Path_, str] = field(default_factory=dict)
+    places: dict[KeyPath, str] = field(default_factory=dict)
 
-    def place(self, path: Path_) -> str:
+    def place(self, path: KeyPath) -> str:
         """Where a key was given: its own line, or that of the closest key around it."""
         while path and path not in self.places:
             path = path[:-1]
@@ -161,10 +161,10 @@ class _Reader:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.places: dict[Path_, str] = {}
+        self.places: dict[KeyPath, str] = {}
         self.used = 0
 
-    def value(self, node: Node, path: Path_, *, in_flow: bool = False) -> Any:
+    def value(self, node: Node, path: KeyPath, *, in_flow: bool = False) -> Any:
         self.used += 1
         if self.used > MAX_NODES or len(path) > MAX_DEPTH:
             _fail(
@@ -185,7 +185,7 @@ class _Reader:
         assert isinstance(node, ScalarNode)
         return self.scalar(node, in_flow=in_flow)
 
-    def mapping(self, node: MappingNode, path: Path_) -> dict[str, Any]:
+    def mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for key_node, value_node in node.value:
             key = self.key(key_node)

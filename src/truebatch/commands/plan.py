@@ -64,7 +64,7 @@ def show_plan(
         "seed": seed, "costs": limits or None,
     }  # fmt: skip
     _refuse_together(data, lengths, compare=compare, save=save)
-    settings = _settings(config, set_ or [], flags)
+    settings = _settings(config, set_ or [], flags, compare=compare)
     measured = _measure(
         data or str(lengths), field, tokenizer, settings, None if no_cache else cache or _cache_folder()
     )
@@ -106,7 +106,7 @@ def _cost_limits(costs: list[str]) -> dict[str, int]:
     return limits
 
 
-def _settings(file: Path | None, overrides: list[str], flags: dict[str, Any]) -> Document:
+def _settings(file: Path | None, overrides: list[str], flags: dict[str, Any], *, compare: bool) -> Document:
     from truebatch.config import apply_override, read_document
 
     document = read_document(file)
@@ -118,8 +118,17 @@ def _settings(file: Path | None, overrides: list[str], flags: dict[str, Any]) ->
             document.places[(name,)] = "--cost" if name == "costs" else f"--{name.replace('_', '-')}"
     if document.values.get("grouping") == "packed":
         document.values.setdefault("layout", "packed")  # The only layout that has this grouping.
-    _checked(document, document.values | {"cells": document.values.get("cells", DEFAULT_CELLS)})
+    _refuse_early(document, compare=compare)
     return document
+
+
+def _refuse_early(document: Document, *, compare: bool) -> None:
+    """Check the settings before the data is measured, which may take minutes."""
+    from truebatch.reports.plans import compared_settings
+
+    values = {"cells": DEFAULT_CELLS} | document.values
+    for one in compared_settings(values) if compare else [values]:
+        _checked(document, one)
 
 
 def _checked(document: Document, values: dict[str, Any]) -> PlanConfig:
