@@ -18,7 +18,7 @@ LENGTHS = [5, 19, 9, 24, 3]
 EQUAL = {
     ("llama", "causal_lm"): ("right", "left", "packed", "block"),
     ("gpt2", "causal_lm"): ("right", "left", "packed", "block"),
-    ("gemma2", "causal_lm"): ("right", "left", "packed", "block"),
+    ("gemma3_text", "causal_lm"): ("right", "left", "packed", "block"),
     ("mamba", "causal_lm"): ("right", "left"),
     ("roberta", "masked_lm"): ("right", "left", "packed", "block"),
     ("modernbert", "masked_lm"): ("right", "left", "packed"),

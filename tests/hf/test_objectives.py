@@ -1,5 +1,6 @@
 """However a step is cut, its gradient is the same; and one sample's loss is the one the model itself would give."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -8,6 +9,8 @@ from truebatch.hf.heads import head_of
 from truebatch.hf.objectives import HeadObjective
 from truebatch.hf.samples import make_samples
 from truebatch.hf.tiny import tiny_model
+from truebatch.planning.rows import padded_rows
+from truebatch.tensors.collating import collate
 
 LENGTHS = [5, 19, 9, 24, 3, 14, 7, 11]
 HEADS = [
@@ -60,6 +63,16 @@ def test_one_samples_loss_is_what_the_model_says_itself(case):
         names = {f.key for f in head.fields} - {"decoder_input_ids"}
         own = model(**{name: torch.as_tensor(samples[i][name])[None] for name in names}).loss
         torch.testing.assert_close(total, own, rtol=1e-5, atol=1e-6)
+
+
+def test_an_empty_micro_batch_adds_nothing_to_a_step():
+    model = tiny_model("llama")
+    head, samples = head_of(model), make_samples(model, LENGTHS)
+    objective = HeadObjective(head=head)
+    empty = collate([], padded_rows(np.zeros(0, dtype=np.int64), 0), head.fields)
+    whole = gradient(model, objective, [padded(head, samples, range(8))])
+    assert objective.counts(empty) == {"nll": 0}
+    assert torch.equal(gradient(model, objective, [empty, padded(head, samples, range(8))]), whole)
 
 
 @pytest.mark.parametrize(("problem", "term"), [("regression", "squared_error"), ("multi_label_classification", "nll")])

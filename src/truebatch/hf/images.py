@@ -161,8 +161,10 @@ def count_image_tokens(model: nn.Module, images: Mapping[str, Tensor]) -> int:
             do="bring samples made by the processor of this model",
         )
     ask: Any = inner
+    weight = next(model.parameters())
+    given = {name: v.to(weight.device, weight.dtype if v.is_floating_point() else None) for name, v in images.items()}
     with torch.no_grad():
-        found = ask.get_image_features(**images)
+        found = ask.get_image_features(**given)
     return _count_rows(getattr(found, "pooler_output", found))
 
 

@@ -18,7 +18,7 @@ from truebatch.hf.blockmask import block_mask_inputs
 from truebatch.tensors.microbatch import MicroBatch, RowAxis
 
 Route = Literal["alone", "padded", "packed", "block"]
-"""alone: one sample, called as plainly as the model allows, the reference. padded: an attention mask and positions.
+"""alone: one sample, called with what a tokenizer gives, the reference. padded: an attention mask and positions.
 packed: our registered attention. block: a dense mask that keeps packed samples apart."""
 
 TARGETS = "targets"
@@ -72,8 +72,11 @@ def row_inputs(model: nn.Module, border: Border, batch: MicroBatch, route: Route
     axis = batch.rows()
     check_route(batch, route)
     out: dict[str, Any] = {"use_cache": False}
+    if route in ("alone", "padded"):
+        # Tokenizers give a mask with every sample, and some models read a missing one as a sign of packed rows.
+        out["attention_mask"] = axis.is_real.long()
     if route == "padded":
-        out |= {"attention_mask": axis.is_real.long(), "position_ids": axis.positions + border.first_position}
+        out["position_ids"] = axis.positions + border.first_position
     elif route == "packed":
         _refuse_own_positions(model, border)
         out |= packed_inputs(axis.segments)

@@ -20,7 +20,7 @@ class HeadObjective:
     packed_rows: Literal["packed", "block"] = "packed"
     """How packed rows are read: by our registered attention, or under a dense mask."""
     plain_alone: bool = False
-    """A micro-batch of one sample without padding is called as plainly as the model allows: the reference."""
+    """A micro-batch of one sample without padding is called with what a tokenizer gives: the reference."""
 
     def route(self, batch: MicroBatch) -> Route:
         """How the rows of this micro-batch are handed to the model."""
@@ -33,7 +33,12 @@ class HeadObjective:
         return {self.head.loss.term: self.head.loss.count(batch)}
 
     def sums(self, model: nn.Module, batch: MicroBatch) -> dict[str, Tensor]:
-        """The loss summed over this micro-batch, from logits; the model's own loss is never asked for."""
+        """The loss summed over this micro-batch, from logits; the model's own loss is never asked for.
+
+        A micro-batch without samples (a rank with nothing to do) sums to 0, and its gradient is 0.
+        """
+        if not batch.num_samples:
+            return {self.head.loss.term: next(model.parameters()).sum() * 0.0}
         outputs = self.head.run(model, batch, self.route(batch))
         return {self.head.loss.term: self.head.loss.total(outputs, batch)}
 

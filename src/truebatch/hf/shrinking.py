@@ -10,11 +10,11 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from truebatch.hf.exceptions import EXCEPTIONS
 from truebatch.hf.sizes import (
     ALWAYS,
     DEPTHS,
     DROPOUT,
-    EXCEPTIONS,
     FIRST_FREE_ID,
     HEADS,
     LAYERS,

@@ -66,7 +66,7 @@ def tiny_model(model_type: str, head: str = "causal_lm", seed: int = 0) -> nn.Mo
         raise ConfigError(
             f"the architecture {model_type!r} cannot be built tiny as {model_class.__name__}",
             seen=f"{type(error).__name__}: {str(error).strip():.400}",
-            do="install what it asks for, or add its sizes to EXCEPTIONS in truebatch/hf/sizes.py",
+            do="install what it asks for, or add its sizes to EXCEPTIONS in truebatch/hf/exceptions.py",
         ) from error
     ready: nn.Module = model.float().eval()
     return ready
