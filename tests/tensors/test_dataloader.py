@@ -7,7 +7,7 @@ import pickle
 import pytest
 from torch.utils.data import DataLoader
 
-from tests.tensors.test_loader import BAD, FIELDS, LENGTHS, Texts, add_noise, assert_same, text_plan
+from tests.tensors.texts import BAD, FIELDS, LENGTHS, Texts, add_noise, assert_same, text_plan
 from truebatch.errors import BatchError, ConfigError, LoaderError
 from truebatch.tensors.dataloader import batch_sampler, collate_fn, planned_samples
 from truebatch.tensors.loader import LoaderConfig, load_steps
