@@ -11,7 +11,8 @@ from truebatch.planning import compiled
 from truebatch.planning.cutting import by_bucket, keyed_sample_order, padded_units
 from truebatch.planning.dealing import Units, join_rows, take_units
 from truebatch.planning.keyed import keyed_hash, keyed_order, keyed_shuffle
-from truebatch.planning.resources import extra_table
+from truebatch.planning.packing_loops import LENGTH_BITS
+from truebatch.planning.resources import Table, packed_table
 from truebatch.planning.rows import Ints
 from truebatch.planning.samples import LONGEST, Samples, balance_cost
 from truebatch.planning.segments import (
@@ -22,9 +23,8 @@ from truebatch.planning.segments import (
     starts_of,
     take_segments,
 )
-from truebatch.planning.settings import PlanConfig
+from truebatch.planning.settings import Limits, PlanConfig
 
-_LENGTH_BITS = 30  # a length is at most LONGEST, so that an id and a length share 64 bits
 _FILLER_SHARE = 7
 """The shortest samples, up to one part in this many of all tokens, are packed last and longest first."""
 _JITTER_BITS = 7
@@ -53,9 +53,12 @@ def _form_rows(samples: Samples, ids: Ints, config: PlanConfig, epoch: int) -> U
     if config.micro_batches_per_step is not None:
         tagged, row_starts = take_segments(tagged, row_starts, keyed_order(num_rows, config.seed, epoch, "rows"))
         whole = np.array([0, num_rows], dtype=np.int64)
-        starts = starts_of(np.bincount(join_rows(samples, tagged >> _LENGTH_BITS, row_starts, whole, config)))
-    costs = segment_sums(balance_cost(tagged & LONGEST, config.pair_cost), row_starts[starts])
-    return Units(tagged >> _LENGTH_BITS, starts, costs, np.array([0, len(costs)], dtype=np.int64), row_starts)
+        starts = starts_of(np.bincount(join_rows(samples, tagged >> LENGTH_BITS, row_starts, whole, config)))
+    costs = np.zeros(len(starts) - 1, dtype=np.int64)
+    cost_of = balance_cost(np.arange(int(samples.lengths.max()) + 1), config.pair_cost)
+    compiled.call("add_costs", costs, tagged, row_starts[starts], cost_of, num=len(tagged))
+    tagged >>= LENGTH_BITS
+    return Units(tagged, starts, costs, np.array([0, len(costs)], dtype=np.int64), row_starts)
 
 
 def _pack(samples: Samples, ids: Ints, config: PlanConfig, epoch: int) -> tuple[Ints, Ints]:
@@ -65,21 +68,32 @@ def _pack(samples: Samples, ids: Ints, config: PlanConfig, epoch: int) -> tuple[
     """
     capacity = config.row_cells
     assert capacity is not None
-    tagged = (ids << _LENGTH_BITS) | samples.lengths[ids]
-    tagged = _filler_last(keyed_shuffle(ids, config.seed, epoch, "sample order", values=tagged))
-    costs = {name: column[tagged >> _LENGTH_BITS] for name, column in samples.costs.items()}
-    lengths = tagged & LONGEST
-    sizes, limits = extra_table(lengths, costs, config.limits)
+    tagged = ids << LENGTH_BITS
+    tagged |= samples.lengths if len(ids) == len(samples.lengths) else samples.lengths[ids]
+    tagged = _filler_last(
+        keyed_shuffle(ids, config.seed, epoch, "sample order", values=tagged), int(samples.lengths.max())
+    )
+    sizes, limits = _extra_table(samples, tagged, config)
+    most_rows = len(ids)
+    if not len(limits):  # any two rows together hold more than one row may, else one would not have been opened
+        most_rows = min(most_rows, 2 * int(samples.lengths.sum(dtype=np.int64)) // capacity + 2)
     bases, num_words = _levels(capacity)
-    row_of = np.zeros(len(ids), dtype=np.int64)
-    heads = np.full(capacity + 1, -1, dtype=np.int64)
-    following = np.full(len(ids), -1, dtype=np.int64)
-    used = np.zeros(len(ids) * len(limits), dtype=np.int64)
+    row_of = np.empty(len(ids), dtype=np.int64)
+    heads, following = (np.full(num, -1, dtype=np.int64) for num in (capacity + 1, most_rows))
+    bits, used = (np.zeros(num, dtype=np.int64) for num in (num_words, most_rows * len(limits)))
     num_rows = compiled.call(
-        "best_fit", row_of, heads, following, np.zeros(num_words, dtype=np.int64), used,
-        bases, lengths, sizes, limits, capacity, num=len(ids),
-    )  # fmt: skip
+        "best_fit", row_of, heads, following, bits, used, bases, tagged, sizes, limits, capacity, num=len(ids)
+    )
     return stable_sort(tagged, row_of, num_rows)
+
+
+def _extra_table(samples: Samples, tagged: Ints, config: PlanConfig) -> Table:
+    """What fixed rows add up besides their cells; nothing at all when only cells have a limit."""
+    if config.pairs is None and config.samples is None and not config.costs:
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    costs = {name: column[tagged >> LENGTH_BITS] for name, column in samples.costs.items()}
+    limits = Limits(pairs=config.pairs, samples=config.samples, costs=config.costs)
+    return packed_table(tagged & LONGEST, costs, limits)
 
 
 def _levels(capacity: int) -> tuple[Ints, int]:
@@ -94,18 +108,18 @@ def _levels(capacity: int) -> tuple[Ints, int]:
         num = words
 
 
-def _filler_last(tagged: Ints) -> Ints:
+def _filler_last(tagged: Ints, longest_sample: int) -> Ints:
     """Samples in the given random order, except that the shortest come last, roughly longest first.
 
     They fill what is left of the rows. Sorting all, or these strictly, would bring the same together in every epoch.
     """
-    lengths = tagged & LONGEST
-    counts = np.bincount(lengths)
+    counts = np.zeros(longest_sample + 1, dtype=np.int64)
+    compiled.call("count_lengths", counts, tagged, num=len(tagged))
     tokens = np.cumsum(counts * np.arange(len(counts)))  # [length] of all samples up to this length
     longest = int(np.searchsorted(tokens, tokens[-1] // _FILLER_SHARE, side="right")) - 1
-    keys = np.empty(len(tagged), dtype=np.int64)
-    compiled.call("filler_keys", keys, lengths, longest, num=len(tagged))
-    return stable_sort(tagged, keys, 2 * longest + 2)[0]
+    starts, ordered = np.zeros(2 * longest + 3, dtype=np.int64), np.empty_like(tagged)
+    compiled.call("sort_filler", ordered, starts, tagged, longest, num=len(tagged))
+    return ordered
 
 
 def _form_padded(samples: Samples, ids: Ints, config: PlanConfig, epoch: int) -> Units:

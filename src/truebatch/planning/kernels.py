@@ -24,6 +24,7 @@ class Kernel(NamedTuple):
 
 PARTS = (
     packing.sort_part,
+    packing.filler_key,
     *(packing.lowest, packing.add_free, packing.remove_free, packing.find_free, packing.has_room, packing.take),
     *(cutting.cut_run, cutting.split_costliest, cutting.share, cutting.choose, cutting.fill_ranks),
     *(cutting.deal, cutting.fill_whole),
@@ -32,7 +33,9 @@ PARTS = (
 KERNELS = {
     "bucket_order": Kernel(packing.bucket_order, 6),
     "copy_segments": Kernel(packing.copy_segments, 1),
-    "filler_keys": Kernel(packing.filler_keys, 1),
+    "count_lengths": Kernel(packing.count_lengths, 1),
+    "sort_filler": Kernel(packing.sort_filler, 2),
+    "add_costs": Kernel(packing.add_costs, 1),
     "counting_sort": Kernel(packing.counting_sort, 2),
     "best_fit": Kernel(packing.best_fit, 5),
     "cut_padded_steps": Kernel(cutting.cut_padded_steps, 4),

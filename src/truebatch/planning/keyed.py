@@ -35,20 +35,24 @@ def keyed_order(num: int, seed: int, epoch: int, purpose: str) -> Ints:
 
 
 def keyed_shuffle(ids: Ints, seed: int, epoch: int, purpose: str, *, values: Ints | None = None) -> Ints:
-    """Distinct ids (or a value for each) in the order of their hashes: that of two never depends on a third."""
+    """Distinct ids in the order of their hashes: that of two never depends on a third.
+
+    Where `values` has one value for each id, those are sorted instead, in place.
+    """
     bits = keyed_hash(seed, epoch, purpose, ids)
-    values = ids if values is None else values
+    values = ids.copy() if values is None else values
     if compiled.is_slow(len(ids)):
         return values[np.argsort(bits)]
     bits ^= np.uint64(1 << 63)  # signed numbers in the same order: loops that mix both kinds would turn to floats
-    keys = bits.view(np.int64)
     num_bits = max(1, len(ids).bit_length() - 1)
     coarse = max(1, min(11, num_bits - 2))
-    order, some_keys, some_ids = (np.empty(len(ids), dtype=np.int64) for _ in range(3))
     counts = np.zeros((1 << coarse) + 1, dtype=np.int64)
     fine = np.zeros((1 << max(0, num_bits - coarse)) + 1, dtype=np.int64)
-    compiled.call("bucket_order", order, keys, counts, fine, some_keys, some_ids, values, coarse, num=len(ids))
-    return order
+    some_keys, some_values = (np.empty(len(ids), dtype=np.int64) for _ in range(2))
+    compiled.call(
+        "bucket_order", values, bits.view(np.int64), counts, fine, some_keys, some_values, coarse, num=len(ids)
+    )
+    return values
 
 
 def _key(seed: int, epoch: int, purpose: str) -> int:

@@ -6,6 +6,8 @@ from typing import Any
 
 Array = Any  # an int64 array when compiled, a list of int otherwise
 
+LENGTH_BITS = 30
+LENGTH = (1 << LENGTH_BITS) - 1  # a tagged sample is id << LENGTH_BITS | length
 _WORD = 0xFFFFFFFF
 _SPREAD = 0x077CB531  # a de Bruijn number: the product's top five bits differ for every single bit
 _PLACE = (
@@ -46,9 +48,9 @@ _SCAN = 64  # rows looked at before a new one is opened, when several limits hol
 
 
 def bucket_order(
-    order: Array, keys: Array, counts: Array, fine: Array, some_keys: Array, some_ids: Array, ids: Array, bits: int
+    values: Array, keys: Array, counts: Array, fine: Array, some_keys: Array, some_values: Array, bits: int
 ) -> int:
-    """Ids sorted by distinct 64-bit keys: spread by their top bits, each part spread again, then set right.
+    """Sort values by distinct 64-bit keys: spread by their top bits, each part spread again, then set right.
 
     Two short passes stay in the cache where one long one would not. The keys are sorted too.
     """
@@ -60,11 +62,11 @@ def bucket_order(
     for i in range(len(keys)):
         b = (keys[i] >> shift) + half
         some_keys[counts[b]] = keys[i]
-        some_ids[counts[b]] = ids[i]
+        some_values[counts[b]] = values[i]
         counts[b] += 1
     first = 0
     for b in range(len(counts) - 1):
-        sort_part(order, keys, fine, some_keys, some_ids, first, counts[b], shift)
+        sort_part(values, keys, fine, some_keys, some_values, first, counts[b], shift)
         first = counts[b]
     return 0
 
@@ -127,14 +129,42 @@ def copy_segments(copied: Array, values: Array, starts: Array, chosen: Array) ->
     return place
 
 
-def filler_keys(keys: Array, lengths: Array, longest: int) -> int:
-    """0 for samples above `longest`; for the others less the longer they are, with noise of up to their own length."""
-    for i in range(len(lengths)):
-        length = lengths[i]
-        if length > longest:
-            keys[i] = 0
-        else:
-            keys[i] = 1 + 2 * longest - (length + (length * ((i * 40503) & 0xFFFF) >> 16))
+def count_lengths(counts: Array, tagged: Array) -> int:
+    """How many samples there are of each length."""
+    for i in range(len(tagged)):
+        counts[tagged[i] & LENGTH] += 1
+    return 0
+
+
+def filler_key(value: int, place: int, longest: int) -> int:
+    """0 for a sample above `longest`; for others less the longer they are, with noise of up to their own length.
+
+    Places are random in samples, so that any even spread over places is: here, steps of the golden ratio.
+    """
+    length = value & LENGTH
+    if length > longest:
+        return 0
+    return 1 + 2 * longest - (length + (length * ((place * 40503) & 0xFFFF) >> 16))
+
+
+def sort_filler(sorted_values: Array, starts: Array, tagged: Array, longest: int) -> int:
+    """Tagged samples sorted by `filler_key`, equal ones in their old order."""
+    for i in range(len(tagged)):
+        starts[filler_key(tagged[i], i, longest) + 1] += 1
+    for k in range(len(starts) - 1):
+        starts[k + 1] += starts[k]
+    for i in range(len(tagged)):
+        k = filler_key(tagged[i], i, longest)
+        sorted_values[starts[k]] = tagged[i]
+        starts[k] += 1
+    return 0
+
+
+def add_costs(costs: Array, tagged: Array, starts: Array, cost_of: Array) -> int:
+    """What each segment of tagged samples costs, from the cost of each length."""
+    for s in range(len(starts) - 1):
+        for i in range(starts[s], starts[s + 1]):
+            costs[s] += cost_of[tagged[i] & LENGTH]
     return 0
 
 
@@ -194,7 +224,7 @@ def take(used: Array, row: int, sizes: Array, i: int, K: int) -> None:
 
 def best_fit(
     row_of: Array, heads: Array, following: Array, bits: Array, used: Array,
-    bases: Array, lengths: Array, sizes: Array, limits: Array, capacity: int,
+    bases: Array, tagged: Array, sizes: Array, limits: Array, capacity: int,
 ) -> int:  # fmt: skip
     """Each sample in turn goes to the fullest row that has room, else to a new one; returns the number of rows.
 
@@ -202,8 +232,8 @@ def best_fit(
     """
     num_rows = 0
     K = len(limits)
-    for i in range(len(lengths)):
-        length = lengths[i]
+    for i in range(len(tagged)):
+        length = tagged[i] & LENGTH
         row, before, tries = -1, -1, 0
         free = find_free(bits, bases, length)
         while free >= 0 and row < 0 and tries < _SCAN:

@@ -30,11 +30,6 @@ def padded_table(num: int, costs: Columns, limits: Limits) -> Table:
     return _flat(columns + [(costs[name], limit) for name, limit in limits.costs.items()], num)
 
 
-def extra_table(lengths: NDArray[Any], costs: Columns, limits: Limits) -> Table:
-    """What fixed rows add up besides their cells."""
-    return packed_table(lengths, costs, Limits(pairs=limits.pairs, samples=limits.samples, costs=limits.costs))
-
-
 def _flat(columns: list[tuple[Any, int | None]], num: int) -> Table:
     kept = [(column, limit) for column, limit in columns if limit is not None]
     sizes = np.empty((num, len(kept)), dtype=np.int64)
