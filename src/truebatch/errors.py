@@ -8,6 +8,8 @@
   - AttentionError     a mask or a segment table that attention would misread
   - LoaderError        a worker raised, died or hung while loading a named sample
   - LawError           a sample's result depends on what else is in its micro-batch
+  - RunError           a run folder is owned by another process, or was made with other settings
+  - CheckpointError    a checkpoint cannot be written, or cannot be trusted
 """
 
 from __future__ import annotations
@@ -60,3 +62,11 @@ class LoaderError(TruebatchError):
 
 class LawError(TruebatchError):
     """A sample's result depends on what else is in its micro-batch."""
+
+
+class RunError(TruebatchError):
+    """A run folder cannot be used: owned by another process, made with other settings, or not writable."""
+
+
+class CheckpointError(TruebatchError):
+    """A checkpoint cannot be written, or cannot be trusted."""

@@ -1,0 +1,134 @@
+"""`metrics.jsonl`: one JSON object a line, in step with the checkpoints.
+
+Opening it at a step removes what a killed process wrote after that step, so a resumed log equals an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from truebatch.errors import RunError
+from truebatch.training.durable import storage_error, write_bytes
+from truebatch.training.failpoints import failpoint
+
+NONFINITE = "nonfinite"
+
+
+@dataclass(slots=True)
+class MetricsLog:
+    """An open log; made by `open_metrics`."""
+
+    path: Path
+    handle: int
+    num_cut: int = 0
+    """Lines of later steps, or torn ones, that were removed when the log was opened."""
+    is_closed: bool = field(default=False, init=False)
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Append one line. NaN and infinity become null, and their names are listed under `nonfinite`."""
+        line = (metrics_line(step, values) + "\n").encode()
+        before = os.fstat(self.handle).st_size
+        try:
+            half = os.write(self.handle, line[: len(line) // 2])
+            failpoint("metrics.half_written")
+            while half < len(line):
+                half += os.write(self.handle, line[half:])
+        except OSError as error:
+            os.ftruncate(self.handle, before)
+            raise storage_error(RunError, error, what=self.path.name, folder=self.path.parent) from error
+        failpoint("metrics.written")
+
+    def sync(self) -> None:
+        """Put the lines onto the disk; to be called before the checkpoint of the same step is saved."""
+        try:
+            os.fsync(self.handle)
+        except OSError as error:
+            raise storage_error(RunError, error, what=self.path.name, folder=self.path.parent) from error
+        failpoint("metrics.synced")
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if not self.is_closed:
+            self.is_closed = True
+            os.close(self.handle)
+
+
+def open_metrics(path: Path, *, step: int | None = None) -> MetricsLog:
+    """Open the log to go on after `step` (that of the loaded checkpoint; None for a run from the beginning).
+
+    Lines of later steps and a torn last line are removed first. Only the owner of the run may call this.
+    """
+    try:
+        num_cut = _cut(path, step)
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+    except OSError as error:
+        raise storage_error(RunError, error, what=path.name, folder=path.parent) from error
+    return MetricsLog(path, handle, num_cut)
+
+
+def metrics_line(step: int, values: Mapping[str, Any]) -> str:
+    """The JSON text of one line, the step first; tensors and NumPy numbers become plain numbers."""
+    bad: list[str] = []
+    plain = {name: _plain(name, value, bad) for name, value in values.items()}
+    return json.dumps({"step": step, **plain, **({NONFINITE: bad} if bad else {})}, allow_nan=False)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a log as dictionaries; a torn last line is left out."""
+    if not path.exists():
+        return []
+    return [values for _, values in _lines(path) if values is not None]
+
+
+def _plain(name: str, value: Any, bad: list[str]) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(f"{name}.{key}", one, bad) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(f"{name}.{i}", one, bad) for i, one in enumerate(value)]
+    if not isinstance(value, int | float | str | None) and hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        bad.append(name)
+        return None
+    if value is not None and not isinstance(value, bool | int | float | str):
+        raise RunError(
+            f"the metric {name!r} cannot be logged",
+            seen=f"a {type(value).__name__}: {str(value)[:60]!r}",
+            do="log numbers, text, and lists or dictionaries of them",
+        )
+    return value
+
+
+def _cut(path: Path, step: int | None) -> int:
+    if not path.exists():
+        return 0
+    lines = list(_lines(path))
+    kept = [line for line, values in lines if values is not None and step is not None and values["step"] <= step]
+    if len(kept) == len(lines):
+        return 0
+    failpoint("metrics.before_cut")
+    # The whole file is replaced: a cut in place could be torn by the next kill.
+    write_bytes(path, b"".join(kept))
+    failpoint("metrics.cut")
+    return len(lines) - len(kept)
+
+
+def _lines(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
+    with path.open("rb") as file:
+        return [(line, _parse(line)) for line in file]
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) and isinstance(values.get("step"), int) else None
