@@ -123,3 +123,25 @@ def test_a_packed_step_has_few_micro_batches(lengths: np.ndarray, cells: int, ra
     plan = build_plan(lengths, PlanConfig(layout="packed", cells=cells, samples_per_step=len(lengths)), ranks=ranks)
     said = plan.statistics
     assert said.micro_batches_at_least <= said.micro_batches <= 2 * said.micro_batches_at_least
+
+
+def test_a_numba_that_cannot_be_imported_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(name: str) -> None:
+        raise ImportError("Numba needs another NumPy")
+
+    monkeypatch.setenv("TRUEBATCH_NUMBA", "1")
+    monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(compiled.importlib, "import_module", refuse)
+    compiled._load_numba.cache_clear()
+    try:
+        assert compiled.is_slow(10**6)
+        assert "Numba needs another NumPy" in caplog.text
+    finally:
+        compiled._load_numba.cache_clear()
+
+
+def test_small_plans_do_not_wait_for_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRUEBATCH_NUMBA", raising=False)
+    assert compiled.is_slow(100)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +14,7 @@ import numpy as np
 
 from truebatch.planning import kernels
 
+_LOG = logging.getLogger(__name__)
 _PAYS_FROM = 20_000
 """Samples from which loading numba is quicker than doing without it."""
 
@@ -19,9 +22,9 @@ _PAYS_FROM = 20_000
 def is_slow(num: int) -> bool:
     """Whether loops over `num` samples will be run by Python itself."""
     wish = os.environ.get("TRUEBATCH_NUMBA", "")
-    if wish == "0" or not _has_numba():
+    if wish == "0" or (wish != "1" and num < _PAYS_FROM):
         return True
-    return wish != "1" and num < _PAYS_FROM
+    return _load_numba() is None
 
 
 def call(name: str, *arguments: Any, num: int | None = None) -> int:
@@ -44,21 +47,31 @@ def _writable(argument: Any) -> Any:
 
 
 @functools.cache
-def _has_numba() -> bool:
-    return importlib.util.find_spec("numba") is not None
+def _load_numba() -> Any:
+    """numba, or None where it is missing or refuses this version of NumPy."""
+    if importlib.util.find_spec("numba") is None:
+        return None
+    try:
+        return importlib.import_module("numba")
+    except ImportError as error:
+        _LOG.warning("numba cannot be used (%s): planning is slower, the plan is the same", error)
+        return None
 
 
 @functools.cache
 def _compile(name: str) -> Callable[..., int]:
-    import numba
-    from numba.extending import register_jitable
-
-    _register(register_jitable)
-    compiled: Callable[..., int] = numba.njit(cache=True)(kernels.KERNELS[name].loop)
+    numba = _load_numba()
+    _register_parts()
+    loop = kernels.KERNELS[name].loop
+    try:
+        compiled: Callable[..., int] = numba.njit(cache=True)(loop)
+    except RuntimeError:  # no folder to keep compiled loops in: compile again in every process
+        compiled = numba.njit(loop)
     return compiled
 
 
 @functools.cache
-def _register(register: Callable[[Any], Any]) -> None:
+def _register_parts() -> None:
+    register = importlib.import_module("numba.extending").register_jitable
     for part in kernels.PARTS:
         register(part)
