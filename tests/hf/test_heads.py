@@ -22,6 +22,8 @@ EQUAL = {
     ("mamba", "causal_lm"): ("right", "left"),
     ("roberta", "masked_lm"): ("right", "left", "packed", "block"),
     ("modernbert", "masked_lm"): ("right", "left", "packed"),
+    ("mpnet", "masked_lm"): ("right", "left", "block"),
+    ("dbrx", "causal_lm"): ("right", "left", "packed", "block"),
     ("bert", "token_classification"): ("right", "left", "packed", "block"),
     ("bert", "sequence_classification"): ("right",),
     ("llama", "sequence_classification"): ("right", "left", "packed", "block"),
@@ -39,6 +41,9 @@ EQUAL = {
 
 REFUSED = {
     ("mamba", "causal_lm"): "state along the row",
+    ("lfm2_moe", "causal_lm"): "state along the row",
+    ("minimax", "causal_lm"): "state along the row",
+    ("inkling_text", "causal_lm"): "convolves along the row",
     ("bart", "seq2seq"): "two tables",
     ("t5", "encoder"): "counts positions",
     ("bert", "sequence_classification"): "fixed cell",

@@ -68,7 +68,8 @@ def use_packed_attention(model: PreTrainedModel) -> Iterator[None]:
     _register()
     _refuse_model(model)
     before = {"": model.config._attn_implementation}
-    before |= {name: part._attn_implementation for name, part in _sub_configs(model).items()}
+    parts = {name: part._attn_implementation for name, part in _sub_configs(model).items()}
+    before |= {name: attention for name, attention in parts.items() if attention is not None}
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
         raise AttentionError(
@@ -256,11 +257,11 @@ def _whole_rows(
 
 
 def _refuse_model(model: PreTrainedModel) -> None:
-    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    if any(getattr(part, "_is_stateful", False) for part in parts):
+    reason = _state_along_the_row(model)
+    if reason:
         raise AttentionError(
             "this model carries a state along the row, past the end of a sample",
-            seen=f"{type(model).__name__} is stateful",
+            seen=f"{type(model).__name__} {reason}",
             do="plan the padded layout with right padding, or groups of equal length",
         )
     if getattr(model.config, "is_encoder_decoder", False):
@@ -269,6 +270,17 @@ def _refuse_model(model: PreTrainedModel) -> None:
             seen=f"{type(model).__name__} is an encoder-decoder",
             do="pack its encoder alone, or plan the padded layout",
         )
+
+
+def _state_along_the_row(model: PreTrainedModel) -> str:
+    """What else than attention reaches from cell to cell, in words; empty if nothing does."""
+    if any(getattr(part, "_is_stateful", False) for part in model.modules()):
+        return "is stateful"
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or []) & {"conv", "linear_attention"}
+    if kinds:
+        return f"has layers of kind {sorted(kinds)}"
+    convolutions = [part for part in model.modules() if isinstance(part, nn.Conv1d)]
+    return "convolves along the row" if any(part.kernel_size[0] > 1 for part in convolutions) else ""
 
 
 def _refuse_call(module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from truebatch.errors import AttentionError
 from truebatch.tensors.attention import may_attend
@@ -55,9 +56,9 @@ def _refuse_own_positions(model: PreTrainedModel) -> None:
 
 
 def _looks_causal(model: PreTrainedModel) -> bool:
-    """True unless the attention modules of the model say they are not causal."""
+    """What the attention modules say; where they are silent, True unless the architecture fills in masked tokens."""
     flags = [bool(part.is_causal) for part in model.modules() if hasattr(part, "is_causal")]
-    return all(flags)
+    return all(flags) if flags else model.config.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 
 def _for_model(model: PreTrainedModel, allowed: Tensor) -> Tensor:

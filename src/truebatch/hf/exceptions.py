@@ -25,6 +25,7 @@ EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
     "glm_ocr_text": _MROPE,
     "hunyuan_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [2, 2, 2, 2]}},
     "glm5_next_text": {"index_topk": 16},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "ernie4_5_vl_moe_text": {"rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
     "esm": {"vocab_size": VOCAB, "mask_token_id": 4},
@@ -46,6 +47,8 @@ EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 150},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 150},
     "reformer": {
         "axial_pos_embds": False,
         "num_buckets": 4,

@@ -71,7 +71,7 @@ def _tiny_value(name: str, value: Any, values: Mapping[str, Any], kept: list[int
     if isinstance(value, float) and DROPOUT.search(name):
         return 0.0
     if isinstance(value, list | tuple) and _is_per_layer(name, value, values):
-        return type(value)(value[i] for i in kept)
+        return type(value)(range(len(kept) or LAYERS) if _names_all_layers(value) else (value[i] for i in kept))
     if name in DEPTHS and kept and _lists(values):
         return len(kept)
     return _small_size(name, value, values)
@@ -102,7 +102,12 @@ def _kept_layers(values: Mapping[str, Any]) -> list[int]:
 
 
 def _lists(values: Mapping[str, Any]) -> list[Any]:
-    return [v for name, v in values.items() if isinstance(v, list | tuple) and _is_per_layer(name, v, values)]
+    lists = [v for name, v in values.items() if isinstance(v, list | tuple) and _is_per_layer(name, v, values)]
+    return [v for v in lists if not _names_all_layers(v)]
+
+
+def _names_all_layers(value: Any) -> bool:
+    return list(value) == list(range(len(value)))
 
 
 def _is_per_layer(name: str, value: Any, values: Mapping[str, Any]) -> bool:
@@ -110,7 +115,7 @@ def _is_per_layer(name: str, value: Any, values: Mapping[str, Any]) -> bool:
     return depth is not None and depth > 1 and len(value) == depth and name.endswith(_LAYER_LISTS)
 
 
-_LAYER_LISTS = ("layers", "layer_types", "block_type", "_types", "_per_layer", "rope_theta", "pattern", "idxs")
+_LAYER_LISTS = ("layers", "layer_types", "block_type", "_types", "_per_layer", "rope_theta", "pattern")
 
 
 def _small_id(name: str, value: Any, ids: dict[str, int]) -> Any:
