@@ -81,7 +81,7 @@ def row_inputs(model: nn.Module, border: Border, batch: MicroBatch, route: Route
         _refuse_own_positions(model, border)
         out |= packed_inputs(axis.segments)
     elif route == "block":
-        out |= block_mask_inputs(_pretrained(language_model(model)), axis.segments)
+        out |= block_mask_inputs(language_model(model), axis.segments)
     if route in ("packed", "block"):
         out["position_ids"] = out["position_ids"] + border.first_position
         out |= _segment_types(model, axis)
@@ -125,10 +125,6 @@ def _refuse_own_positions(model: nn.Module, border: Border) -> None:
             seen=f"{type(model).__name__} takes no position_ids",
             do="plan the padded layout with right padding",
         )
-
-
-def _pretrained(model: Any) -> Any:
-    return model
 
 
 def _segment_types(model: nn.Module, axis: RowAxis) -> dict[str, Tensor]:
