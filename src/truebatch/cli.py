@@ -16,6 +16,7 @@ import typer
 
 from truebatch import __version__
 from truebatch.commands.demo import show_demo
+from truebatch.commands.doctor import show_doctor
 from truebatch.commands.env import show_environment
 from truebatch.commands.plan import show_plan
 from truebatch.commands.verify import show_verify
@@ -38,6 +39,9 @@ app = typer.Typer(
 app.command("demo", short_help="The main job on embedded data: plan, batch, compare.")(show_demo)
 app.command("plan", short_help="Show how samples would be grouped.")(show_plan)
 app.command("verify", short_help="Prove that a batch equals one by one, or name where it does not.")(show_verify)
+app.command("doctor", short_help="Check this machine; with --drill, kill a small run everywhere and see it recover.")(
+    show_doctor
+)
 app.command("env", short_help="Describe this machine for a bug report.")(show_environment)
 
 

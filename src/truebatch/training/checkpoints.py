@@ -73,8 +73,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = 3) -> S
     _refuse_bad_over_good(folder, checkpoint.step, nonfinite)
     needed = sum(num_bytes(part.tensors) for part in packed.values()) + _SLACK_BYTES
     what = f"the checkpoint of step {checkpoint.step}"
-    failpoint("checkpoint.before_space_check")
     try:
+        failpoint("checkpoint.before_space_check")
         folder.mkdir(parents=True, exist_ok=True)
         require_space(folder, needed, what=what)
         saved = _write(folder, checkpoint, packed, nonfinite)
@@ -108,15 +108,15 @@ def load_newest(folder: Path, *, only_finite: bool = True) -> Loaded | None:
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """One checkpoint, after comparing every byte of it with its manifest."""
-    failpoint("load.before_check")
     try:
+        failpoint("load.before_check")
         manifest = check_shape(path)
         check_hashes(path, manifest)
         failpoint("load.checked")
         parts = _read_parts(path, manifest)
+        failpoint("load.read")
     except OSError as error:
         raise untrusted(path, str(error)) from error
-    failpoint("load.read")
     return Checkpoint(step=manifest.step, parts=parts, fingerprint=manifest.fingerprint)
 
 

@@ -63,12 +63,12 @@ def mark_best(folder: Path, step: int, *, about: Mapping[str, Any] | None = None
             seen="; ".join(entry.problem for entry in found) or f"no folder step-{step} in {folder}",
             do="save it first, and mark only steps without NaN and infinity",
         )
-    failpoint("best.before_mark")
     try:
+        failpoint("best.before_mark")
         write_json(folder / BEST, {"step": step, "about": dict(about or {})})
+        failpoint("best.marked")
     except OSError as error:
         raise storage_error(CheckpointError, error, what=BEST, folder=folder) from error
-    failpoint("best.marked")
 
 
 def best_step(folder: Path) -> int | None:
@@ -131,10 +131,10 @@ def prune_after(folder: Path, saved: Saved, *, keep: int) -> Saved:
     try:
         for entry in _to_prune(folder, saved, keep=keep):
             _remove(entry.path)
+        failpoint("prune.done")
     except (OSError, TruebatchError) as error:
         problem = f"old checkpoints could not be deleted: {error}"
         return replace(saved, problem="; ".join(filter(None, (saved.problem, problem))))
-    failpoint("prune.done")
     return saved
 
 

@@ -39,18 +39,18 @@ class MetricsLog:
             failpoint("metrics.half_written")
             while half < len(line):
                 half += os.write(self.handle, line[half:])
+            failpoint("metrics.written")
         except OSError as error:
             os.ftruncate(self.handle, before)
             raise storage_error(RunError, error, what=self.path.name, folder=self.path.parent) from error
-        failpoint("metrics.written")
 
     def sync(self) -> None:
         """Put the lines onto the disk; to be called before the checkpoint of the same step is saved."""
         try:
             os.fsync(self.handle)
+            failpoint("metrics.synced")
         except OSError as error:
             raise storage_error(RunError, error, what=self.path.name, folder=self.path.parent) from error
-        failpoint("metrics.synced")
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""

@@ -111,13 +111,13 @@ def config_fingerprint(config: Any) -> str:
 
 def write_status(run: Run, state: str, *, step: int, exit_code: int | None = None, message: str = "") -> None:
     """Replace `status.json`: state (running, done, interrupted, failed), step, exit code, time and process."""
-    failpoint("status.before_write")
     status = {"state": state, "step": step, "exit_code": exit_code, "message": message, **_this_process()}
     try:
+        failpoint("status.before_write")
         write_json(run.folder / STATUS, status)
+        failpoint("status.written")
     except OSError as error:
         raise storage_error(RunError, error, what=STATUS, folder=run.folder) from error
-    failpoint("status.written")
 
 
 def read_status(folder: Path) -> dict[str, Any]:
