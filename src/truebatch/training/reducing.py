@@ -34,6 +34,15 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
+def names_over_ranks(mine: Iterable[str]) -> list[str]:
+    """The names all ranks have between them, sorted: a rank with nothing to do knows none."""
+    if num_ranks() == 1:
+        return sorted(mine)
+    found: list[list[str]] = [[] for _ in range(num_ranks())]
+    dist.all_gather_object(found, sorted(mine))
+    return sorted({name for names in found for name in names})
+
+
 def reduce_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Sum the gradients of these parameters over ranks, in place.
 

@@ -18,7 +18,7 @@ from truebatch.objective import Objective, add_counts, divide_once
 from truebatch.tensors.microbatch import MicroBatch
 from truebatch.tensors.noise import noise_for
 from truebatch.training.optimising import Group, clip_group, group_norm
-from truebatch.training.reducing import is_sharded, num_ranks, reduce_gradients, sum_over_ranks
+from truebatch.training.reducing import is_sharded, names_over_ranks, num_ranks, reduce_gradients, sum_over_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -90,16 +90,9 @@ def _check_declared(batch: MicroBatch, counts: Mapping[str, int]) -> None:
 def _sum_counts(local: dict[str, int], device: torch.device) -> dict[str, int]:
     if num_ranks() == 1:
         return local
-    names = _all_names(sorted(local))
+    names = names_over_ranks(local)
     totals = torch.tensor([local.get(n, 0) for n in names], dtype=torch.int64, device=device)
     return dict(zip(names, sum_over_ranks(totals).tolist(), strict=True))
-
-
-def _all_names(mine: list[str]) -> list[str]:
-    """The terms of all ranks: one with nothing to do knows none."""
-    found: list[list[str]] = [[] for _ in range(num_ranks())]
-    torch.distributed.all_gather_object(found, mine)
-    return sorted({name for names in found for name in names})
 
 
 def take_gradients(

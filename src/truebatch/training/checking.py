@@ -1,0 +1,56 @@
+"""`true_batch: compare`: take the gradient of a step once more, one sample at a time, and stop if it is another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from truebatch.errors import LawError
+from truebatch.tensors.microbatch import MicroBatch
+from truebatch.training.step import Engine, accumulate
+
+TOLERANCE = {"fp32": 1e-5, "bf16": 5e-2, "fp16": 1e-2}
+"""How far the gradient of a step may be from one by one, relative, as one vector."""
+
+Alone = Callable[[int], MicroBatch]
+"""Sample id -> the micro-batch of that sample alone."""
+
+
+def compare_with_one_by_one(
+    engine: Engine,
+    batches: Sequence[MicroBatch],
+    counts: Mapping[str, int],
+    alone: Alone,
+    *,
+    epoch: int,
+    precision: str,
+) -> float:
+    """The relative difference between this rank's gradient in true batches and one by one; LawError if too large.
+
+    Leaves no gradient behind. Randomness keyed by sample is the same both ways; foreign randomness would show.
+    """
+    ids = [i for batch in batches for i in batch.sample_ids]
+    together = _gradient(engine, batches, counts, epoch)
+    singles = _gradient(engine, [alone(i) for i in ids], counts, epoch)
+    norm = float(singles.norm()) or 1.0
+    difference = float((together - singles).norm()) / norm
+    if not difference <= TOLERANCE[precision]:
+        raise LawError(
+            "true batches do not give the gradient that one sample at a time gives",
+            seen=f"relative difference {difference:.1e} (at most {TOLERANCE[precision]:.0e}) over samples {ids[:8]}",
+            do="run `truebatch verify` on this model: it names the module and the cause; or train with true_batch: off",
+        )
+    return difference
+
+
+def _gradient(engine: Engine, batches: Sequence[MicroBatch], counts: Mapping[str, int], epoch: int) -> Tensor:
+    parameters = [p for group in engine.groups for p in group.parameters]
+    for p in parameters:
+        p.grad = None
+    accumulate(engine, batches, counts, epoch=epoch)
+    parts = [(torch.zeros_like(p) if p.grad is None else p.grad).flatten().double() for p in parameters]
+    for p in parameters:
+        p.grad = None
+    return torch.cat(parts)

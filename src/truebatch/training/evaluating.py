@@ -1,0 +1,60 @@
+"""The loss of a dataset without training on it: sums and counts over everything, divided once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from truebatch.objective import add_counts
+from truebatch.planning.measured import Measured
+from truebatch.planning.plan import build_plan
+from truebatch.planning.settings import PlanConfig
+from truebatch.tensors.field import Field
+from truebatch.tensors.loader import LoadedStep, LoaderConfig, load_steps
+from truebatch.tensors.noise import noise_for
+from truebatch.tensors.reading import Dataset
+from truebatch.training.reducing import names_over_ranks, num_ranks, rank, sum_over_ranks
+from truebatch.training.step import Engine
+
+
+def evaluate_loss(
+    engine: Engine, dataset: Dataset, measured: Measured, fields: Sequence[Field], plan_config: PlanConfig
+) -> dict[str, float]:
+    """Every loss term over the whole dataset, in eval mode; the same on every rank, however it is cut."""
+    plan = build_plan(measured.lengths, plan_config, ranks=num_ranks(), costs=measured.costs)
+    was_training = engine.model.training
+    engine.model.eval()
+    try:
+        return _whole_loss(engine, load_steps(plan, dataset, fields, rank=rank(), config=LoaderConfig()))
+    finally:
+        engine.model.train(was_training)
+
+
+@torch.no_grad()
+def _whole_loss(engine: Engine, steps: Iterable[LoadedStep]) -> dict[str, float]:
+    totals: dict[str, torch.Tensor] = {}
+    counts: dict[str, int] = {}
+    for step in steps:
+        for batch in step:
+            if batch.num_samples == 0:
+                continue
+            counts = add_counts([counts, engine.objective.counts(batch)])
+            moved = batch.to(engine.device, non_blocking=True)
+            with noise_for(moved, seed=engine.seed), engine.autocast():
+                sums = engine.objective.sums(engine.model, moved)
+            for name, value in sums.items():
+                totals[name] = (
+                    totals.get(name, torch.zeros((), dtype=torch.float64, device=engine.device)) + value.double()
+                )
+    return _divide(totals, counts, engine.device)
+
+
+def _divide(totals: dict[str, torch.Tensor], counts: dict[str, int], device: torch.device) -> dict[str, float]:
+    names = names_over_ranks(counts)
+    numbers = torch.tensor(
+        [[float(totals.get(n, 0.0)), float(counts.get(n, 0))] for n in names], dtype=torch.float64, device=device
+    )
+    return {
+        n: total / max(count, 1.0) for n, (total, count) in zip(names, sum_over_ranks(numbers).tolist(), strict=True)
+    }

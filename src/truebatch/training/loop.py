@@ -1,0 +1,379 @@
+"""`train`: plan -> load -> step -> finite? -> update -> log -> validate -> checkpoint, and on from wherever it stopped."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from truebatch.errors import ConfigError, RunError
+from truebatch.objective import Objective
+from truebatch.planning.measured import Measured
+from truebatch.planning.plan import Plan, build_plan
+from truebatch.planning.settings import PlanConfig
+from truebatch.tensors.loader import LoadedStep, LoaderConfig, load_steps
+from truebatch.tensors.noise import name_purposes
+from truebatch.training.checking import compare_with_one_by_one
+from truebatch.training.evaluating import evaluate_loss
+from truebatch.training.law import Coupling, refuse_couplings
+from truebatch.training.metrics import MetricsLog, open_metrics
+from truebatch.training.optimising import Group, check_terms, make_groups
+from truebatch.training.place import find_place, move_model
+from truebatch.training.progress import Progress
+from truebatch.training.reducing import num_ranks, rank, sum_over_ranks
+from truebatch.training.runs import Run, open_run, write_status
+from truebatch.training.saving import resume_run, save_run
+from truebatch.training.settings import TrainConfig
+from truebatch.training.signals import EXIT_INTERRUPTED, StopFlag, catch_signals
+from truebatch.training.step import Engine, StepOutcome, apply_update, step_counts, take_gradients
+from truebatch.training.task import TrainData, alone_of, measure_by_reading
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """How a run ended."""
+
+    step: int
+    records: Sequence[Record]
+    """One for every step of this process's part of the run; earlier ones stand in metrics.jsonl."""
+    best_loss: float | None
+    why: str
+    is_interrupted: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """0 when done; 75 when interrupted and a second start goes on."""
+        return EXIT_INTERRUPTED if self.is_interrupted else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Job:
+    """Everything a run needs, settled before its first step."""
+
+    engine: Engine
+    data: TrainData
+    measured: Measured
+    config: TrainConfig
+    num_steps: int
+    couplings: Sequence[Coupling]
+    run: Run | None
+    stop: StopFlag
+    say: Callable[[str], None]
+    records: list[Record] = field(default_factory=list)
+
+
+def train(
+    model: nn.Module,
+    objective: Objective,
+    data: TrainData,
+    config: TrainConfig,
+    *,
+    groups: Sequence[Group] | None = None,
+    out: str | Path | None = None,
+    say: Callable[[str], None] | None = None,
+) -> TrainResult:
+    """Train a model; with `out`, as a run that can be killed at any moment and goes on when it is started again.
+
+    Args:
+        groups: parameters with optimisers of their own; by default AdamW over all trainable parameters.
+        out: the run's folder. The same settings go on with it, others are refused with the field named.
+        say: gets one line now and then; by default nothing is printed.
+    """
+    plan_config = config.plan_config()
+    couplings = refuse_couplings(model.train(), config.allow)
+    place = find_place(config)
+    move_model(model, place, config)
+    name_purposes(model)
+    measured = data.measured or measure_by_reading(data.samples, data.fields)
+    engine = Engine(
+        model=model,
+        objective=objective,
+        groups=make_groups(groups or [default_group(model, config)], model),
+        device=place.device,
+        autocast=place.autocast,
+        scaler=place.scaler,
+        seed=config.seed,
+    )
+    num_steps = _num_steps(measured, plan_config, config)
+    with _opened(out, config) as run, catch_signals() as stop:
+        job = Job(
+            engine=engine, data=data, measured=measured, config=config, num_steps=num_steps, couplings=couplings,
+            run=run, stop=stop, say=say or (lambda _line: None),
+        )  # fmt: skip
+        return _run(job, plan_config)
+
+
+def default_group(model: nn.Module, config: TrainConfig) -> Group:
+    """AdamW over all trainable parameters."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ConfigError(
+            "nothing can be trained", seen="no parameter has requires_grad", do="unfreeze some parameters"
+        )
+    optimiser = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=config.weight_decay)
+    return Group(optimiser=optimiser, max_grad_norm=config.max_grad_norm, schedule=config.lr_schedule())
+
+
+def _num_steps(measured: Measured, plan_config: PlanConfig, config: TrainConfig) -> int:
+    each = build_plan(measured.lengths, plan_config, costs=measured.costs, counts=measured.counts).num_steps
+    return min(config.max_steps or config.epochs * each, config.epochs * each)
+
+
+@contextmanager
+def _opened(out: str | Path | None, config: TrainConfig) -> Iterator[Run | None]:
+    """Rank 0 owns the run folder; the others read its checkpoints and write nothing."""
+    if out is None:
+        yield None
+        return
+    if rank() == 0:
+        with open_run(Path(out), config, may_change=("devices", "workers", "keep", "epochs", "max_steps")) as run:
+            if num_ranks() > 1:
+                torch.distributed.barrier()
+            yield run
+        return
+    torch.distributed.barrier()
+    yield Run(Path(out), {})
+
+
+def _run(job: Job, plan_config: PlanConfig) -> TrainResult:
+    progress = _begin(job)
+    log = _open_log(job, progress)
+    try:
+        _status(job, "running", progress)
+        while not progress.is_done:
+            plan = build_plan(
+                job.measured.lengths, plan_config, epoch=progress.epoch, ranks=num_ranks(),
+                costs=job.measured.costs, counts=job.measured.counts,
+            )  # fmt: skip
+            progress = _epoch(job, progress, plan, log)
+    except BaseException as error:
+        _status(job, "failed", progress, exit_code=1, message=f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        if log is not None:
+            log.close()
+    is_interrupted = job.stop.requested is not None and progress.why.startswith("asked")
+    _status(job, "interrupted" if is_interrupted else "done", progress, exit_code=75 if is_interrupted else 0)
+    return TrainResult(progress.step, job.records, progress.best_loss, progress.why, is_interrupted)
+
+
+def _begin(job: Job) -> Progress:
+    job.say(job.config.describe_step())
+    if job.couplings:
+        job.say(f"equal in distribution, not exactly: {sorted({c.name for c in job.couplings})} allowed by name")
+    found = resume_run(job.run.checkpoints, job.engine) if job.run is not None else None
+    if found is None:
+        return Progress()
+    progress, rejected = found
+    for why in rejected:
+        job.say(f"passed over a checkpoint: {why}")
+    job.say(f"going on after step {progress.step}")
+    progress.is_done, progress.why = progress.step >= job.num_steps, "all steps were done before"
+    return progress
+
+
+def _open_log(job: Job, progress: Progress) -> MetricsLog | None:
+    if job.run is None or rank() != 0:
+        return None
+    return open_metrics(job.run.metrics, step=progress.step or None)
+
+
+def _status(job: Job, state: str, progress: Progress, *, exit_code: int | None = None, message: str = "") -> None:
+    if job.run is not None and rank() == 0:
+        write_status(job.run, state, step=progress.step, exit_code=exit_code, message=message or progress.why)
+
+
+def _epoch(job: Job, progress: Progress, plan: Plan, log: MetricsLog | None) -> Progress:
+    steps = load_steps(
+        plan, job.data.samples, job.data.fields, rank=rank(), start_step=progress.step_in_epoch,
+        transform=job.data.transform, config=LoaderConfig(workers=job.config.workers, pin_memory=_pins(job)),
+    )  # fmt: skip
+    try:
+        for loaded in steps:
+            rolled = _step(job, progress, loaded, log)
+            if rolled is not None:
+                return rolled
+            progress.step_in_epoch = loaded.number + 1
+            if progress.step_in_epoch == plan.num_steps:
+                progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
+            _after_step(job, progress, log)
+            if progress.is_done:
+                break
+    finally:
+        steps.close()
+    return progress
+
+
+def _pins(job: Job) -> bool:
+    return job.engine.device.type == "cuda"
+
+
+def _step(job: Job, progress: Progress, loaded: LoadedStep, log: MetricsLog | None) -> Progress | None:
+    """One step; a Progress only if the run rolled back to an earlier one."""
+    began = time.perf_counter()
+    if progress.step in progress.skipped_steps:
+        progress.step += 1
+        return None
+    engine, batches = job.engine, loaded.batches
+    counts = step_counts(batches, engine.objective, loaded.counts, device=engine.device)
+    if progress.step == 0:
+        check_terms(engine.groups, list(counts))
+    if job.config.true_batch == "compare" and progress.step < job.config.compare_steps:
+        _compare(job, progress, loaded, counts)
+    rates = {g.name: g.set_rate(progress.step, job.num_steps) for g in engine.groups}
+    outcome = take_gradients(engine, batches, counts, epoch=progress.epoch)
+    if _is_bad(engine, outcome):
+        rolled = _nonfinite(job, progress, loaded, outcome, log)
+        if rolled is not None:
+            return rolled
+        is_updated = False
+    else:
+        is_updated = apply_update(engine, outcome)
+        progress.nonfinite_in_row = 0
+    progress.step += 1
+    _record(job, progress, loaded, outcome, rates, is_updated, time.perf_counter() - began, log)
+    return None
+
+
+def _is_bad(engine: Engine, outcome: StepOutcome) -> bool:
+    """With loss scaling an overflowing gradient is ordinary: the scaler skips the update and lowers the scale."""
+    bad = outcome.nonfinite
+    return any(name.startswith("loss") for name in bad) if engine.scaler is not None else bool(bad)
+
+
+def _compare(job: Job, progress: Progress, loaded: LoadedStep, counts: Mapping[str, int]) -> None:
+    difference = compare_with_one_by_one(
+        job.engine, loaded.batches, counts, alone_of(job.data, epoch=progress.epoch),
+        epoch=progress.epoch, precision=job.config.precision,
+    )  # fmt: skip
+    job.say(f"step {progress.step}: true batches differ from one by one by {difference:.1e}")
+
+
+def _nonfinite(
+    job: Job, progress: Progress, loaded: LoadedStep, outcome: StepOutcome, log: MetricsLog | None
+) -> Progress | None:
+    """What the policy says about a step that is not finite. The parameters have not been touched."""
+    ids = [i for batch in loaded.batches for i in batch.sample_ids]
+    what = f"step {progress.step} is not finite ({', '.join(outcome.nonfinite)}); samples {ids[:16]}"
+    job.say(what)
+    progress.nonfinite_in_row += 1
+    policy, limit = job.config.nonfinite, job.config.nonfinite_limit
+    if policy == "roll_back" and progress.rollbacks < limit:
+        return _roll_back(job, progress, log)
+    if policy == "skip" or (policy == "skip_then_raise" and progress.nonfinite_in_row < limit):
+        return None
+    raise RunError(
+        f"step {progress.step} is not finite; the model was not updated",
+        seen=f"{', '.join(outcome.nonfinite)} from samples {ids[:16]}{' ...' if len(ids) > 16 else ''}",
+        do="look at these samples and at the learning rate; nonfinite='skip' or 'roll_back' would go on without them",
+    )
+
+
+def _roll_back(job: Job, progress: Progress, log: MetricsLog | None) -> Progress:
+    """The last good checkpoint once more, without the step whose samples are not finite."""
+    found = resume_run(job.run.checkpoints, job.engine) if job.run is not None else None
+    if found is None:
+        raise RunError(
+            f"step {progress.step} is not finite, and there is no checkpoint to roll back to",
+            seen="no good checkpoint",
+            do="give `out` and a smaller save_every, or use nonfinite='skip'",
+        )
+    back = found[0]
+    back.skipped_steps = sorted({*progress.skipped_steps, progress.step})
+    back.rollbacks = progress.rollbacks + 1
+    job.say(f"rolled back to step {back.step}; step {progress.step} will be passed over")
+    return back
+
+
+def _record(
+    job: Job, progress: Progress, loaded: LoadedStep, outcome: StepOutcome, rates: Mapping[str, float],
+    is_updated: bool, seconds: float, log: MetricsLog | None,
+) -> None:  # fmt: skip
+    tokens, cells = _tokens_and_cells(job, loaded)
+    record: Record = {
+        "step": progress.step,
+        "epoch": progress.epoch,
+        "loss": sum(outcome.loss.values()),
+        **{f"loss/{name}": value for name, value in outcome.loss.items()},
+        **{f"grad_norm/{name}": value for name, value in outcome.grad_norm.items()},
+        **{f"learning_rate/{name}": value for name, value in rates.items()},
+        "updated": is_updated,
+        "tokens": tokens,
+        "fill": tokens / max(cells, 1),
+        "seconds": seconds,
+        "tokens_per_second": tokens / max(seconds, 1e-9),
+        "equality": "in distribution" if job.couplings else "exact",
+    }
+    job.records.append(record)
+    if log is not None:
+        log.write(progress.step, {k: v for k, v in record.items() if k != "step"})
+
+
+def _tokens_and_cells(job: Job, loaded: LoadedStep) -> tuple[int, int]:
+    rows = [b.rows() for b in loaded.batches if "cells" in b.axes]
+    numbers = torch.tensor(
+        [sum(sum(r.lengths) for r in rows), sum(r.shape[0] * r.shape[1] for r in rows)], device=job.engine.device
+    )
+    tokens, cells = sum_over_ranks(numbers).tolist()
+    return int(tokens), int(cells)
+
+
+def _after_step(job: Job, progress: Progress, log: MetricsLog | None) -> None:
+    """Validation, the end, a request to stop, and the checkpoint of all that."""
+    is_end_of_epoch = progress.step_in_epoch == 0
+    is_last = progress.step >= job.num_steps
+    is_best = _validate(job, progress, log) if _is_due(job.config.validate_every, progress, is_end_of_epoch) else False
+    wants_stop = _agree(job, job.stop.requested is not None)
+    if is_last:
+        progress.is_done, progress.why = True, "all steps are done"
+    elif wants_stop:
+        progress.is_done, progress.why = True, str(job.stop.requested or "asked to stop on another rank")
+    due = is_best or progress.is_done or _is_due(job.config.save_every, progress, is_end_of_epoch)
+    if job.run is not None and due:
+        if log is not None:
+            log.sync()
+        saved = _resumable(progress)
+        save_run(
+            job.run.checkpoints, job.engine, saved, fingerprint=job.run.fingerprint, keep=job.config.keep, best=is_best
+        )
+
+
+def _resumable(progress: Progress) -> Progress:
+    """What a checkpoint says: an interruption is not the end of the run."""
+    is_over = progress.is_done and not progress.why.startswith("asked")
+    return Progress(**{**progress.as_dict(), "is_done": is_over, "why": progress.why if is_over else ""})
+
+
+def _is_due(every: int | None, progress: Progress, is_end_of_epoch: bool) -> bool:
+    return is_end_of_epoch if every is None else progress.step % every == 0
+
+
+def _agree(job: Job, mine: bool) -> bool:
+    """True if any rank was asked to stop: all stop after the same step."""
+    flag = torch.tensor(float(mine), device=job.engine.device)
+    return bool(sum_over_ranks(flag) > 0)
+
+
+def _validate(job: Job, progress: Progress, log: MetricsLog | None) -> bool:
+    """The loss of the validation samples; True if it is the best so far."""
+    if job.data.validation is None:
+        return False
+    measured = measure_by_reading(job.data.validation, job.data.fields, what="validation dataset")
+    terms = evaluate_loss(job.engine, job.data.validation, measured, job.data.fields, job.config.plan_config())
+    total = sum(terms.values())
+    is_best = progress.improve(total, min_delta=job.config.min_delta)
+    if log is not None:
+        log.write(progress.step, {"validation_loss": total, **{f"validation/{k}": v for k, v in terms.items()}})
+    job.say(f"step {progress.step}: validation loss {total:.4f}" + (" (best)" if is_best else ""))
+    patience = job.config.patience
+    if patience is not None and progress.validations_without_improvement >= patience:
+        progress.is_done, progress.why = True, f"validation has not improved {patience} times"
+    return is_best

@@ -1,0 +1,82 @@
+"""A run as a checkpoint and back: weights, optimisers, loss scaling, random generators, position."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from truebatch.errors import CheckpointError
+from truebatch.training.checkpoints import Checkpoint, load_checkpoint, load_newest, save_checkpoint
+from truebatch.training.keeping import list_checkpoints, mark_best
+from truebatch.training.progress import Progress
+from truebatch.training.reducing import is_sharded, num_ranks, rank
+from truebatch.training.states import optimisers_state, random_state, restore_optimisers, restore_random
+from truebatch.training.step import Engine
+
+
+def save_run(folder: Path, engine: Engine, progress: Progress, *, fingerprint: str, keep: int, best: bool) -> None:
+    """Write a checkpoint of this step (rank 0) and let the other ranks wait; mark it if it is the best so far."""
+    parts = _parts(engine, progress)
+    if rank() == 0 and not _is_saved(folder, progress.step, parts):
+        save_checkpoint(folder, Checkpoint(progress.step, parts, fingerprint), keep=keep)
+    if rank() == 0 and best:
+        mark_best(folder, progress.step, about={"loss": progress.best_loss})
+    if num_ranks() > 1:
+        dist.barrier()
+
+
+def _is_saved(folder: Path, step: int, parts: dict[str, Any]) -> bool:
+    """A checkpoint of this very position need not be written twice (the best one, then the one of the epoch)."""
+    newest = next((s for s in reversed(list_checkpoints(folder)) if s.step == step and s.is_good), None)
+    return newest is not None and load_checkpoint(newest.path).parts["progress"] == parts["progress"]
+
+
+def _parts(engine: Engine, progress: Progress) -> dict[str, Any]:
+    if is_sharded(engine.model):
+        raise CheckpointError(
+            "checkpoints of sharded parameters are not written yet",
+            seen="a model under fully_shard",
+            do="train without `out`, or gather and save the model yourself",
+        )
+    named = list(engine.model.named_parameters())
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return {
+        "model": dict(get_model_state_dict(engine.model, options=options)),
+        "optimisers": optimisers_state({g.name: g.optimiser for g in engine.groups}, named),
+        "scaler": engine.scaler.state_dict() if engine.scaler is not None else {},
+        "random": random_state(),
+        "progress": progress.as_dict(),
+    }
+
+
+def resume_run(folder: Path, engine: Engine) -> tuple[Progress, tuple[str, ...]] | None:
+    """Bring the newest good checkpoint back into the engine; None if there is none. Also why newer ones were passed over."""
+    if not folder.is_dir():
+        return None
+    loaded = load_newest(folder)
+    if loaded is None:
+        return None
+    return restore(engine, loaded.checkpoint.parts), loaded.rejected
+
+
+def restore(engine: Engine, parts: Any) -> Progress:
+    """Bring a checkpoint's parts back into the engine, bit for bit."""
+    with torch.no_grad():
+        missing, extra = engine.model.load_state_dict(parts["model"], strict=False)
+    if missing or extra:
+        raise CheckpointError(
+            "the checkpoint belongs to another model",
+            seen=f"missing {missing[:4]}, extra {extra[:4]}",
+            do="build the model as it was when the run began, or start another run with --out",
+        )
+    restore_optimisers(
+        {g.name: g.optimiser for g in engine.groups}, parts["optimisers"], engine.model.named_parameters()
+    )
+    if engine.scaler is not None and parts["scaler"]:
+        engine.scaler.load_state_dict(parts["scaler"])
+    restore_random(parts["random"])
+    return Progress(**parts["progress"])

@@ -1,0 +1,60 @@
+"""What a run trains on: samples, how they become micro-batches, and how long each is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass
+
+import numpy as np
+
+from truebatch.errors import DataError
+from truebatch.planning.measured import Measured
+from truebatch.planning.rows import padded_rows
+from truebatch.tensors.collating import collate
+from truebatch.tensors.field import Field
+from truebatch.tensors.microbatch import CELLS, MicroBatch
+from truebatch.tensors.reading import Dataset, Transform
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TrainData:
+    """The samples of a run."""
+
+    samples: Dataset
+    """Addressed by sample id; each maps field names to lists, arrays or tensors."""
+    fields: Sequence[Field]
+    """How a micro-batch holds a sample."""
+    measured: Measured | None = None
+    """Lengths (and costs and counts); measured by reading every sample once if not given."""
+    validation: Dataset | None = None
+    """Samples that are never trained on; their loss decides early stopping and the best checkpoint."""
+    transform: Transform | None = None
+    """(sample, sample id, epoch) -> sample, for augmentation keyed by sample."""
+
+
+def measure_by_reading(samples: Dataset, fields: Sequence[Field], *, what: str = "dataset") -> Measured:
+    """The length of every sample along the planned axis, read from the samples themselves."""
+    number = len(samples) if isinstance(samples, Sized) else -1
+    if number <= 0:
+        raise DataError(
+            f"the {what} has no samples", seen=f"{number} samples" if number == 0 else "no len()", do="check its path"
+        )
+    ragged = [f for f in fields if f.kind in ("along", "nested")] or [f for f in fields if f.kind == "flat"]
+    field = next((f for f in ragged if f.axis == CELLS), ragged[0] if ragged else None)
+    if field is None:
+        return Measured(lengths=np.ones(number, dtype=np.int64), found="one cell a sample")
+    lengths = np.fromiter((len(samples[i][field.key]) for i in range(number)), dtype=np.int64, count=number)
+    return Measured(lengths=lengths, found=f"length of field {field.key!r}")
+
+
+def alone_of(data: TrainData, *, epoch: int) -> Callable[[int], MicroBatch]:
+    """Sample id -> the micro-batch of that sample alone, as one-by-one training would see it."""
+
+    def alone(sample_id: int) -> MicroBatch:
+        sample = data.samples[sample_id]
+        if data.transform is not None:
+            sample = data.transform(sample, sample_id, epoch)
+        width = measure_by_reading([sample], data.fields).lengths[0]
+        return collate([sample], padded_rows(np.array([sample_id]), int(width)), data.fields)
+
+    return alone
