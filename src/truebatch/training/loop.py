@@ -101,6 +101,7 @@ def train(
         autocast=place.autocast,
         scaler=place.scaler,
         seed=config.seed,
+        stand_in=lambda: alone_of(data, epoch=0)(0),
     )
     num_steps = _num_steps(measured, plan_config, config)
     with _opened(out, config) as run, catch_signals() as stop:

@@ -34,6 +34,8 @@ class Engine:
     scaler: torch.amp.GradScaler | None = None
     """Loss scaling, for fp16."""
     seed: int = 0
+    stand_in: Callable[[], MicroBatch] | None = None
+    """A micro-batch to run, without effect, where a rank has nothing to do but sharded parameters must be gathered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,27 +119,38 @@ def accumulate(
     total = {name: torch.zeros((), device=engine.device) for name in counts}
     sharded = is_sharded(engine.model)
     for at, batch in enumerate(batches):
-        if batch.num_samples == 0:
+        if batch.num_samples == 0 and not sharded:
             continue
         if sharded:
             engine.model.set_requires_gradient_sync(at == len(batches) - 1)  # type: ignore[operator]
-        moved = batch.to(engine.device, non_blocking=True)
+        weight = 1.0 if batch.num_samples else 0.0
+        moved = (batch if batch.num_samples else _stand_in(engine)).to(engine.device, non_blocking=True)
         with noise_for(moved, seed=engine.seed, epoch=epoch):
             with engine.autocast():
                 sums = engine.objective.sums(engine.model, moved)
-            _backward(engine, sums, counts, ranks=num_ranks() if sharded else 1)
+            _backward(engine, sums, counts, weight=weight * (num_ranks() if sharded else 1))
         for name, value in sums.items():
-            total[name] += value.detach().float()
+            total[name] += value.detach().float() * weight
     return total
 
 
-def _backward(engine: Engine, sums: Mapping[str, Tensor], counts: Mapping[str, int], *, ranks: int) -> None:
+def _stand_in(engine: Engine) -> MicroBatch:
+    if engine.stand_in is None:
+        raise BatchError(
+            "a rank has nothing to do in this step, and sharded parameters need every rank to run",
+            seen="an empty micro-batch and no stand-in",
+            do="give Engine(stand_in=...) a function that returns any micro-batch; train() does",
+        )
+    return engine.stand_in()
+
+
+def _backward(engine: Engine, sums: Mapping[str, Tensor], counts: Mapping[str, int], *, weight: float) -> None:
     """Each group follows its own terms. Sharded parameters average over ranks, so their share is multiplied back."""
     for at, group in enumerate(engine.groups):
         followed = {k: v for k, v in sums.items() if group.terms is None or k in group.terms}
         if not followed or not any(v.requires_grad for v in followed.values()):
             continue
-        loss = divide_once(followed, counts) * ranks
+        loss = divide_once(followed, counts) * weight
         if engine.scaler is not None:
             loss = engine.scaler.scale(loss)
         if len(engine.groups) == 1:

@@ -1,0 +1,104 @@
+"""What two processes do in the tests of several processes: run as a script, one process a rank."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tests.tiny import SETS_FIELDS, TEXT_FIELDS, NextToken, SetRisk, SetsModel, TextModel, set_samples, text_samples
+from truebatch.planning.plan import build_plan
+from truebatch.planning.settings import PlanConfig
+from truebatch.tensors.loader import load_steps
+from truebatch.training.loop import train
+from truebatch.training.optimising import Group, make_groups
+from truebatch.training.reducing import num_ranks, rank
+from truebatch.training.settings import TrainConfig
+from truebatch.training.step import Engine, step_counts, take_gradients
+from truebatch.training.task import TrainData, alone_of, measure_by_reading
+
+TEXTS = text_samples([3, 31, 8, 17, 4, 29, 12, 5, 9, 22, 2])
+STAYS = set_samples([[2, 5, 1], [1], [7, 3, 9, 2], [4, 4], [25, 1], [3], [2, 2]])
+CASES = {
+    "text": (TextModel, NextToken, TEXT_FIELDS, TEXTS),
+    "sets": (SetsModel, SetRisk, SETS_FIELDS, STAYS),
+}
+
+
+def engine_of(kind, objective):
+    torch.manual_seed(0)
+    model = kind()
+    groups = [Group(optimiser=torch.optim.SGD(model.parameters(), 0.3, momentum=0.9))]
+    return Engine(model=model, objective=objective(), groups=make_groups(groups, model))
+
+
+def gradients(case, layout, *, shard=False):
+    """The gradient of every step of an epoch, the last one shorter than the ranks can share evenly."""
+    kind, objective, fields, samples = CASES[case]
+    engine = engine_of(kind, objective)
+    if shard:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(engine.model)
+        groups = [Group(optimiser=torch.optim.SGD(engine.model.parameters(), 0.3))]
+        engine = Engine(
+            model=engine.model,
+            objective=objective(),
+            groups=make_groups(groups, engine.model),
+            stand_in=lambda: alone_of(TrainData(samples=samples, fields=fields), epoch=0)(0),
+        )
+    lengths = measure_by_reading(samples, fields).lengths
+    limits = {"cells": 40} if "cells" in {f.axis for f in fields} else {"samples": 2}
+    plan = build_plan(lengths, PlanConfig(layout=layout, samples_per_step=5, **limits), ranks=num_ranks())
+    found = []
+    for step in load_steps(plan, samples, fields, rank=rank()):
+        counts = step_counts(step.batches, engine.objective, step.counts, device=torch.device("cpu"))
+        outcome = take_gradients(engine, step.batches, counts, epoch=0)
+        parts = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in engine.model.parameters()]
+        found.append((outcome.loss, outcome.counts, torch.cat([g.flatten() for g in parts])))
+    return found
+
+
+def run(folder, steps, *, stop_after=None):
+    """A part of a run that was planned for six steps."""
+    torch.manual_seed(0)
+    model = TextModel()
+    groups = [Group(optimiser=torch.optim.SGD(model.parameters(), 0.3, momentum=0.9))]
+    seen = []
+
+    def transform(sample, sample_id, epoch):
+        seen.append(sample_id)
+        if stop_after is not None and rank() == stop_after and len(seen) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return sample
+
+    config = TrainConfig(epochs=2, samples_per_step=4, cells=64, devices=num_ranks(), max_steps=steps)
+    data = TrainData(samples=TEXTS, fields=TEXT_FIELDS, transform=transform)
+    result = train(model, NextToken(), data, config, groups=groups, out=folder)
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return {"step": result.step, "exit_code": result.exit_code, "weights": weights.tolist()}
+
+
+def main(out):
+    dist.init_process_group("gloo")
+    results = {}
+    for case in CASES:
+        for layout in ("padded", "packed"):
+            results[f"{case} {layout}"] = [(x, y, g.tolist()) for x, y, g in gradients(case, layout)]
+    results["sharded"] = [(x, y, g.tolist()) for x, y, g in gradients("text", "padded", shard=True)]
+    results["whole"] = run(out / "whole", 6)
+    results["second part"] = run(out / "parts", 4)
+    results["stopped"] = run(out / "stopped", 6, stop_after=1)
+    dist.barrier()
+    if rank() == 0:
+        (out / "results.json").write_text(json.dumps(results))
+    assert np.isfinite(results["whole"]["weights"]).all()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

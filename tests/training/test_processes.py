@@ -1,0 +1,87 @@
+"""Two processes give what one gives: the same gradient, the same run, and a run goes on with another number of them."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.training import processes
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Everything two ranks do, done once: importing torch takes longer than all of it."""
+    folder = tmp_path_factory.mktemp("two")
+    processes.run(folder / "parts", 2)  # one process begins the run that two then continue
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.training.processes", str(folder)],
+            env={**common, "RANK": str(r), "LOCAL_RANK": str(r)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for r in range(2)
+    ]
+    said = [process.communicate(timeout=110)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], "\n".join(said)
+    return folder, json.loads((folder / "results.json").read_text())
+
+
+def relative(a, b):
+    a, b = torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64)
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("case", ["text", "sets"])
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_two_processes_take_the_gradient_of_one(two, case, layout):
+    expected = processes.gradients(case, "padded")
+    got = two[1][f"{case} {layout}"]
+    assert len(got) == len(expected)
+    for (loss, counts, gradient), (want_loss, want_counts, want) in zip(got, expected, strict=True):
+        assert counts == want_counts
+        assert loss == pytest.approx(want_loss, rel=1e-6)
+        assert relative(gradient, want) <= 1e-6
+
+
+def test_sharded_parameters_get_the_same_gradient(two):
+    for (loss, _, gradient), (want_loss, _, want) in zip(
+        two[1]["sharded"], processes.gradients("text", "padded"), strict=True
+    ):
+        assert loss == pytest.approx(want_loss, rel=1e-6)
+        assert relative(gradient, want) <= 1e-6
+
+
+def test_a_run_goes_on_with_another_number_of_processes(two, tmp_path):
+    """One process, then two, then one: the weights of a run in one process."""
+    folder, results = two
+    alone = processes.run(tmp_path / "alone", 6)
+    assert relative(results["whole"]["weights"], alone["weights"]) <= 1e-6
+    assert results["second part"]["step"] == 4
+    last = processes.run(folder / "parts", 6)
+    assert last["step"] == 6
+    assert relative(last["weights"], alone["weights"]) <= 1e-6
+
+
+def test_a_signal_to_one_rank_stops_all_and_is_resumable(two, tmp_path):
+    folder, results = two
+    assert results["stopped"]["exit_code"] == 75
+    assert results["stopped"]["step"] < 6
+    assert json.loads((folder / "stopped" / "status.json").read_text())["exit_code"] == 75
+    last = processes.run(folder / "stopped", 6)
+    assert relative(last["weights"], processes.run(tmp_path / "alone", 6)["weights"]) <= 1e-6
