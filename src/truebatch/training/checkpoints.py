@@ -184,16 +184,15 @@ def _write_manifest(stage: Path, manifest: Manifest) -> None:
 
 
 def _commit(stage: Path, target: Path, *, step: int) -> None:
-    replaced = None
-    if target.exists():
-        # Two renames are not one: until the second, readers take the checkpoint under its other name.
-        replaced = target.with_name(f".replaced-{step}-{uuid.uuid4().hex[:12]}")
-        target.rename(replaced)
-        failpoint("checkpoint.old_moved")
+    replaced = target.with_name(f".replaced-{step}-{uuid.uuid4().hex[:12]}")
     try:
+        if target.exists():
+            # Two renames are not one: until the second, readers take the checkpoint under its other name.
+            target.rename(replaced)
+            failpoint("checkpoint.old_moved")
         stage.rename(target)
     except BaseException:
-        if replaced is not None:
+        if replaced.exists():
             replaced.rename(target)
         raise
     failpoint("checkpoint.renamed")

@@ -23,7 +23,7 @@ from torch import nn
 from truebatch.errors import RunError, TruebatchError
 from truebatch.training.checkpoints import Checkpoint, Loaded, load_newest, save_checkpoint
 from truebatch.training.durable import read_json, write_json
-from truebatch.training.failpoints import FAILPOINTS, armed, recorded
+from truebatch.training.failpoints import EXIT_CODE, FAILPOINTS, armed, recorded
 from truebatch.training.keeping import list_checkpoints, mark_best
 from truebatch.training.metrics import open_metrics
 from truebatch.training.runs import METRICS, Run, open_run, read_status, write_status
@@ -77,12 +77,12 @@ def run_drill(
 ) -> tuple[TrialResult, ...]:
     """Fail at every failpoint in every way asked, on the filesystem of `folder` (which is left as it was).
 
-    Each result is handed to `told` as it comes. A failpoint that a small run never visits is a result with a problem.
+    Each result is handed to `told` as it comes. Failpoints that the small run never visits have no trial.
     """
     ground = prepare_ground(folder / "truebatch-drill")
     try:
         results = []
-        for name in FAILPOINTS:
+        for name in (name for name in FAILPOINTS if num_visits(ground, name)):
             for action in actions:
                 nth = max(1, num_visits(ground, name) - 1)
                 results.append(run_trial(ground, Trial(name, action, nth, keep)))
@@ -244,8 +244,9 @@ def _start_for(ground: Ground, name: str) -> str:
 
 
 def _check_failure(trial: Trial, code: int) -> str:
-    if trial.action == "kill":
-        return "" if code == -signal.SIGKILL else f"not reached: the run ended with exit code {code}"
+    expected = {"kill": -signal.SIGKILL, "exit": EXIT_CODE}.get(trial.action)
+    if expected is not None:
+        return "" if code == expected else f"not reached: the run ended with exit code {code}"
     # An error while pruning does not end a run: the save itself holds.
     return (
         "" if code in (0, _REFUSED) else f"{trial.action} ended the run with exit code {code}, without a clear message"

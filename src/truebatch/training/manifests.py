@@ -58,7 +58,8 @@ def new_manifest(step: int, files: Mapping[str, FileFacts], *, fingerprint: str,
 def manifest_text(manifest: Manifest) -> str:
     """The manifest as JSON that holds a hash of itself, so that a changed manifest is seen too."""
     values = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
-    return to_json(values | {"check": _check_of(values)}, indent=1) + "\n"
+    # No line end: a file that lost its last byte must not read the same.
+    return to_json(values | {"check": _check_of(values)}, indent=1)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -5,6 +5,7 @@ signal -> flag -> the loop finishes the step, saves and ends with exit code 75; 
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -38,10 +39,17 @@ class StopFlag:
     requested: StopRequested | None = None
     note: str = ""
     """Why signals are not caught here; empty when they are."""
+    _ctrl_c: float | None = None
 
     def request(self, signal_name: str) -> None:
         """Ask the loop to stop, as a signal does; the first asker is remembered."""
         self.requested = self.requested or StopRequested(signal_name, time.monotonic())
+
+    def is_second_ctrl_c(self) -> bool:
+        """Note a Ctrl-C; True when the user has pressed it before."""
+        now, before = time.monotonic(), self._ctrl_c
+        self._ctrl_c = now if before is None else before
+        return before is not None and now - before >= _echo_seconds()
 
 
 @contextmanager
@@ -68,6 +76,11 @@ def catch_signals() -> Iterator[StopFlag]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
+def _echo_seconds() -> float:
+    # A launcher of several processes hands on the Ctrl-C that the terminal has already sent to each of them.
+    return 1.0 if "LOCAL_RANK" in os.environ else 0.0
+
+
 def _numbers() -> list[int]:
     return [int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name)]
 
@@ -75,7 +88,7 @@ def _numbers() -> list[int]:
 def _handler(flag: StopFlag) -> Any:
     def handle(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if number == signal.SIGINT and flag.requested is not None and flag.requested.signal_name == name:
+        if number == signal.SIGINT and flag.is_second_ctrl_c():
             raise KeyboardInterrupt
         flag.request(name)
 

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -91,5 +92,8 @@ def _give_up(dog: Watchdog, report: str, on_stuck: Callable[[str], None] | None)
         faulthandler.dump_traceback(file=dog.file, all_threads=True)
         if on_stuck is not None:
             on_stuck(report)
+    except BaseException:
+        # Nobody is left to raise it to: the process ends here.
+        traceback.print_exc(file=dog.file)
     finally:
         os._exit(EXIT_INTERRUPTED)

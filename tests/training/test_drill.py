@@ -1,0 +1,187 @@
+"""Killed anywhere, a run goes on by itself and ends bit for bit as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from truebatch.cli import run
+from truebatch.training import drill
+from truebatch.training.checkpoints import load_newest
+from truebatch.training.drill import CONFIG, Trial, end_of, num_visits, practise, prepare_ground, run_trial
+from truebatch.training.failpoints import ERRORS, FAILPOINTS
+from truebatch.training.keeping import list_checkpoints
+from truebatch.training.runs import open_run
+
+DRILLED = [name for name in FAILPOINTS if not name.startswith(("loop.", "step."))]
+"""The loop has kill tests of its own; everything below it is visited by the small run of the drill."""
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory):
+    return prepare_ground(tmp_path_factory.mktemp("drill") / "演 练")
+
+
+def test_the_small_run_comes_to_every_failpoint(ground):
+    assert {name for name in FAILPOINTS if num_visits(ground, name)} == set(DRILLED)
+    assert len(DRILLED) >= 40
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+@pytest.mark.parametrize("part", range(8))
+def test_a_kill_at_every_failpoint_is_survived(ground, keep, part):
+    for name in DRILLED[part::8]:
+        # keep=1: the last but one visit, with a full folder; keep=3: the first one.
+        nth = max(1, num_visits(ground, name) - 1) if keep == 1 else 1
+        assert run_trial(ground, Trial(name, "kill", nth, keep)).problem == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", [1, 3])
+@pytest.mark.parametrize("name", DRILLED)
+def test_every_failure_at_every_visit_is_survived(ground, keep, name):
+    for nth in range(1, num_visits(ground, name) + 1):
+        for action in ("kill", "exit", *ERRORS):
+            assert run_trial(ground, Trial(name, action, nth, keep)).problem == ""
+
+
+def test_a_trial_that_does_not_recover_is_told(ground, monkeypatch):
+    spoilt = {start: {**end, "metrics": b""} for start, end in ground.ends.items()}
+    result = run_trial(drill.Ground(ground.folder, ground.visits, spoilt), Trial("prune.done", "kill"))
+    assert "ended otherwise" in result.problem
+    assert "not reached" in run_trial(ground, Trial("prune.done", "kill", nth=999)).problem
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_a_thousand_kills_at_random_times_are_survived(ground, tmp_path, part):
+    draw = random.Random(part)
+    for number in range(100):
+        folder = tmp_path / str(number)
+        shutil.copytree(ground.folder / "go-on", folder)
+        keep = draw.choice([1, 3])
+        kill_at_random(folder, keep, draw)
+        assert load_newest(folder / "run" / "checkpoints") is not None
+        assert drill._in_child(drill._attempt, folder, keep, False, "") == 0
+        assert end_of(folder / "run") == ground.ends["go-on"]
+        shutil.rmtree(folder)
+
+
+def kill_at_random(folder: Path, keep: int, draw: random.Random) -> None:
+    process = drill._context().Process(target=drill._child, args=(drill._attempt, (folder, keep, False, "")))
+    process.start()
+    owner = folder / "run" / ".owner.json"
+    before = owner.stat().st_mtime_ns
+    while process.is_alive() and owner.stat().st_mtime_ns == before:
+        time.sleep(0.0005)
+    time.sleep(draw.random() * 0.08)
+    process.kill()
+    process.join()
+
+
+# Every call to the system
+
+CALLS = ("write", "fsync", "rename", "mkdir", "unlink", "unlinkat", "rmdir", "openat", "ftruncate")
+
+
+def attempt_under_strace(folder: Path, inject: str) -> tuple[int, bool]:
+    """Go on with the run in a forked child that strace has taken hold of; gives its exit code and if it was hit."""
+    ready, go = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(ready, 1)
+        code = 0
+        try:
+            drill._attempt(folder, 1, False, "")
+        except Exception as error:
+            code = 2 if hasattr(error, "do") else 70
+        os._exit(code)
+    log = folder / "strace.log"
+    tracer = subprocess.Popen(
+        [
+            "strace",
+            "-p",
+            str(child),
+            "-o",
+            str(log),
+            "-e",
+            f"trace={inject.partition(':')[0]}",
+            "-e",
+            f"inject={inject}",
+        ],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert "attached" in tracer.stderr.readline()
+    os.write(go, b"x")
+    _, status = os.waitpid(child, 0)
+    tracer.wait(60)
+    tracer.stderr.close()
+    os.close(ready)
+    os.close(go)
+    text = log.read_text()
+    return os.waitstatus_to_exitcode(status), "INJECTED" in text or "SIGKILL" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("fault", ["signal=KILL", "error=ENOSPC", "error=EIO", "error=EDQUOT", "error=EROFS"])
+def test_a_fault_of_any_call_to_the_system_is_survived(ground, tmp_path, call, fault):
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
+    hits = 0
+    for nth in range(1, 400):
+        folder = tmp_path / str(nth)
+        shutil.copytree(ground.folder / "go-on", folder)
+        code, was_hit = attempt_under_strace(folder, f"{call}:{fault}:when={nth}")
+        if not was_hit:
+            break
+        hits += 1
+        assert code == -signal.SIGKILL if "KILL" in fault else code in (0, 2), (nth, code)
+        assert load_newest(folder / "run" / "checkpoints") is not None, nth
+        assert drill._in_child(drill._attempt, folder, 1, False, "") == 0, nth
+        assert end_of(folder / "run") == ground.ends["go-on"], nth
+        shutil.rmtree(folder)
+    assert hits
+
+
+def test_the_quiet_run_keeps_what_it_should(tmp_path):
+    with open_run(tmp_path / "run", CONFIG) as opened:
+        practise(opened, keep=1)
+    assert [entry.step for entry in list_checkpoints(tmp_path / "run" / "checkpoints")] == [drill.BEST, drill.STEPS]
+
+
+# The command
+
+
+def test_doctor_looks_at_the_machine_and_says_what_is_well(tmp_path, capsys):
+    assert run(["doctor", "--folder", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    for word in ("torch", "numba", "accelerator", "one owner at a time", "GiB free"):
+        assert word in out
+    assert not list(tmp_path.iterdir())
+
+
+def test_doctor_fails_where_runs_cannot_be_kept(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert run(["doctor", "--folder", str(tmp_path / "file")]) == 1
+    assert "failed" in capsys.readouterr().out
+
+
+def test_the_drill_of_the_command_shows_every_trial_and_ends_with_1_when_one_fails(tmp_path, capsys, monkeypatch):
+    names = ["write.synced", "checkpoint.after_manifest"]
+    monkeypatch.setattr(drill, "FAILPOINTS", names)
+    assert run(["doctor", "--drill", "--folder", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "4 of 4 trials recovered" in out
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(drill, "_check_left", lambda folder, start: "planted")
+    assert run(["doctor", "--drill", "--folder", str(tmp_path), "--json"]) == 1
+    assert '"planted"' in capsys.readouterr().out
