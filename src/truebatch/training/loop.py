@@ -35,6 +35,8 @@ from truebatch.training.step import Engine, StepOutcome, apply_update, step_coun
 from truebatch.training.task import TrainData, alone_of, measure_by_reading
 
 Record = dict[str, Any]
+ASKED = "asked to stop"
+"""How the reason of an interrupted run begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,7 @@ def _run(job: Job, plan_config: PlanConfig) -> TrainResult:
     finally:
         if log is not None:
             log.close()
-    is_interrupted = job.stop.requested is not None and progress.why.startswith("asked")
+    is_interrupted = progress.why.startswith(ASKED)
     _status(job, "interrupted" if is_interrupted else "done", progress, exit_code=75 if is_interrupted else 0)
     return TrainResult(progress.step, job.records, progress.best_loss, progress.why, is_interrupted)
 
@@ -336,7 +338,7 @@ def _after_step(job: Job, progress: Progress, log: MetricsLog | None) -> None:
     if is_last:
         progress.is_done, progress.why = True, "all steps are done"
     elif wants_stop:
-        progress.is_done, progress.why = True, str(job.stop.requested or "asked to stop on another rank")
+        progress.is_done, progress.why = True, str(job.stop.requested or f"{ASKED} on another rank")
     due = is_best or progress.is_done or _is_due(job.config.save_every, progress, is_end_of_epoch)
     if job.run is not None and due:
         if log is not None:
@@ -349,7 +351,7 @@ def _after_step(job: Job, progress: Progress, log: MetricsLog | None) -> None:
 
 def _resumable(progress: Progress) -> Progress:
     """What a checkpoint says: an interruption is not the end of the run."""
-    is_over = progress.is_done and not progress.why.startswith("asked")
+    is_over = progress.is_done and not progress.why.startswith(ASKED)
     return Progress(**{**progress.as_dict(), "is_done": is_over, "why": progress.why if is_over else ""})
 
 
