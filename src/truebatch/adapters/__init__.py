@@ -1,0 +1,1 @@
+"""Planned steps and exact losses inside the training loops people have already."""

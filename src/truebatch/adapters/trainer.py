@@ -1,0 +1,306 @@
+"""Planned steps and the exact loss for any Hugging Face Trainer: `class MyTrainer(TruebatchMixin, Trainer)`.
+
+The trainer's loop asks for `gradient_accumulation_steps` items an update. It gets exactly that many, each with some of
+the step's micro-batches (or none): its counters, callbacks, schedules, logs and checkpoints need not know.
+
+train_dataset, collator -> plan -> step by its number -> items of the loop -> sums / counts -> sum over ranks -> update
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import AbstractContextManager
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from transformers.trainer_callback import ExportableState, TrainerCallback
+from transformers.trainer_utils import EvalLoopOutput
+
+from truebatch.adapters.planned import AdapterConfig, PlannedData, bare_model, plan_data
+from truebatch.adapters.refusals import refuse_settings
+from truebatch.errors import BatchError, RunError
+from truebatch.hf.objectives import HeadObjective
+from truebatch.tensors.loader import LoadedStep, LoaderConfig
+from truebatch.tensors.microbatch import MicroBatch
+from truebatch.training.evaluating import evaluate_loss
+from truebatch.training.law import refuse_couplings
+from truebatch.training.optimising import Group
+from truebatch.training.reducing import num_ranks, rank, reduce_gradients, sum_over_ranks
+from truebatch.training.step import Engine, accumulate, step_counts
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Trainer
+else:
+    _Trainer = object
+
+
+class StepRecord(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """What decides the steps, kept in `trainer_state.json`: a checkpoint of other steps is refused, not continued."""
+
+    def __init__(self, data: str = "", samples_per_step: int = 0, seed: int = 0) -> None:
+        self.identity = {"data": data, "samples_per_step": samples_per_step, "seed": seed}
+
+    def state(self) -> dict[str, Any]:
+        """As transformers stores callbacks."""
+        return {"args": self.identity, "attributes": {}}
+
+
+class ItemNumbers(Dataset[int]):
+    """The items of an epoch by number; item k belongs to step k // items_per_step."""
+
+    def __init__(self, num_items: int, num_samples: int) -> None:
+        self.num_items, self.num_samples = num_items, num_samples
+        self.epoch: int | None = None
+
+    def __len__(self) -> int:
+        return self.num_items
+
+    def __getitem__(self, number: int) -> int:
+        return number
+
+
+class ItemLoader(DataLoader[int]):
+    """What the trainer's loop counts and skips: numbers. A skipped number costs nothing, nothing behind it is read."""
+
+    def __init__(self, numbers: ItemNumbers) -> None:
+        # An own generator: the loader must not draw from the one that dropout draws from.
+        super().__init__(numbers, collate_fn=_only, generator=torch.Generator())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the trainer before every epoch."""
+        numbers = self.dataset
+        assert isinstance(numbers, ItemNumbers)
+        numbers.epoch = epoch
+
+
+def _only(numbers: list[int]) -> int:
+    return numbers[0]
+
+
+class OpenStep:
+    """A step under way: what its loss is divided by, and what it has summed to so far."""
+
+    def __init__(self, step: LoadedStep, counts: dict[str, int], device: torch.device) -> None:
+        self.step, self.counts = step, counts
+        self.loss = torch.zeros((), device=device)
+
+    @property
+    def sample_ids(self) -> list[int]:
+        """This rank's samples."""
+        return [i for batch in self.step for i in batch.sample_ids]
+
+
+class Item(dict[str, Tensor]):
+    """One item of the trainer's loop: some micro-batches of a step, with their ids for its token counters."""
+
+    def __init__(self, batches: Sequence[MicroBatch], of: OpenStep, *, is_last: bool) -> None:
+        ids = [batch["input_ids"].flatten() for batch in batches]
+        real = [batch.is_real.flatten() for batch in batches]
+        empty = torch.zeros(0, dtype=torch.int64)
+        super().__init__(input_ids=torch.cat([empty, *ids]), attention_mask=torch.cat([empty, *real]))
+        self.batches, self.of, self.is_last = tuple(batches), of, is_last
+
+
+class TruebatchMixin(_Trainer):  # type: ignore[misc]
+    """Stand it before a Trainer: `class MyTrainer(TruebatchMixin, Trainer)`, then use it as before.
+
+    A step is per_device_train_batch_size x gradient_accumulation_steps x devices samples, planned by length; a forward
+    pass holds at most per_device_train_batch_size of them, less where `truebatch=AdapterConfig(cells=...)` says so. The
+    loss is summed from logits and divided once over the step and all ranks; so are the logged loss and `eval_loss`.
+    The user's collator is called with one sample at a time. `resume_from_checkpoint` continues with the next step.
+    What cannot be exact is refused with a reason.
+    """
+
+    def __init__(self, *args: Any, truebatch: AdapterConfig | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.truebatch = truebatch or AdapterConfig()
+        self._planned: PlannedData | None = None
+        self._steps: Generator[LoadedStep, None, None] | None = None
+        self._place: tuple[int, int] = (-1, -1)
+        refuse_settings(self, TruebatchMixin)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's own; refuses models whose result would depend on how a step is cut."""
+        refuse_settings(self, TruebatchMixin)
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self._close_steps()
+
+    def get_train_dataloader(self) -> DataLoader[int]:
+        """The numbers of an epoch's items; the steps behind them are planned here and read in `get_batch_samples`."""
+        given = super().get_train_dataloader()
+        self.model.train()
+        refuse_couplings(self.model, self.truebatch.allow)
+        config = self.truebatch.plan_config(
+            samples=self.args.per_device_train_batch_size,
+            samples_per_step=self.get_total_train_batch_size(self.args),
+            seed=self._data_seed(),
+        )
+        planned = plan_data(given.dataset, given.collate_fn, bare_model(self.model), config)
+        self._close_steps()
+        self._planned = planned
+        self.remove_callback(StepRecord)
+        self.add_callback(StepRecord(**planned.identity()))
+        items = planned.num_steps * self.args.gradient_accumulation_steps
+        return ItemLoader(ItemNumbers(items, len(planned.measured.lengths)))
+
+    def num_examples(self, dataloader: Any) -> int:
+        """How many samples there are behind a dataloader."""
+        numbers = getattr(dataloader, "dataset", None)
+        return numbers.num_samples if isinstance(numbers, ItemNumbers) else int(super().num_examples(dataloader))
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[int], num_batches: int, device: torch.device
+    ) -> tuple[list[Item], None]:
+        """All items of the next step, found by its number."""
+        numbers = list(islice(epoch_iterator, num_batches))
+        if not numbers:
+            return [], None
+        step = self._read_step(numbers[0] // self.args.gradient_accumulation_steps)
+        counts = step_counts(step.batches, self._objective(), step.counts, device=device)
+        opened = OpenStep(step, counts, device)
+        return _items(opened, len(numbers)), None
+
+    def training_step(self, model: nn.Module, inputs: Item, num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward of an item's micro-batches; with the last item, the sum over ranks and the true loss."""
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        engine, opened = self._engine(model, groups=(Group(optimiser=self.optimizer),)), inputs.of
+        sums = accumulate(engine, inputs.batches, opened.counts, epoch=self._place[0])
+        for name, value in sums.items():
+            opened.loss += value / max(opened.counts[name], 1)
+        if not inputs.is_last:
+            return torch.zeros((), device=self.args.device)
+        reduce_gradients([p for p in model.parameters() if p.requires_grad])
+        self._empty_cache()
+        return self._true_loss(opened)
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """The exact loss over the whole dataset; predictions, where somebody wants them, as the trainer makes them."""
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        if loss_only:
+            output = EvalLoopOutput(
+                predictions=None, label_ids=None, metrics={}, num_samples=self.num_examples(dataloader)
+            )
+        else:
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        name = f"{metric_key_prefix}_loss"
+        if loss_only or name in output.metrics:
+            output.metrics[name] = self._exact_loss(dataloader)
+        return output
+
+    def _exact_loss(self, dataloader: Any) -> float:
+        config = self.truebatch.plan_config(
+            samples=self.args.per_device_eval_batch_size,
+            samples_per_step=self.args.per_device_eval_batch_size * self.args.world_size,
+            seed=self._data_seed(),
+        )
+        planned = plan_data(dataloader.dataset, dataloader.collate_fn, bare_model(self.model), config)
+        engine = self._engine(self.model, groups=(), planned=planned)
+        engine.model.to(self.args.device)
+        terms = evaluate_loss(engine, planned.samples, planned.measured, planned.head.fields, config)
+        return sum(terms.values())
+
+    def _engine(self, model: nn.Module, groups: tuple[Group, ...], planned: PlannedData | None = None) -> Engine:
+        """The model without the wrapper of its ranks: gradients are summed once a step, not in every backward."""
+        return Engine(
+            model=bare_model(model),
+            objective=self._objective(planned),
+            groups=groups,
+            device=self.args.device,
+            autocast=self._autocast,
+            scaler=getattr(self.accelerator, "scaler", None),
+            seed=self._data_seed(),
+        )
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        context: AbstractContextManager[object] = self.accelerator.autocast()
+        return context
+
+    def _objective(self, planned: PlannedData | None = None) -> HeadObjective:
+        planned = planned or self._planned
+        assert planned is not None, "get_train_dataloader comes before the first step"
+        return HeadObjective(head=planned.head)
+
+    def _data_seed(self) -> int:
+        return int(self.args.seed if self.args.data_seed is None else self.args.data_seed)
+
+    def _read_step(self, number: int) -> LoadedStep:
+        """The step of this number in the epoch the loop is in; a new epoch, or a jump, opens the loader there."""
+        planned = self._planned
+        assert planned is not None
+        numbers = self.callback_handler.train_dataloader.dataset
+        # A loop that resumed in the middle of an epoch stands on a loader of its own, which no epoch was set on.
+        epoch = numbers.epoch if numbers.epoch is not None else self.state.global_step // planned.num_steps
+        if self._steps is None or self._place != (epoch, number):
+            self._refuse_other_steps(planned)
+            self._close_steps()
+            self._steps = planned.load(
+                epoch, rank=rank(), ranks=num_ranks(), start_step=number, config=self._loader_config()
+            )
+        self._place = (epoch, number + 1)
+        return next(self._steps)
+
+    def _loader_config(self) -> LoaderConfig:
+        return LoaderConfig(
+            workers=self.args.dataloader_num_workers,
+            prefetch=self.args.dataloader_prefetch_factor or 2,
+            pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
+        )
+
+    def _close_steps(self) -> None:
+        if self._steps is not None:
+            self._steps.close()
+        self._steps, self._place = None, (-1, -1)
+
+    def _refuse_other_steps(self, planned: PlannedData) -> None:
+        saved = self.state.stateful_callbacks.get(StepRecord.__name__, {})
+        saved = (saved[0] if isinstance(saved, list) else saved).get("args", planned.identity())
+        wrong = {k: (v, planned.identity()[k]) for k, v in saved.items() if v != planned.identity()[k]}
+        if wrong and self.state.global_step:
+            name, (then, now) = next(iter(wrong.items()))
+            raise RunError(
+                "the checkpoint was made with other steps, so its number of steps means other samples",
+                seen=f"{name}={then!r} in the checkpoint, {now!r} now",
+                do="keep the data, the seed and per_device_train_batch_size x gradient_accumulation_steps x devices",
+            )
+
+    def _empty_cache(self) -> None:
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0 and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _true_loss(self, opened: OpenStep) -> Tensor:
+        loss = float(sum_over_ranks(opened.loss))
+        if not math.isfinite(loss):
+            raise BatchError(
+                f"the loss of step {opened.step.number} of this epoch is {loss}",
+                seen=f"samples {opened.sample_ids[:16]} on rank {rank()}, update {self.state.global_step}",
+                do="look at these samples and at the learning rate; the last checkpoint is from before this step",
+            )
+        return torch.tensor(loss, device=self.args.device)
+
+
+def _items(opened: OpenStep, number: int) -> list[Item]:
+    """The micro-batches of a step over the items of one update, in order; every micro-batch in exactly one."""
+    batches = opened.step.batches
+    ends = [len(batches) * (k + 1) // number for k in range(number)]
+    return [
+        Item(batches[start:end], opened, is_last=end_at == number - 1)
+        for end_at, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
+    ]
