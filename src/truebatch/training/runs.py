@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 import psutil
 from filelock import FileLock, Timeout
@@ -33,7 +33,7 @@ from truebatch.training.keeping import clean_leftovers
 from truebatch.yamlfiles import parse_yaml, read_yaml
 
 CONFIG, METRICS, STATUS, OWNER, LOCK = "config.yaml", "metrics.jsonl", "status.json", ".owner.json", ".lock"
-STATES = ("running", "done", "interrupted", "failed")
+RunState = Literal["running", "done", "interrupted", "failed"]
 _MOST_BYTES = 1 << 20
 _RELEASE_SECONDS = 20.0
 
@@ -111,10 +111,10 @@ def config_fingerprint(config: Any) -> str:
     return hashlib.sha256(repr(given).encode()).hexdigest()
 
 
-def write_status(run: Run, state: str, *, step: int, exit_code: int | None = None, message: str = "") -> None:
-    """Replace `status.json`: state (one of `STATES`), step, exit code, time and process."""
-    if state not in STATES:
-        raise RunError("a run has no such state", seen=repr(state), do=f"use one of: {', '.join(STATES)}")
+def write_status(run: Run, state: RunState, *, step: int, exit_code: int | None = None, message: str = "") -> None:
+    """Replace `status.json`: state, step, exit code, time and process."""
+    if state not in get_args(RunState):
+        raise RunError("a run has no such state", seen=repr(state), do=f"use one of: {', '.join(get_args(RunState))}")
     status = {"state": state, "step": step, "exit_code": exit_code, "message": message, **_this_process()}
     try:
         failpoint("status.before_write")
