@@ -15,14 +15,15 @@ from typing import Annotated, Any
 import typer
 
 from truebatch import __version__
+from truebatch.commands.bench import bench_app
 from truebatch.commands.demo import show_demo
 from truebatch.commands.doctor import show_doctor
 from truebatch.commands.env import show_environment
 from truebatch.commands.plan import show_plan
 from truebatch.commands.verify import show_verify
-from truebatch.errors import LawError, TruebatchError
+from truebatch.errors import TruebatchError, exit_code_of
 
-DONE, CHECK_FAILED, USAGE, OUR_FAULT, INTERRUPTED = 0, 1, 2, 70, 75
+DONE, USAGE, OUR_FAULT, INTERRUPTED = 0, 2, 70, 75
 
 # typer carries its own copy of click in newer versions; its public error class leads to the base in both.
 _ClickError: Any = typer.BadParameter.__mro__[2]
@@ -42,6 +43,7 @@ app.command("verify", short_help="Prove that a batch equals one by one, or name 
 app.command("doctor", short_help="Check this machine; with --drill, kill a small run everywhere and see it recover.")(
     show_doctor
 )
+app.add_typer(bench_app, name="bench", short_help="Make the measured tables again.")
 app.command("env", short_help="Describe this machine for a bug report.")(show_environment)
 
 
@@ -104,7 +106,7 @@ def _report(error: BaseException, arguments: list[str], *, debug: bool) -> int:
         return INTERRUPTED
     if isinstance(error, TruebatchError):
         _say(error.wrong, error.seen, error.do)
-        return CHECK_FAILED if isinstance(error, LawError) else USAGE
+        return exit_code_of(error)
     if isinstance(error, _ClickError):
         return _report_usage(error, arguments)
     if isinstance(error, OSError):

@@ -70,3 +70,15 @@ class RunError(TruebatchError):
 
 class CheckpointError(TruebatchError):
     """A checkpoint cannot be written, or cannot be trusted."""
+
+
+def exit_code_of(error: BaseException) -> int:
+    """The exit code of a command that ends with this error; a run's `status.json` says the same.
+
+    1: a check failed; 2: usage, configuration or the machine; 70: a fault of ours; 75: interrupted, run it again.
+    """
+    if isinstance(error, KeyboardInterrupt):
+        return 75
+    if isinstance(error, LawError):
+        return 1
+    return 2 if isinstance(error, TruebatchError | OSError | MemoryError) else 70

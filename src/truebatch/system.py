@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from truebatch.objective import Objective
 from truebatch.planning.measuring import Measured
+from truebatch.planning.rows import Layout
 from truebatch.tensors.field import Field
+from truebatch.tensors.reading import Transform
 
 Sample = Mapping[str, Any]
 Dataset = Sequence[Sample]
@@ -33,3 +36,15 @@ class System:
     objective: Callable[[Any], Objective]
     evaluate: Callable[[Any, nn.Module, Dataset], Mapping[str, float]] | None = None
     """Figures of a trained model on a dataset; None if the loss is all there is."""
+    validation: Callable[[Any], Dataset | None] | None = None
+    """Samples that are never trained on."""
+    transform: Callable[[Any], Transform] | None = None
+    """Augmentation keyed by sample id and epoch."""
+    groups: Callable[[Any, nn.Module], Sequence[Any]] | None = None
+    """Optimisers of their own (`training.optimising.Group`); by default AdamW over all trainable parameters."""
+    choose_layout: Callable[[Any, nn.Module], tuple[Layout, str]] | None = None
+    """The layout where none is asked for, and why in one line; by default padded."""
+    describe: Callable[[Any], Sequence[str]] | None = None
+    """Lines for the start of a run: what was read, and what was done to it."""
+    save: Callable[[Any, nn.Module, Path], None] | None = None
+    """Write the trained model into an empty folder, for use without truebatch."""

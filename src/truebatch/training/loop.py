@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from truebatch.errors import ConfigError, RunError
+from truebatch.errors import ConfigError, RunError, exit_code_of
 from truebatch.objective import Objective
 from truebatch.planning.measured import Measured
 from truebatch.planning.plan import Plan, build_plan
@@ -23,16 +22,18 @@ from truebatch.training.checking import compare_with_one_by_one
 from truebatch.training.evaluating import evaluate_loss
 from truebatch.training.law import Coupling, refuse_couplings
 from truebatch.training.metrics import MetricsLog, open_metrics
+from truebatch.training.opening import opened_run
 from truebatch.training.optimising import Group, check_terms, make_groups
 from truebatch.training.place import find_place, move_model
 from truebatch.training.progress import Progress
 from truebatch.training.reducing import num_ranks, rank, sum_over_ranks
-from truebatch.training.runs import Run, open_run, write_status
+from truebatch.training.runs import Run, write_status
 from truebatch.training.saving import resume_run, save_run
 from truebatch.training.settings import TrainConfig
 from truebatch.training.signals import EXIT_INTERRUPTED, StopFlag, catch_signals
 from truebatch.training.step import Engine, StepOutcome, apply_update, step_counts, take_gradients
-from truebatch.training.task import TrainData, alone_of, measure_by_reading
+from truebatch.training.task import TrainData, alone_of, first_samples, measure_by_reading
+from truebatch.training.watching import Watch
 
 Record = dict[str, Any]
 ASKED = "asked to stop"
@@ -69,6 +70,7 @@ class Job:
     run: Run | None
     stop: StopFlag
     say: Callable[[str], None]
+    watches: Sequence[Watch] = ()
     records: list[Record] = field(default_factory=list)
 
 
@@ -79,21 +81,24 @@ def train(
     config: TrainConfig,
     *,
     groups: Sequence[Group] | None = None,
-    out: str | Path | None = None,
+    out: str | Path | Run | None = None,
     say: Callable[[str], None] | None = None,
+    watches: Sequence[Watch] = (),
 ) -> TrainResult:
     """Train a model; with `out`, as a run that can be killed at any moment and goes on when it is started again.
 
     Args:
         groups: parameters with optimisers of their own; by default AdamW over all trainable parameters.
-        out: the run's folder. The same settings go on with it, others are refused with the field named.
+        out: the run's folder, or an open run. The same settings go on with it, others are refused by name.
         say: gets one line now and then; by default nothing is printed.
+        watches: told of every step, on rank 0.
     """
     plan_config = config.plan_config()
     couplings = refuse_couplings(model.train(), config.allow)
     place = find_place(config)
     move_model(model, place, config)
     name_purposes(model)
+    data = first_samples(data, config.limit)
     measured = data.measured or measure_by_reading(data.samples, data.fields)
     engine = Engine(
         model=model,
@@ -106,10 +111,10 @@ def train(
         stand_in=lambda: alone_of(data, epoch=0)(0),
     )
     num_steps = _num_steps(measured, plan_config, config)
-    with _opened(out, config) as run, catch_signals() as stop:
+    with opened_run(out, config) as run, catch_signals() as stop:
         job = Job(
             engine=engine, data=data, measured=measured, config=config, num_steps=num_steps, couplings=couplings,
-            run=run, stop=stop, say=say or (lambda _line: None),
+            run=run, stop=stop, say=say or (lambda _line: None), watches=watches if rank() == 0 else (),
         )  # fmt: skip
         return _run(job, plan_config)
 
@@ -130,25 +135,11 @@ def _num_steps(measured: Measured, plan_config: PlanConfig, config: TrainConfig)
     return min(config.max_steps or config.epochs * each, config.epochs * each)
 
 
-@contextmanager
-def _opened(out: str | Path | None, config: TrainConfig) -> Iterator[Run | None]:
-    """Rank 0 owns the run folder; the others read its checkpoints and write nothing."""
-    if out is None:
-        yield None
-        return
-    if rank() == 0:
-        with open_run(Path(out), config, may_change=("devices", "workers", "keep", "epochs", "max_steps")) as run:
-            if num_ranks() > 1:
-                torch.distributed.barrier()
-            yield run
-        return
-    torch.distributed.barrier()
-    yield Run(Path(out), {})
-
-
 def _run(job: Job, plan_config: PlanConfig) -> TrainResult:
     progress = _begin(job)
     log = _open_log(job, progress)
+    for watch in job.watches:
+        watch.begin(progress.step, job.num_steps)
     try:
         _status(job, "running", progress)
         while not progress.is_done:
@@ -158,7 +149,7 @@ def _run(job: Job, plan_config: PlanConfig) -> TrainResult:
             )  # fmt: skip
             progress = _epoch(job, progress, plan, log)
     except BaseException as error:
-        _status(job, "failed", progress, exit_code=1, message=f"{type(error).__name__}: {error}")
+        _status(job, "failed", progress, exit_code=exit_code_of(error), message=f"{type(error).__name__}: {error}")
         raise
     finally:
         if log is not None:
@@ -316,8 +307,14 @@ def _record(
         "equality": "in distribution" if job.couplings else "exact",
     }
     job.records.append(record)
+    _tell(job, log, record)
+
+
+def _tell(job: Job, log: MetricsLog | None, record: Record) -> None:
     if log is not None:
-        log.write(progress.step, {k: v for k, v in record.items() if k != "step"})
+        log.write(record["step"], {k: v for k, v in record.items() if k != "step"})
+    for watch in job.watches:
+        watch.record(record)
 
 
 def _tokens_and_cells(job: Job, loaded: LoadedStep) -> tuple[int, int]:
@@ -373,8 +370,8 @@ def _validate(job: Job, progress: Progress, log: MetricsLog | None) -> bool:
     terms = evaluate_loss(job.engine, job.data.validation, measured, job.data.fields, job.config.plan_config())
     total = sum(terms.values())
     is_best = progress.improve(total, min_delta=job.config.min_delta)
-    if log is not None:
-        log.write(progress.step, {"validation_loss": total, **{f"validation/{k}": v for k, v in terms.items()}})
+    named = {f"validation/{name}": value for name, value in terms.items()}
+    _tell(job, log, {"step": progress.step, "validation_loss": total, **named})
     job.say(f"step {progress.step}: validation loss {total:.4f}" + (" (best)" if is_best else ""))
     patience = job.config.patience
     if patience is not None and progress.validations_without_improvement >= patience:

@@ -76,6 +76,10 @@ class TrainConfig:
     """Checkpoints kept beside the best one."""
     allow: tuple[str, ...] = ()
     """Couplings between samples that are accepted by name; the log then says 'equal in distribution'."""
+    track: tuple[str, ...] = ()
+    """Trackers that get every record, by name: tensorboard, wandb, swanlab, trackio, mlflow, and so on."""
+    limit: int | None = None
+    """Train on the first samples only: a quick try."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -87,7 +91,16 @@ class TrainConfig:
             "restarts",
         ):
             _check(name, getattr(self, name), least=1)
-        for name in ("max_steps", "samples_per_step", "batch_size", "cells", "pairs", "validate_every", "save_every"):
+        for name in (
+            "max_steps",
+            "samples_per_step",
+            "batch_size",
+            "cells",
+            "pairs",
+            "validate_every",
+            "save_every",
+            "limit",
+        ):
             if getattr(self, name) is not None:
                 _check(name, getattr(self, name), least=1)
         for name in ("warmup_steps", "workers", "seed"):

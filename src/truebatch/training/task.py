@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -58,3 +59,33 @@ def alone_of(data: TrainData, *, epoch: int) -> Callable[[int], MicroBatch]:
         return collate([sample], padded_rows(np.array([sample_id]), int(width)), data.fields)
 
     return alone
+
+
+@dataclass(frozen=True, slots=True)
+class FirstSamples:
+    """The first samples of a dataset."""
+
+    samples: Dataset
+    number: int
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, sample_id: int, /) -> Any:
+        return self.samples[sample_id]
+
+
+def first_samples(data: TrainData, limit: int | None) -> TrainData:
+    """The data with at most `limit` samples to train on; None leaves all. Validation stays whole."""
+    number = len(data.samples) if isinstance(data.samples, Sized) else 0
+    if limit is None or number <= limit:
+        return data
+    measured = data.measured and replace(
+        data.measured,
+        lengths=data.measured.lengths[:limit],
+        costs={name: column[:limit] for name, column in data.measured.costs.items()},
+        counts={name: column[:limit] for name, column in data.measured.counts.items()},
+        ids=data.measured.ids and data.measured.ids[:limit],
+        fingerprint="",
+    )
+    return replace(data, samples=FirstSamples(data.samples, limit), measured=measured)
