@@ -89,7 +89,7 @@ def kill_at_random(folder: Path, keep: int, draw: random.Random) -> None:
 
 # Every call to the system
 
-CALLS = ("write", "fsync", "rename", "mkdir", "unlink", "unlinkat", "rmdir", "openat", "ftruncate")
+CALLS = ("write", "fsync", "rename", "mkdir", "unlinkat", "rmdir", "openat")
 
 
 def attempt_under_strace(folder: Path, inject: str) -> tuple[int, bool]:
