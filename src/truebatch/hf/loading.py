@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from safetensors import SafetensorError
 from torch import nn
 
 from truebatch.errors import ConfigError, DataError
@@ -25,7 +26,7 @@ def load_model(folder: str | Path) -> nn.Module:
         model: nn.Module = model_class.from_pretrained(
             path, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype="auto"
         )
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise DataError(
             f"the model in {path} cannot be loaded",
             seen=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}",

@@ -15,19 +15,19 @@ from truebatch.proof.proving import VerifyConfig
 from truebatch.proof.report import VerifyReport
 from truebatch.proof.verification import verify
 from truebatch.system import System
-from truebatch.targets import is_target, resolve_target
+from truebatch.targets import call_target, is_target, resolve_target
 
 
 def ask(target: str, named: Mapping[str, str], *, layout: str = "all", tolerance: float | None = None) -> VerifyReport:
     """Resolve a target and what goes with it, and verify it."""
     config = VerifyConfig(layout=layout, tolerance=tolerance)  # type: ignore[arg-type]
-    given = {name: _value(name, resolve_target(text)) for name, text in named.items()}
+    given = {name: _value(name, text) for name, text in named.items()}
     if not is_target(target) or Path(target).is_dir():
         hf = import_module("truebatch.hf.loading")
         return _ask_about(hf.load_model(target), given, config)
     found = resolve_target(target)
     if _is_setup(found, given):
-        found = found()
+        found = call_target(target, found)
     if isinstance(found, Mapping):
         return verify(**{**found, **given, "config": config})
     if isinstance(found, tuple):
@@ -56,9 +56,10 @@ def _is_setup(found: Any, given: Mapping[str, Any]) -> bool:
     return all(p.default is not p.empty or p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
 
 
-def _value(name: str, found: Any) -> Any:
+def _value(name: str, text: str) -> Any:
     """Samples, fields and an objective may be given by a function or a class that makes them."""
+    found = resolve_target(text)
     if name == "one" or not callable(found):
         return found
     is_maker = inspect.isclass(found) or (inspect.isfunction(found) and not inspect.signature(found).parameters)
-    return found() if is_maker else found
+    return call_target(text, found) if is_maker else found

@@ -57,7 +57,7 @@ def choose_layout(
     reports: dict[LayoutName, VerifyReport] = {}
     reasons: dict[LayoutName, str] = {}
     for layout in ORDER:
-        subject = _subject(model, objective, samples, fields, layout)
+        subject = _subject(model, objective, samples, fields, layout, settings.causal)
         if subject is None:
             continue
         try:
@@ -94,7 +94,9 @@ def reason_against(report: VerifyReport) -> str:
     return report.unproven or f"{len(different)} arrangements differ from one by one"
 
 
-def _subject(model: Any, objective: Any, samples: Any, fields: Any, layout: LayoutName) -> Subject | None:
+def _subject(
+    model: Any, objective: Any, samples: Any, fields: Any, layout: LayoutName, causal: bool | None
+) -> Subject | None:
     if objective is not None:
         if samples is None or fields is None:
             raise ConfigError(
@@ -103,7 +105,7 @@ def _subject(model: Any, objective: Any, samples: Any, fields: Any, layout: Layo
                 do="call choose_layout(model, objective, samples, fields)",
             )
         under_mask = layout == "packed under a dense mask"
-        return None if under_mask else model_subject(model, objective, samples, fields, None)
+        return None if under_mask else model_subject(model, objective, samples, fields, causal)
     hf = import_module("truebatch.proof.hfsubject")  # transformers takes seconds to import: only when it is needed
     rows = "block" if layout == "packed under a dense mask" else "packed"
     subject: Subject = hf.hf_subject(model, samples or hf.random_samples(model), packed_rows=rows)
@@ -112,7 +114,7 @@ def _subject(model: Any, objective: Any, samples: Any, fields: Any, layout: Layo
 
 def _with_twins(subject: Subject) -> tuple[Subject, Arrangement]:
     """Every sample and another of the same length, two by two: a group never needs padding."""
-    twins = [changed_sample(sample, subject.fields, subject.samples) for sample in subject.samples]
+    twins = [changed_sample(subject, sample) for sample in subject.samples]
     number, lengths = len(twins), subject.lengths
     pieces = tuple(Piece(padded_rows(np.array([i, number + i]), lengths[i])) for i in range(number))
     both = replace(subject, samples=[*subject.samples, *twins])

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from truebatch.errors import AttentionError
 from truebatch.proof.arrangements import Arrangement, Piece
 from truebatch.proof.comparing import relative, scale_of
 from truebatch.proof.outputs import PerSample
-from truebatch.proof.subjects import Subject, is_marker
+from truebatch.proof.subjects import Subject, as_array, is_marker
 from truebatch.tensors.causal import guard_decoder_layers
 from truebatch.tensors.field import Field
 from truebatch.tensors.microbatch import MicroBatch, RowAxis
@@ -73,24 +73,40 @@ def _moves(before: PerSample, after: PerSample) -> list[float]:
 
 def _with_changed(subject: Subject, sample: int) -> list[Sample]:
     samples = list(subject.samples)
-    samples[sample] = changed_sample(samples[sample], subject.fields, samples)
+    samples[sample] = changed_sample(subject, samples[sample])
     return samples
 
 
-def changed_sample(sample: Sample, fields: Sequence[Field], samples: Sequence[Sample]) -> Sample:
-    """Another sample of the same shape: values in reverse order, real numbers with another sign as well."""
-    keys = {f.key: f for f in fields if f.kind != "once" and not is_marker(f, samples)}
-    new = {key: _other(sample[key], nested=f.kind == "nested") for key, f in keys.items()}
-    return {**sample, **new}
+def changed_sample(subject: Subject, sample: Sample) -> Sample:
+    """Another sample of the same shape: other whole numbers of those that may stand anywhere, other real numbers.
+
+    Whole numbers that lie flat (the sizes of images) say how the rest is to be read, and stay.
+    """
+    new = dict(sample)
+    for f in subject.fields:
+        is_shape = f.kind == "flat" and as_array(sample[f.key]).dtype.kind != "f"
+        if f.kind == "once" or f.shift or is_shape or is_marker(f, subject.samples):
+            continue
+        known = _known_values(subject, f)
+        value = sample[f.key]
+        new[f.key] = [_other(v, known) for v in value] if f.kind == "nested" else _other(value, known)
+    return new
 
 
-def _other(value: Any, *, nested: bool) -> Any:
-    if nested:
-        return [_other(inner, nested=False) for inner in value]
-    if isinstance(value, Tensor):
-        return 0.5 - value.flip(0) if value.is_floating_point() else value.flip(0)
-    array = np.asarray(value)[::-1].copy()
-    return (0.5 - array).astype(array.dtype) if array.dtype.kind == "f" else array
+def _known_values(subject: Subject, field: Field) -> NDArray[Any]:
+    if field.name in subject.plain_values:
+        return np.unique(np.asarray(subject.plain_values[field.name]))
+    values = [v for s in subject.samples for v in (s[field.key] if field.kind == "nested" else [s[field.key]])]
+    return np.unique(np.concatenate([as_array(v).reshape(-1) for v in values]))
+
+
+def _other(value: Any, known: NDArray[Any]) -> NDArray[Any]:
+    """Real numbers turned about; every known whole number replaced by the one half-way round; others kept."""
+    array = as_array(value)
+    if array.dtype.kind == "f":
+        return (0.5 - array).astype(array.dtype)
+    at = np.minimum(np.searchsorted(known, array), len(known) - 1)
+    return np.where(known[at] == array, known[(at + max(len(known) // 2, 1)) % len(known)], array).astype(array.dtype)
 
 
 def sees_later_tokens(subject: Subject, piece: Piece, limit: float) -> float:
@@ -99,25 +115,18 @@ def sees_later_tokens(subject: Subject, piece: Piece, limit: float) -> float:
     before = _outputs(subject, piece, subject.samples)
     length = subject.lengths[sample]
     samples = list(subject.samples)
-    samples[sample] = _with_other_last(samples[sample], subject.fields, samples)
+    samples[sample] = _with_other_last(subject, samples[sample])
     after = _outputs(subject, piece, samples)
     parts = [(before[n][0], after[n][0]) for n in before if before[n][0].shape[:1] == (length,)]
     moved = [relative(b[:-1], a[:-1], scale_of([a])) for a, b in parts if length > 1]
     return max((m for m in moved if not m <= limit), default=0.0)
 
 
-def _with_other_last(sample: Sample, fields: Sequence[Field], samples: Sequence[Sample]) -> Sample:
-    new = dict(sample)
-    for f in fields:
-        if f.kind != "along" or f.shift or is_marker(f, samples):
-            continue
-        values = np.array(sample[f.key])
-        if values.dtype.kind == "f":
-            values[-1] = 0.5 - values[-1]
-        else:
-            others = [v for v in values.tolist() if v != values[-1]]
-            values[-1] = others[0] if others else values[-1]
-        new[f.key] = values
+def _with_other_last(subject: Subject, sample: Sample) -> Sample:
+    changed, new = changed_sample(subject, sample), dict(sample)
+    for f in subject.fields:
+        if f.kind == "along" and not f.shift and not is_marker(f, subject.samples):
+            new[f.key] = np.concatenate([as_array(sample[f.key])[:-1], as_array(changed[f.key])[-1:]])
     return new
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from truebatch.objective import Objective
@@ -202,10 +203,18 @@ def _foreign(values: Tensor, is_empty: Tensor, filling: str, plain: Sequence[int
     return largest if filling == "large" else known[at].view(wanted.shape)
 
 
+def as_array(value: Any) -> NDArray[Any]:
+    """A value of a sample as an array, whatever it came as."""
+    if isinstance(value, Tensor):
+        plain = value.detach().cpu()
+        return (plain.float() if plain.dtype == torch.bfloat16 else plain).numpy()
+    return np.asarray(value)
+
+
 def is_marker(field: Field, samples: Sequence[Sample]) -> bool:
     """True if the pad value itself tells which cells are empty: ignored labels, masks of ones, ids looked for."""
     if field.marks_empty or field.pad == IGNORED:
         return True
-    values = [np.asarray(v) for s in samples for v in (s[field.key] if field.kind == "nested" else [s[field.key]])]
+    values = [as_array(v) for s in samples for v in (s[field.key] if field.kind == "nested" else [s[field.key]])]
     kinds = {v.dtype.kind for v in values}
     return bool(kinds <= set("biu")) and all(bool((v == 1).all()) for v in values)
