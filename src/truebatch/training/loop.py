@@ -27,7 +27,7 @@ from truebatch.training.optimising import Group, check_terms, make_groups
 from truebatch.training.place import find_place, move_model
 from truebatch.training.progress import Progress
 from truebatch.training.reducing import num_ranks, rank, sum_over_ranks
-from truebatch.training.runs import Run, write_status
+from truebatch.training.runs import Run, RunState, write_status
 from truebatch.training.saving import resume_run, save_run
 from truebatch.training.settings import TrainConfig
 from truebatch.training.signals import EXIT_INTERRUPTED, StopFlag, catch_signals
@@ -36,6 +36,7 @@ from truebatch.training.task import TrainData, alone_of, first_samples, measure_
 from truebatch.training.watching import Watch
 
 Record = dict[str, Any]
+ALL_DONE = "all steps are done"
 ASKED = "asked to stop"
 """How the reason of an interrupted run begins."""
 
@@ -149,7 +150,9 @@ def _run(job: Job, plan_config: PlanConfig) -> TrainResult:
             )  # fmt: skip
             progress = _epoch(job, progress, plan, log)
     except BaseException as error:
-        _status(job, "failed", progress, exit_code=exit_code_of(error), message=f"{type(error).__name__}: {error}")
+        code = exit_code_of(error)
+        state: RunState = "interrupted" if code == EXIT_INTERRUPTED else "failed"
+        _status(job, state, progress, exit_code=code, message=f"{type(error).__name__}: {error}")
         raise
     finally:
         if log is not None:
@@ -161,8 +164,9 @@ def _run(job: Job, plan_config: PlanConfig) -> TrainResult:
 
 def _begin(job: Job) -> Progress:
     job.say(job.config.describe_step())
-    if job.couplings:
-        job.say(f"equal in distribution, not exactly: {sorted({c.name for c in job.couplings})} allowed by name")
+    allowed = ", ".join(sorted({c.name for c in job.couplings}))
+    equality = f"in distribution ({allowed} allowed by name)" if allowed else "exact"
+    job.say(f"{job.num_steps:,} steps, {job.config.precision} on {job.engine.device}; equality: {equality}")
     found = resume_run(job.run.checkpoints, job.engine) if job.run is not None else None
     if found is None:
         return Progress()
@@ -170,7 +174,9 @@ def _begin(job: Job) -> Progress:
     for why in rejected:
         job.say(f"passed over a checkpoint: {why}")
     job.say(f"going on after step {progress.step}")
-    progress.is_done, progress.why = progress.step >= job.num_steps, "all steps were done before"
+    is_stopped_early = progress.is_done and progress.step < job.num_steps and progress.why != ALL_DONE
+    if not is_stopped_early:
+        progress.is_done, progress.why = progress.step >= job.num_steps, "all steps were done before"
     return progress
 
 
@@ -180,7 +186,7 @@ def _open_log(job: Job, progress: Progress) -> MetricsLog | None:
     return open_metrics(job.run.metrics, step=progress.step or None)
 
 
-def _status(job: Job, state: str, progress: Progress, *, exit_code: int | None = None, message: str = "") -> None:
+def _status(job: Job, state: RunState, progress: Progress, *, exit_code: int | None = None, message: str = "") -> None:
     if job.run is not None and rank() == 0:
         write_status(job.run, state, step=progress.step, exit_code=exit_code, message=message or progress.why)
 
@@ -333,7 +339,7 @@ def _after_step(job: Job, progress: Progress, log: MetricsLog | None) -> None:
     is_best = _validate(job, progress, log) if _is_due(job.config.validate_every, progress, is_end_of_epoch) else False
     wants_stop = _agree(job, job.stop.requested is not None)
     if is_last:
-        progress.is_done, progress.why = True, "all steps are done"
+        progress.is_done, progress.why = True, ALL_DONE
     elif wants_stop:
         progress.is_done, progress.why = True, str(job.stop.requested or f"{ASKED} on another rank")
     due = is_best or progress.is_done or _is_due(job.config.save_every, progress, is_end_of_epoch)

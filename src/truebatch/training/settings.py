@@ -142,12 +142,13 @@ class TrainConfig:
     def describe_step(self) -> str:
         """One line for the start of a run: what a step is and how it is cut."""
         limits = {"samples": self.batch_size, "cells": self.cells, "pairs": self.pairs}
-        held = ", ".join(f"{n:,} {name}" for name, n in limits.items() if n is not None) or "no limit"
+        held = ", ".join(f"{n:,} {name}" for name, n in limits.items() if n is not None)
+        held = f"at most {held}" if held else "all of it that one device gets"
         if self.true_batch == "off":
             held = "1 sample (true_batch: off)"
         return (
             f"{self.num_samples_per_step():,} samples a step over {self.devices} device(s); "
-            f"a forward pass holds at most {held}, {self.layout}"
+            f"a forward pass holds {held}, {self.layout}"
         )
 
 

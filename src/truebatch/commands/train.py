@@ -1,0 +1,318 @@
+"""`truebatch train`: a system, or the user's own Hugging Face model, as a run that can be stopped and goes on."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from truebatch.errors import ConfigError
+
+# Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
+if TYPE_CHECKING:
+    from truebatch.reports.showing import LogFormat, Show
+    from truebatch.system import System
+    from truebatch.training.loop import TrainResult
+    from truebatch.yamlfiles import Document
+
+RUNS = Path("runs")
+FORMATS = ("auto", "plain", "json")
+RESUMES = ("auto", "required")
+
+
+def show_train(
+    target: Annotated[str, typer.Argument(help="hf, the name of a system, package.module:name, or file.py:name.")],
+    config: Annotated[Path | None, typer.Option(help="A YAML file: the system's settings, and `train:`.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting, over the file.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder. Default: runs/NAME of the system.")] = None,
+    resume: Annotated[
+        str, typer.Option(help="auto: go on with the run if there is one. required: refuse to begin anew.")
+    ] = "auto",
+    fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier run aside and begin anew.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show steps, micro-batches and fill; load no weights.")
+    ] = False,
+    devices: Annotated[int | None, typer.Option(help="Processes that share a step; they are started here.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Train on the first N samples only.")] = None,
+    track: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A tracker, such as tensorboard.")] = None,
+    log_format: Annotated[str, typer.Option(help="auto (a bar on a terminal), plain or json.")] = "auto",
+    model: Annotated[Path | None, typer.Option(help="hf: the folder of your model and tokenizer.")] = None,
+    data: Annotated[Path | None, typer.Option(help="hf: the samples to train on.")] = None,
+    validation: Annotated[Path | None, typer.Option(help="hf: samples that are never trained on.")] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="hf: causal_lm, sequence_classification, token_classification or seq2seq."),
+    ] = None,
+    lora: Annotated[bool, typer.Option("--lora", help="hf: train an adapter (LoRA) and leave the model.")] = False,
+) -> int:
+    """Train a system into a run folder; the same command goes on with it, whatever stopped it.
+
+    A setting is taken from --config, then --set, then the options here; the last wins.
+
+    Exit code 0: done. 1: a check failed. 2: usage or configuration. 75: interrupted and saved, run it again to go on.
+
+    Examples:
+
+      truebatch train hf --model ./my-model --data chats.jsonl --task causal_lm --dry-run
+
+      truebatch train task.py:system --config run.yaml --set train.learning_rate=1e-4 --devices 2
+    """
+    _check_words(resume, log_format)
+    texts = {"model": model, "data": data, "validation": validation, "task": task}
+    given: dict[tuple[str, ...], Any] = {(name,): str(value) for name, value in texts.items() if value is not None}
+    given |= {("lora",): True} if lora else {}
+    trained = {"devices": devices, "limit": limit, "track": track or None}
+    given |= {("train", name): value for name, value in trained.items() if value is not None}
+    with _interrupting():
+        return _run(target, config, set_ or [], given, _Way(out, resume, fresh, dry_run, log_format))
+
+
+class _Way:
+    """How the command was asked to go about it."""
+
+    def __init__(self, out: Path | None, resume: str, fresh: bool, dry_run: bool, log_format: Any) -> None:
+        self.out, self.resume, self.fresh, self.dry_run = out, resume, fresh, dry_run
+        self.log_format: LogFormat = log_format
+
+
+def _check_words(resume: str, log_format: str) -> None:
+    for name, value, choices in (("--resume", resume, RESUMES), ("--log-format", log_format, FORMATS)):
+        if value not in choices:
+            raise ConfigError(f"{name} does not know this word", seen=f"{name} {value}", do=f"use one of {choices}")
+
+
+def _run(target: str, file: Path | None, overrides: list[str], given: dict[tuple[str, ...], Any], way: _Way) -> int:
+    from truebatch.training.launching import check_ranks, launch, ranks_around, stop_with_parent
+    from truebatch.training.trackers import check_trackers
+
+    system = _find_system(target)
+    document = _document(file, overrides, given)
+    folder = way.out or RUNS / system.name
+    is_layout_open = _settle(document, folder, fresh=way.fresh)
+    config = _checked(system, document)
+    check_trackers(config.train.track)
+    if way.dry_run:
+        return _dry_run(system, config, is_layout_open=is_layout_open, as_json=way.log_format == "json")
+    if way.resume == "required" and not (folder / "config.yaml").exists():
+        raise ConfigError("there is no run to go on with", seen=f"{folder} holds none", do="leave --resume away")
+    check_ranks(config.train.devices)
+    if config.train.devices > 1 and ranks_around() is None:
+        _preflight(system, config)
+        return launch(_arguments(target, file, overrides, given, way, folder), config.train.devices, folder=folder)
+    stop_with_parent()
+    return _train(system, config, folder, way, is_layout_open=is_layout_open, again=target)
+
+
+def _find_system(target: str) -> System:
+    from truebatch.system import System
+    from truebatch.systems import SYSTEMS
+    from truebatch.targets import call_target, is_target, resolve_target
+    from truebatch.textfiles import nearest
+
+    if target not in SYSTEMS and not is_target(target):
+        raise ConfigError(
+            f"there is no system {target!r}{nearest(target, sorted(SYSTEMS))}",
+            seen=f"systems: {', '.join(sorted(SYSTEMS))}",
+            do="name one of them, or your own as package.module:name or file.py:name",
+        )
+    found = resolve_target(SYSTEMS.get(target, target))
+    if callable(found) and not isinstance(found, System):
+        found = call_target(target, found)
+    if not isinstance(found, System):
+        raise ConfigError(
+            f"{target} is not a system",
+            seen=f"a {type(found).__name__}",
+            do="name a truebatch.System, or a function without arguments that returns one",
+        )
+    return found
+
+
+def _document(file: Path | None, overrides: list[str], given: dict[tuple[str, ...], Any]) -> Document:
+    from truebatch.config import apply_override, read_document
+
+    document = read_document(file)
+    for override in overrides:
+        apply_override(document, override)
+    for path, value in given.items():
+        inner = document.values if len(path) == 1 else document.values.setdefault(path[0], {})
+        if isinstance(inner, dict):
+            inner[path[-1]] = value
+            document.places[path] = f"--{path[-1]}"
+    return document
+
+
+def _settle(document: Document, folder: Path, *, fresh: bool) -> bool:
+    """Fill in what the surroundings say; whether the layout is still open."""
+    from truebatch.training.launching import ranks_around
+    from truebatch.training.runs import CONFIG
+    from truebatch.yamlfiles import read_yaml
+
+    train = document.values.setdefault("train", {})
+    if not isinstance(train, dict):
+        return False  # Checking the settings will say what is wrong with it.
+    around = ranks_around()
+    if around is not None:
+        train.setdefault("devices", around)
+    if "layout" in train:
+        return False
+    saved = {} if fresh or not (folder / CONFIG).is_file() else read_yaml(folder / CONFIG).values.get("train", {})
+    if isinstance(saved, dict) and "layout" in saved:
+        train["layout"] = saved["layout"]  # A run keeps the layout it began with.
+        return False
+    return True
+
+
+def _checked(system: System, document: Document) -> Any:
+    from truebatch.config import check_config
+    from truebatch.training.starting import settings_type
+
+    return check_config(settings_type(system), document)
+
+
+def _preflight(system: System, config: Any) -> None:
+    """Read the data once before processes are started: a mistake is then said once, and tokens are cached."""
+    from truebatch.training.starting import system_data
+
+    system_data(system, config)
+
+
+def _arguments(
+    target: str, file: Path | None, overrides: list[str], given: dict[tuple[str, ...], Any], way: _Way, folder: Path
+) -> list[str]:
+    """The same command for one process of several."""
+    parts = ["train", target, "--out", str(folder), "--resume", way.resume, "--log-format", way.log_format]
+    parts += ["--config", str(file)] if file is not None else []
+    parts += [part for override in overrides for part in ("--set", override)]
+    for path, value in given.items():
+        for one in value if isinstance(value, list) else [value]:
+            parts += [f"--{path[-1]}"] if one is True else [f"--{path[-1]}", str(one)]
+    return parts + (["--fresh"] if way.fresh else [])
+
+
+def _dry_run(system: System, config: Any, *, is_layout_open: bool, as_json: bool) -> int:
+    from truebatch.reports.plans import plan_and_count
+    from truebatch.training.starting import system_data
+
+    data = system_data(system, config)
+    assert data.measured is not None
+    is_open = is_layout_open and system.choose_layout is not None and config.train.true_batch != "off"
+    layouts = ("packed", "padded") if is_open else (config.train.layout,)
+    rows = {}
+    for layout in layouts:
+        plan_config = replace(config.train, layout=layout).plan_config()
+        rows[layout] = _figures(
+            plan_and_count(data.measured, plan_config, epoch=0, ranks=config.train.devices)[1], config
+        )
+    lines = [*(system.describe(config) if system.describe is not None else ()), config.train.describe_step()]
+    if is_open:
+        lines.append("the layout is chosen when the model is there: packed if it is proven right, else padded")
+    if as_json:
+        sys.stdout.write(json.dumps({"lines": lines, "plans": rows}, ensure_ascii=False) + "\n")
+    else:
+        _print_plans(lines, rows)
+    return 0
+
+
+def _figures(counted: dict[str, Any], config: Any) -> dict[str, Any]:
+    names = ("samples", "steps", "micro_batches", "tokens", "cells", "fill", "waste")
+    total = config.train.epochs * counted["steps"]
+    return {
+        **{name: counted[name] for name in names},
+        "epochs": config.train.epochs,
+        "steps_in_all": min(config.train.max_steps or total, total),
+    }
+
+
+def _print_plans(lines: list[str], rows: dict[str, dict[str, Any]]) -> None:
+    from truebatch.reports.tables import Table, print_table
+
+    for line in lines:
+        sys.stdout.write(line + "\n")
+    sys.stdout.write("\n")
+    names = next(iter(rows.values()))
+    body = tuple((_word(name), *(_text(row[name]) for row in rows.values())) for name in names)
+    print_table(Table(("an epoch", *rows), body))
+    sys.stdout.write("\nnext: the same command without --dry-run\n")
+
+
+def _word(name: str) -> str:
+    return {"steps_in_all": "steps in all", "micro_batches": "micro-batches"}.get(name, name)
+
+
+def _text(value: Any) -> str:
+    return f"{value:.1%}" if isinstance(value, float) else f"{value:,}"
+
+
+def _train(system: System, config: Any, folder: Path, way: _Way, *, is_layout_open: bool, again: str) -> int:
+    from truebatch.reports.showing import make_show
+    from truebatch.training.runs import plain_config
+    from truebatch.training.starting import Start, train_system
+    from truebatch.training.trackers import Trackers
+
+    show = make_show(way.log_format)
+    trackers = Trackers(config.train.track, folder, plain_config(config))
+    start = Start(
+        out=folder, fresh=way.fresh, is_layout_open=is_layout_open, say=show.say, watches=(show, trackers)
+    )  # fmt: skip
+    try:
+        result = train_system(system, config, start)
+    finally:
+        show.close()
+        trackers.close()
+    _say_end(show, result, folder, again)
+    _leave_processes()
+    return result.exit_code
+
+
+def _say_end(show: Show, result: TrainResult, folder: Path, target: str) -> None:
+    from truebatch.training.reducing import rank
+
+    if rank() != 0:
+        return
+    if result.is_interrupted:
+        show.say(f"stopped after step {result.step} ({result.why}), saved in {folder}")
+        show.say("next: the same command again goes on")
+        return
+    best = f", best validation loss {result.best_loss:.4f}" if result.best_loss is not None else ""
+    last = f", last loss {result.records[-1]['loss']:.4f}" if result.records else ""
+    show.say(f"done: {result.step} steps ({result.why}){last}{best}")
+    exported = folder / "model"
+    show.say(f"run: {folder}" + (f"; model: {exported}" if exported.is_dir() else ""))
+    is_whole = (exported / "config.json").is_file()
+    show.say(f"next: truebatch verify {shlex.quote(str(exported) if is_whole else target)}")
+
+
+def _leave_processes() -> None:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _interrupting() -> Iterator[None]:
+    """SIGTERM before or after the steps ends the command like Ctrl-C does; during them the loop catches it itself."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

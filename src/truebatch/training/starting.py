@@ -1,0 +1,135 @@
+"""A system as a run: its settings and those of training in one file, its data, its model, and the folder it goes to."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from truebatch.errors import ConfigError
+from truebatch.system import System
+from truebatch.training.checkpoints import load_checkpoint
+from truebatch.training.keeping import best_step, list_checkpoints
+from truebatch.training.loop import TrainResult, train
+from truebatch.training.opening import opened_run
+from truebatch.training.place import find_place
+from truebatch.training.reducing import num_ranks, rank
+from truebatch.training.runs import Run
+from truebatch.training.settings import TrainConfig
+from truebatch.training.task import TrainData, first_samples
+from truebatch.training.watching import Watch
+
+MODEL = "model"
+"""The folder of a run that holds the trained model, for use without truebatch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """How a run is started, beside its settings."""
+
+    out: Path
+    fresh: bool = False
+    """Move an earlier run in `out` aside and begin anew."""
+    is_layout_open: bool = False
+    """Let the system choose the layout; else the one in the settings is used."""
+    say: Callable[[str], None] = lambda _line: None
+    watches: Sequence[Watch] = ()
+
+
+def settings_type(system: System) -> type[Any]:
+    """The system's settings with those of training under `train`, as one dataclass: one YAML file holds both."""
+    kind = system.config_type
+    if not is_dataclass(kind) or any(f.name == "train" for f in fields(kind)):
+        raise ConfigError(
+            f"the settings of {system.name!r} must be a dataclass without a field `train`",
+            seen=f"config_type={getattr(kind, '__name__', kind)!r}",
+            do="declare them with @dataclass(frozen=True, kw_only=True); `train` holds the settings of training",
+        )
+    own = ("train", TrainConfig, field(default_factory=TrainConfig))
+    is_frozen = bool(kind.__dataclass_params__.frozen)  # type: ignore[attr-defined]
+    return make_dataclass(kind.__name__, [own], bases=(kind,), frozen=is_frozen, kw_only=True)
+
+
+def system_data(system: System, config: Any) -> TrainData:
+    """The samples of a system with their lengths, as many as `train.limit` allows. No weights are loaded."""
+    whole = TrainData(
+        samples=system.load(config),
+        fields=system.fields(config),
+        validation=system.validation(config) if system.validation is not None else None,
+        transform=system.transform(config) if system.transform is not None else None,
+    )
+    data = first_samples(whole, config.train.limit)
+    return replace(data, measured=system.measure(config, data.samples))  # type: ignore[arg-type]
+
+
+def train_system(system: System, config: Any, start: Start) -> TrainResult:
+    """Train a system into a run folder, from wherever the run is; export its model when it is done.
+
+    `config` is an instance of `settings_type(system)`. Every rank calls this with the same arguments.
+    """
+    find_place(config.train)
+    say = start.say if rank() == 0 else (lambda _line: None)
+    data = system_data(system, config)
+    for line in system.describe(config) if system.describe is not None else ():
+        say(line)
+    model = system.build_model(config)
+    if start.is_layout_open and system.choose_layout is not None and config.train.true_batch != "off":
+        config = _with_layout(system, config, model, say)
+    groups = system.groups(config, model) if system.groups is not None else None
+    with opened_run(start.out, config, fresh=start.fresh) as run:
+        assert run is not None
+        _say_where(run, say)
+        result = train(
+            model,
+            system.objective(config),
+            data,
+            config.train,
+            groups=groups,
+            out=run,
+            say=say,
+            watches=start.watches,
+        )
+        if not result.is_interrupted and rank() == 0:
+            _export(system, config, model, run, is_new=bool(result.records))
+        if num_ranks() > 1:
+            dist.barrier()
+    return result
+
+
+def _with_layout(system: System, config: Any, model: nn.Module, say: Callable[[str], None]) -> Any:
+    """The layout rank 0 chooses, on every rank: a plan must be one plan."""
+    assert system.choose_layout is not None
+    chosen: list[Any] = [system.choose_layout(config, model) if rank() == 0 else None]
+    if num_ranks() > 1:
+        dist.broadcast_object_list(chosen, 0)
+    layout, why = chosen[0]
+    say(why)
+    return replace(config, train=replace(config.train, layout=layout))
+
+
+def _say_where(run: Run, say: Callable[[str], None]) -> None:
+    if run.previous is not None:
+        say(f"the earlier run is now {run.previous}")
+    say(f"run: {run.folder}")
+
+
+def _export(system: System, config: Any, model: nn.Module, run: Run, *, is_new: bool) -> None:
+    """Write the model of the best validation, or of the last step, in one move: a reader never sees half of it."""
+    target, part = run.folder / MODEL, run.folder / f"{MODEL}.part"
+    if system.save is None or (target.exists() and not is_new):
+        return
+    best = best_step(run.checkpoints)
+    for saved in list_checkpoints(run.checkpoints):
+        if saved.step == best and saved.is_good:
+            model.load_state_dict(load_checkpoint(saved.path).parts["model"], strict=False)
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    system.save(config, model, part)
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(part, target)
