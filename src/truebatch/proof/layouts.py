@@ -17,8 +17,9 @@ from truebatch.proof.arrangements import Arrangement, Piece
 from truebatch.proof.probes import changed_sample
 from truebatch.proof.proving import VerifyConfig, prove
 from truebatch.proof.report import VerifyReport
-from truebatch.proof.subjects import Subject, model_subject
+from truebatch.proof.subjects import Subject, is_marker, model_subject
 from truebatch.tensors.field import Field
+from truebatch.tensors.microbatch import CELLS
 
 LayoutName = Literal["packed", "padded", "packed under a dense mask", "grouped"]
 
@@ -113,8 +114,17 @@ def _subject(
 
 
 def _with_twins(subject: Subject) -> tuple[Subject, Arrangement]:
-    """Every sample and another of the same length, two by two: a group never needs padding."""
-    twins = [changed_sample(subject, sample) for sample in subject.samples]
+    """Every sample and another of the same length, two by two: the cells of a group never need padding.
+
+    Only the planned axis has one length in a group: a decoder's answers do not, and are padded there as everywhere.
+    """
+    samples, fields = subject.samples, subject.fields
+    answered = {f.axis for f in fields if f.axis != CELLS and f.kind == "along" and is_marker(f, samples)}
+    answers = [f.key for f in fields if f.axis in answered]
+    twins = [
+        {**changed_sample(subject, sample), **{key: other[key] for key in answers}}
+        for sample, other in zip(samples, [*samples[1:], samples[0]], strict=True)
+    ]
     number, lengths = len(twins), subject.lengths
     pieces = tuple(Piece(padded_rows(np.array([i, number + i]), lengths[i])) for i in range(number))
     both = replace(subject, samples=[*subject.samples, *twins])

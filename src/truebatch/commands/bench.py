@@ -1,0 +1,60 @@
+"""`truebatch bench`: measurements that make the tables of the documentation again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+bench_app = typer.Typer(help="Make the measured tables again.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@bench_app.callback()
+def _bench() -> None:
+    """Make the measured tables again."""
+
+
+@bench_app.command("census", short_help="Every Hugging Face architecture: equal, fell back, refused or wrong.")
+def show_census(
+    head: Annotated[
+        str, typer.Option(help="causal_lm, masked_lm, seq2seq, vision_language or all; several with commas.")
+    ] = "all",
+    only: Annotated[str, typer.Option(help="Only these architectures, such as llama,qwen2.")] = "",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    jobs: Annotated[int, typer.Option(help="Architectures examined at once.")] = 2,
+    time_limit: Annotated[float, typer.Option(help="Seconds after which an architecture is killed.")] = 120.0,
+    journal: Annotated[
+        Path | None, typer.Option(help="Where finished rows are kept, to go on from. Default: runs/census/rows.jsonl.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget finished rows.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows as JSON.")] = None,
+    markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write the tables as Markdown.")] = None,
+) -> int:
+    """Build every architecture tiny, put all layouts to the proof, and put the proof to an independent check.
+
+    Nothing is downloaded. Interrupted, the same command goes on where it was.
+
+    Exit code 0: nothing is wrong unnoticed. 1: at least one architecture is.
+
+    Examples:
+
+      truebatch bench census --only llama,qwen2
+
+      truebatch bench census --markdown docs/census.md --json docs/results/census.json
+    """
+    # Imported here so that `truebatch --help` answers at once.
+    from truebatch.bench.census import JOURNAL, CensusConfig, finish, run_census, split_names
+
+    config = CensusConfig(
+        heads=split_names(head),
+        only=split_names(only),
+        device=cast(Any, device),
+        dtype=cast(Any, dtype),
+        jobs=jobs,
+        time_limit_s=time_limit,
+        journal=journal or JOURNAL,
+        fresh=fresh,
+    )
+    return finish(run_census(config), json_file=json_file, markdown_file=markdown_file)
