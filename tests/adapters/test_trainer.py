@@ -165,7 +165,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, whole, stop, workers):
 
 
 def test_resuming_reads_no_sample_of_the_steps_that_are_done(tmp_path):
-    first, _ = run(tmp_path, stop=4)
+    run(tmp_path, stop=4)
     trainer, data = run(tmp_path, resume=True, stop=5)
     plan = trainer._planned.plan(0)
     del data.read[: 1 + len(LENGTHS)]  # the first to find the head, then all to be measured

@@ -1,0 +1,107 @@
+"""The loss of a whole step as one tensor, for loops that call backward themselves.
+
+micro-batches -> forward and backward of each -> gradient of the step, held back -> loss whose backward hands it over
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from truebatch.errors import BatchError
+from truebatch.objective import Objective
+from truebatch.tensors.loader import LoadedStep
+from truebatch.training.optimising import Group
+from truebatch.training.reducing import num_ranks, sum_over_ranks
+from truebatch.training.step import Engine, accumulate, step_counts
+
+
+def step_loss(
+    model: nn.Module,
+    objective: Objective,
+    step: LoadedStep,
+    *,
+    device: torch.device | None = None,
+    epoch: int = 0,
+    seed: int = 0,
+) -> Tensor:
+    """The true loss of a step over all ranks; its `backward()` gives the gradient of the step, exactly once.
+
+    Only one micro-batch is in memory at a time. With several ranks the gradient is this rank's share times their number,
+    because DistributedDataParallel averages it: wrap the module that calls this, or average gradients yourself.
+    An autocast that is open when this is called holds for the forward passes.
+
+    >>> for step in load_steps(plan, dataset, fields):
+    ...     step_loss(model, objective, step).backward()
+    ...     optimiser.step()
+    ...     optimiser.zero_grad()
+    """
+    device = device or next(model.parameters()).device
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    counts = step_counts(step.batches, objective, step.counts, device=device)
+    held = [p.grad for p in wanted]
+    for p in wanted:
+        p.grad = None
+    try:
+        sums = _accumulate_outside_autocast(_engine(model, objective, wanted, device, seed), step, counts, epoch)
+        taken = [p.grad for p in wanted]
+    finally:
+        for p, grad in zip(wanted, held, strict=True):
+            p.grad = grad
+    parts = [value / max(counts[name], 1) for name, value in sums.items()]
+    loss = sum_over_ranks(torch.stack(parts).sum() if parts else torch.zeros((), device=device))
+    return _hand_over(loss, taken, wanted)
+
+
+def _engine(
+    model: nn.Module, objective: Objective, wanted: Sequence[nn.Parameter], device: torch.device, seed: int
+) -> Engine:
+    kind = device.type
+    is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return Engine(
+        model=model,
+        objective=objective,
+        groups=(Group(optimiser=torch.optim.SGD(wanted)),),  # names the parameters; it never updates them
+        device=device,
+        autocast=lambda: torch.autocast(kind, dtype=dtype, enabled=is_on),
+        seed=seed,
+    )
+
+
+def _accumulate_outside_autocast(
+    engine: Engine, step: LoadedStep, counts: dict[str, int], epoch: int
+) -> dict[str, Tensor]:
+    with torch.enable_grad(), torch.autocast(engine.device.type, enabled=False):
+        return accumulate(engine, step.batches, counts, epoch=epoch)
+
+
+def _hand_over(loss: Tensor, taken: Sequence[Tensor | None], wanted: Sequence[nn.Parameter]) -> Tensor:
+    ranks = num_ranks()
+    if ranks > 1:  # the wrapper waits for every parameter on every rank
+        taken = [torch.zeros_like(p) if g is None else g for g, p in zip(taken, wanted, strict=True)]
+    handed: Tensor = _HandOver.apply(loss, ranks, list(taken), *wanted)  # type: ignore[no-untyped-call]
+    return handed
+
+
+class _HandOver(torch.autograd.Function):
+    """A loss that is computed already, with a gradient that is too."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, ranks: int, taken: list[Tensor | None], *wanted: Tensor) -> Tensor:
+        ctx.ranks, ctx.taken = ranks, taken
+        return loss.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        taken, ctx.taken = ctx.taken, None
+        if taken is None:
+            raise BatchError(
+                "the gradient of a step was asked for twice",
+                seen="a second backward() through the loss of one step",
+                do="call step_loss once for each backward()",
+            )
+        return None, None, None, *(None if g is None else g.mul_(factor * ctx.ranks) for g in taken)
