@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -56,6 +55,8 @@ def show_plan(
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Measure again and keep nothing.")] = False,
 ) -> None:
     """Show how samples would be grouped: micro-batches, fill, waste, balance. No model is loaded."""
+    from truebatch.planning.measured import cache_folder
+
     limits = _cost_limits(cost or [])
     flags = {
         "layout": layout, "grouping": grouping, "cells": cells, "pairs": pairs, "samples": samples,
@@ -65,9 +66,7 @@ def show_plan(
     }  # fmt: skip
     _refuse_together(data, lengths, compare=compare, save=save)
     settings = _settings(config, set_ or [], flags, compare=compare)
-    measured = _measure(
-        data or str(lengths), field, tokenizer, settings, None if no_cache else cache or _cache_folder()
-    )
+    measured = _measure(data or str(lengths), field, tokenizer, settings, None if no_cache else cache or cache_folder())
     note = _assume_cells(settings, measured)
     rows = (
         _plan_all(settings, measured, epoch, ranks) if compare else [_plan_one(settings, measured, epoch, ranks, save)]
@@ -146,11 +145,6 @@ def _measure(
 
     costs = {name: name for name in settings.values.get("costs") or {}}
     return read_data(source, field=field, tokenizer=tokenizer, costs=costs, cache=cache)
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(os.environ.get("TRUEBATCH_CACHE") or Path(base) / "truebatch")
 
 
 def _assume_cells(settings: Document, measured: Measured) -> str:

@@ -215,7 +215,9 @@ def _dry_run(system: System, config: Any, *, is_layout_open: bool, as_json: bool
         rows[layout] = _figures(
             plan_and_count(data.measured, plan_config, epoch=0, ranks=config.train.devices)[1], config
         )
-    lines = [*(system.describe(config) if system.describe is not None else ()), config.train.describe_step()]
+    step = config.train.describe_step()
+    lines = list(system.describe(config)) if system.describe is not None else []
+    lines.append(step.removesuffix(f", {config.train.layout}") if is_open else step)
     if is_open:
         lines.append("the layout is chosen when the model is there: packed if it is proven right, else padded")
     if as_json:

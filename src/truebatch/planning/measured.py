@@ -87,6 +87,12 @@ def load_measured(file: Path, fingerprint: str) -> Measured | None:
         return None  # Measuring again replaces it; nothing is lost but time.
 
 
+def cache_folder() -> Path:
+    """Where measured lengths and encoded samples are kept: TRUEBATCH_CACHE, or the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(os.environ.get("TRUEBATCH_CACHE") or Path(base) / "truebatch")
+
+
 def _hash_columns(columns: Mapping[str, Ints]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, column in columns.items():

@@ -12,9 +12,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from truebatch.errors import ConfigError
+from truebatch.errors import ConfigError, RunError
 from truebatch.system import System
 from truebatch.training.checkpoints import load_checkpoint
+from truebatch.training.durable import read_json, write_json
 from truebatch.training.keeping import best_step, list_checkpoints
 from truebatch.training.loop import TrainResult, train
 from truebatch.training.opening import opened_run
@@ -25,6 +26,7 @@ from truebatch.training.settings import TrainConfig
 from truebatch.training.task import TrainData, first_samples
 from truebatch.training.watching import Watch
 
+DATA = "data.json"
 MODEL = "model"
 """The folder of a run that holds the trained model, for use without truebatch."""
 
@@ -85,6 +87,7 @@ def train_system(system: System, config: Any, start: Start) -> TrainResult:
     with opened_run(start.out, config, fresh=start.fresh) as run:
         assert run is not None
         _say_where(run, say)
+        _check_data(run, data)
         result = train(
             model,
             system.objective(config),
@@ -117,6 +120,25 @@ def _say_where(run: Run, say: Callable[[str], None]) -> None:
     if run.previous is not None:
         say(f"the earlier run is now {run.previous}")
     say(f"run: {run.folder}")
+
+
+def _check_data(run: Run, data: TrainData) -> None:
+    """A run goes on with the samples it began with: steps of other samples would be another run."""
+    if rank() > 0 or data.measured is None:
+        return
+    now = {"fingerprint": data.measured.fingerprint, "samples": len(data.measured.lengths)}
+    file = run.plan / DATA
+    if not file.exists():
+        run.plan.mkdir(exist_ok=True)
+        write_json(file, now)
+        return
+    then = read_json(file, max_bytes=1 << 20)
+    if then != now:
+        raise RunError(
+            "the data is not what this run began with",
+            seen=f"{now['samples']:,} samples now, {then.get('samples', 0):,} then, or other content",
+            do="bring the data back, give another folder (--out), or begin anew (--fresh)",
+        )
 
 
 def _export(system: System, config: Any, model: nn.Module, run: Run, *, is_new: bool) -> None:

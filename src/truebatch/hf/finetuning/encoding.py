@@ -1,0 +1,231 @@
+"""A data file through the user's tokenizer: ids and labels of every sample, over-long ones as the user asked.
+
+records -> label names -> token ids and labels -> refused, dropped or cut -> Encoded, cached
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from truebatch.errors import DataError
+from truebatch.hf.finetuning.chats import encode_chat
+from truebatch.hf.finetuning.encoded import ONCE, Encoded, load_encoded, make_columns, save_encoded
+from truebatch.hf.finetuning.labels import describe_labels, label_names, number_of
+from truebatch.hf.finetuning.records import ANSWERING, Chat, Labelled, Pair, Plain, Record, Tagged, read_record
+from truebatch.hf.losses import IGNORE
+from truebatch.planning.datafiles import read_samples
+from truebatch.planning.measuring import content_hash
+from truebatch.planning.settings import Overlong
+
+WAY = "1"
+"""Raised whenever the same file would be encoded differently."""
+Sample = dict[str, Sequence[int]]
+Placed = tuple[str, Record]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Encoder:
+    """How the lines of a file become samples."""
+
+    task: str
+    tokenizer: Any
+    fingerprint: str
+    """Of the tokenizer and its chat template."""
+    known_labels: Mapping[int, str]
+    """Names the model has for its classes."""
+    max_length: int | None
+    overlong: Overlong
+    cache: Path | None
+
+
+def encode_file(encoder: Encoder, path: Path, *, names: Sequence[str] | None = None) -> Encoded:
+    """Every sample of a file, encoded; taken from the cache if the same content was encoded the same way before.
+
+    `names` are the classes the training data has; without them they are found in this file.
+    """
+    file = encoder.cache / f"{_key(encoder, path, names)}.npz" if encoder.cache is not None else None
+    if file is not None and (found := load_encoded(file)) is not None:
+        return found
+    encoded = _encode(encoder, path, names)
+    if file is not None:
+        save_encoded(encoded, file)
+    return encoded
+
+
+def _key(encoder: Encoder, path: Path, names: Sequence[str] | None) -> str:
+    parts = [
+        WAY, content_hash(path), encoder.task, encoder.fingerprint, str(encoder.max_length), encoder.overlong,
+        repr(sorted(encoder.known_labels.items())), repr(None if names is None else list(names)),
+    ]  # fmt: skip
+    return "tokens-" + hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def _encode(encoder: Encoder, path: Path, names: Sequence[str] | None) -> Encoded:
+    records = [(place, read_record(encoder.task, sample, place)) for place, sample in read_samples(path)]
+    if not records:
+        raise DataError(f"{path} holds no samples", seen="nothing to train on", do="check that it is the right file")
+    _refuse_mixture(records, path)
+    if names is None:
+        names = label_names(found, encoder.known_labels, name=str(path)) if (found := _labels(records)) else ()
+    encode = _ENCODERS[type(records[0][1])]
+    samples = [(place, encode(encoder, record, place, names)) for place, record in records]
+    kept, notes = _fit(encoder, samples, path)
+    columns = make_columns(kept)
+    return Encoded(columns, tuple(names), (*_described(encoder, records, kept, names, path), *notes))
+
+
+def _refuse_mixture(records: Sequence[Placed], path: Path) -> None:
+    kinds = Counter(type(record).__name__ for _, record in records)
+    if len(kinds) > 1:
+        first = records[0][1]
+        place = next(place for place, record in records if type(record) is not type(first))
+        raise DataError(
+            f"{path} mixes samples of several kinds",
+            seen=f"{dict(kinds)}; the first other one is {place}",
+            do="split the file by kind, so that it is clear what is learned from each",
+        )
+
+
+def _labels(records: Iterable[Placed]) -> list[str | int]:
+    found: list[str | int] = []
+    for _, record in records:
+        if isinstance(record, Labelled):
+            found.append(record.label)
+        elif isinstance(record, Tagged):
+            found += record.tags
+    return found
+
+
+def _of_chat(encoder: Encoder, record: Any, place: str, names: Sequence[str]) -> Sample:
+    tokenizer = encoder.tokenizer
+    if tokenizer.chat_template is None:
+        return _of_pair(encoder, _as_pair(record, place), place, names)
+    ids, labels = encode_chat(tokenizer, record, place)
+    return {"input_ids": ids, "labels": labels}
+
+
+def _as_pair(chat: Chat, place: str) -> Pair:
+    """A question and its answer need no template; a conversation does."""
+    asked, answer = chat.messages[:-1], chat.messages[-1]
+    if len(asked) != 1 or asked[0]["role"] != "user" or answer["role"] != ANSWERING:
+        raise DataError(
+            f"{place}: the tokenizer has no chat template for this conversation",
+            seen=f"roles: {', '.join(message['role'] for message in chat.messages)}",
+            do="give a template with --set chat_template=FILE, or use prompt + completion",
+        )
+    return Pair(str(asked[0]["content"]) + "\n", str(answer["content"]))
+
+
+def _of_pair(encoder: Encoder, record: Any, place: str, names: Sequence[str]) -> Sample:
+    """Prompt and answer are encoded apart, as they are when the model is used: the prompt is there first."""
+    tokenizer = encoder.tokenizer
+    if encoder.task == "seq2seq":
+        labels = tokenizer(text_target=record.answer)["input_ids"]
+        return {"input_ids": _some(tokenizer(record.prompt)["input_ids"], place), "labels": _some(labels, place)}
+    before = _without_end(tokenizer, tokenizer(record.prompt)["input_ids"])
+    after = _with_end(tokenizer, tokenizer(record.answer, add_special_tokens=False)["input_ids"])
+    return {"input_ids": _some([*before, *after], place), "labels": [IGNORE] * len(before) + _some(after, place)}
+
+
+def _of_plain(encoder: Encoder, record: Any, place: str, names: Sequence[str]) -> Sample:
+    ids = _some(_with_end(encoder.tokenizer, encoder.tokenizer(record.text)["input_ids"]), place)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _of_labelled(encoder: Encoder, record: Any, place: str, names: Sequence[str]) -> Sample:
+    encoded = encoder.tokenizer(record.text, record.pair)
+    types = {"token_type_ids": encoded["token_type_ids"]} if record.pair and "token_type_ids" in encoded else {}
+    ids = _some(encoded["input_ids"], place)
+    return {"input_ids": ids, f"{ONCE}labels": [number_of(record.label, names, place)], **types}
+
+
+def _of_tagged(encoder: Encoder, record: Any, place: str, names: Sequence[str]) -> Sample:
+    """The first token of a word carries its tag; the others, and special tokens, carry none."""
+    encoded = encoder.tokenizer(list(record.words), is_split_into_words=True)
+    labels, before = [], None
+    for word in encoded.word_ids():
+        is_first = word is not None and word != before
+        labels.append(number_of(record.tags[word], names, place) if is_first else IGNORE)
+        before = word
+    return {"input_ids": _some(encoded["input_ids"], place), "labels": labels}
+
+
+_ENCODERS: Mapping[type, Callable[[Encoder, Any, str, Sequence[str]], Sample]] = {
+    Chat: _of_chat,
+    Pair: _of_pair,
+    Plain: _of_plain,
+    Labelled: _of_labelled,
+    Tagged: _of_tagged,
+}
+
+
+def _some(ids: Sequence[int], place: str) -> list[int]:
+    if not ids:
+        raise DataError(f"{place} has no tokens", seen="an empty text", do="remove that line")
+    return list(ids)
+
+
+def _with_end(tokenizer: Any, ids: Sequence[int]) -> list[int]:
+    end = tokenizer.eos_token_id
+    return [*ids, end] if end is not None and (not ids or ids[-1] != end) else list(ids)
+
+
+def _without_end(tokenizer: Any, ids: Sequence[int]) -> list[int]:
+    return list(ids[:-1]) if ids and ids[-1] == tokenizer.eos_token_id else list(ids)
+
+
+def _fit(encoder: Encoder, samples: Sequence[tuple[str, Sample]], path: Path) -> tuple[list[Sample], list[str]]:
+    most = encoder.max_length
+    long = [(place, sample) for place, sample in samples if most is not None and _longest(sample) > most]
+    if not long or most is None:
+        return [sample for _, sample in samples], []
+    words = f"{len(long):,} of {len(samples):,} samples have more than {most:,} tokens"
+    if encoder.overlong == "refuse":
+        place, worst = max(long, key=lambda one: _longest(one[1]))
+        raise DataError(
+            f"{path}: {words}",
+            seen=f"{place} has {_longest(worst):,} tokens",
+            do="--set overlong=drop leaves them out, --set overlong=cut keeps their beginnings; both are counted",
+        )
+    if encoder.overlong == "cut":
+        cut = [_cut(sample, most) for _, sample in samples]
+        mute = sum(1 for sample in cut if all(label == IGNORE for label in _labels_of(sample)))
+        return cut, [f"{words}: cut" + (f"; {mute:,} have nothing left to learn" if mute else "")]
+    gone = {place for place, _ in long}
+    kept = [sample for place, sample in samples if place not in gone]
+    if not kept:
+        raise DataError(f"{path}: no sample is left", seen=f"{words}: dropped", do="raise max_length")
+    return kept, [f"{words}: dropped"]
+
+
+def _labels_of(sample: Sample) -> Sequence[int]:
+    return sample.get("labels") or sample[f"{ONCE}labels"]
+
+
+def _longest(sample: Sample) -> int:
+    return max(len(part) for part in sample.values())
+
+
+def _cut(sample: Sample, most: int) -> Sample:
+    return {name: part[:most] for name, part in sample.items()}
+
+
+def _described(
+    encoder: Encoder, records: Sequence[Placed], kept: Sequence[Sample], names: Sequence[str], path: Path
+) -> list[str]:
+    tokens = sum(len(sample["input_ids"]) for sample in kept)
+    learned = sum(1 for sample in kept for label in _labels_of(sample) if label != IGNORE)
+    lines = [f"{path}: {len(kept):,} samples, {tokens:,} tokens, {learned:,} labels"]
+    if isinstance(records[0][1], Chat | Pair) and encoder.task == "causal_lm":
+        is_plain = isinstance(records[0][1], Chat) and encoder.tokenizer.chat_template is None
+        lines[0] += "; only answers are learned" + (
+            " (no chat template: question, line end, answer)" if is_plain else ""
+        )
+    if names:
+        lines.append(describe_labels((n for s in kept for n in _labels_of(s) if n != IGNORE), names))
+    return lines
