@@ -1,0 +1,93 @@
+"""Is this error out of memory, such that a smaller micro-batch may help? One table, and how memory is given back.
+
+error -> itself and what it was raised from -> kind, then text -> yes or no
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Iterator
+
+import torch
+
+from truebatch.errors import LoaderError
+
+KINDS = (MemoryError, torch.OutOfMemoryError)
+"""What is out of memory by its type: NumPy's own is a MemoryError."""
+
+TEXTS = (
+    r"\b(cuda|hip|xpu|npu|mlu|musa|mps backend|mps|hpu|gcu|sdaa|supa|privateuse\w*) out of memory\b",
+    r"\b(cuda|cuda driver|cuda runtime|hip|npu|musa) (error|failure)\b[^\n]{0,40}\bout of memory\b",
+    r"\bunhandled cuda error\b.*\bout of memory\b",
+    r"\bnccl\b.*\bout of memory\b",
+    r"\b(cuda|hip)error(outofmemory|memoryallocation)\b",
+    r"\b(cuda|cu)_error_out_of_memory\b",
+    r"\b(cublas|cudnn|cusolver|cusparse|curand|rocblas|hipblas|miopen)_?status_?alloc_?failed\b",
+    r"\bcudnn_status_internal_error_(device|host)_allocation_failed\b",
+    r"\b(cufft|hipfft)_?alloc_?failed\b",
+    r"\bdefaultcpuallocator: (can't allocate memory|not enough memory)",
+    r"\bnot enough memory: you tried to allocate\b",
+    r"\bmps\b.*\binvalid buffer size\b|\binvalid buffer size: [\d.]+ ?[kmgt]i?b\b",
+    r"\bfailed to allocate (private|shared) mtlbuffer\b",
+    r"\b(pi|ur_result)_error_out_of_(resources|device_memory|host_memory)\b",
+    r"\bpt_devmem allocation failed\b",
+    r"\bresource_exhausted: (out of memory|error allocating)",
+    r"\b(aclrtmalloc|el0004)\b.*\b(fail|allocate)",
+    r"\bstd::bad_alloc\b",
+)
+"""What a RuntimeError says when a device, a library or the host has no memory left."""
+
+OTHERS = (
+    r"\bout of resources?: ",
+    r"\boutofresources\b",
+    r"\bout of shared memory\b",
+)
+"""Shared memory of a kernel, or of processes: no smaller micro-batch helps, whatever else the text says."""
+
+_NO = re.compile("|".join(OTHERS), re.IGNORECASE)
+_YES = re.compile("|".join(f"(?:{text})" for text in TEXTS), re.IGNORECASE | re.DOTALL)
+_BY_WORKER = re.compile(r"^\w*(MemoryError|OutOfMemoryError)\b")
+_LONGEST_CHAIN = 32
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if memory ran out here, or in what this error was raised from; a smaller micro-batch may then help.
+
+    Shared memory of a kernel (Triton), addresses out of bounds and faults of a device are not that.
+    """
+    return any(_is_one(link) for link in _chain(error))
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what nobody refers to. Call it outside the `except` block: a traceback keeps its tensors alive."""
+    gc.collect()
+    empty = getattr(getattr(torch, device.type, None), "empty_cache", None)
+    if empty is not None and device.type != "cpu":
+        empty()
+
+
+def _is_one(error: BaseException) -> bool:
+    text = str(error)
+    if _NO.search(text):
+        return False
+    if isinstance(error, KINDS):
+        return True
+    if isinstance(error, LoaderError):  # from a worker process: the error itself could not come along, its text did
+        return bool(_BY_WORKER.match(error.seen) or _YES.search(error.seen))
+    return isinstance(error, RuntimeError) and bool(_YES.search(text))
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """The error, the members of a group, and what each was raised from; each once."""
+    waiting, seen = [error], set[int]()
+    while waiting and len(seen) < _LONGEST_CHAIN:
+        link = waiting.pop()
+        if id(link) in seen:
+            continue
+        seen.add(id(link))
+        yield link
+        if isinstance(link, BaseExceptionGroup):
+            waiting += link.exceptions
+        before = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+        waiting += [before] if before is not None else []
