@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import default_data_collator
 
+from tests.adapters.started import run_two
 from tests.adapters.trainers import HEADS, LENGTHS, build, gradient_of, one_by_one, relative, sum_and_count
 from truebatch.adapters.planned import plan_data
 from truebatch.errors import ConfigError, RunError
@@ -142,3 +143,16 @@ def test_bf16_holds_for_forward_passes(tmp_path):
     plan = module.data.plan(0)
     expected, _ = one_by_one("causal_lm", module.model, [module.samples[i] for i in plan.step_sample_ids(0)])
     assert 1e-6 < relative(module.found[0], expected) < 5e-2
+
+
+def test_two_processes_make_the_updates_of_one(tmp_path):
+    run_two("tests.adapters.lightning_processes", tmp_path)
+    alone = module_of("causal_lm", rate=0.1)
+    fit(tmp_path, alone, max_epochs=2)
+    for rank in range(2):
+        found = torch.load(tmp_path / f"rank{rank}.pt")
+        assert found["losses"] == pytest.approx(alone.losses, rel=1e-5)
+        assert len(found["gradients"]) == len(alone.found) == 6
+        for a, b in zip(found["gradients"], alone.found, strict=True):
+            assert relative(a, b) <= 1e-5  # the parameters move: the first is held to 1e-6
+        assert relative(found["gradients"][0], alone.found[0]) <= 1e-6
