@@ -46,6 +46,17 @@ def test_opening_at_a_step_cuts_exactly_there_and_repairs_a_torn_line(steps, at,
     assert path.read_bytes() == expected + metrics_line(at + 1, {"loss": 0.5}).encode() + b"\n"
 
 
+def test_a_roll_back_takes_its_lines_out_of_the_open_log(tmp_path):
+    log = open_metrics(tmp_path / "metrics.jsonl")
+    for step in (1, 2, 3):
+        log.write(step, {"try": 1})
+    log.cut_after(1)
+    assert log.num_cut == 2
+    log.write(2, {"try": 2})
+    log.close()
+    assert [(line["step"], line["try"]) for line in read_metrics(log.path)] == [(1, 1), (2, 2)]
+
+
 def test_a_run_from_the_beginning_starts_an_empty_log(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0, "loss": 1.0}\n')

@@ -52,6 +52,13 @@ class MetricsLog:
         except OSError as error:
             raise storage_error(RunError, error, what=self.path.name, folder=self.path.parent) from error
 
+    def cut_after(self, step: int) -> None:
+        """Remove the lines of later steps from the open log, because the run was rolled back to `step`."""
+        os.close(self.handle)
+        self.is_closed = True
+        again = open_metrics(self.path, step=step)
+        self.handle, self.num_cut, self.is_closed = again.handle, self.num_cut + again.num_cut, False
+
     def close(self) -> None:
         """Close the file; a second call does nothing."""
         if not self.is_closed:
