@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from truebatch.bench.independent import Step, cell_distance, distance, rows_of
+from truebatch.bench.independent import Step, cell_distance, distance, outputs_distance, rows_of
 
 
 def test_one_wrong_cell_is_as_far_as_it_is_wrong_however_many_are_right():
@@ -15,6 +15,16 @@ def test_one_wrong_cell_is_as_far_as_it_is_wrong_however_many_are_right():
     wrong = right.clone()
     wrong[500] *= 1.5
     assert cell_distance(wrong, right) == pytest.approx(0.5)
+
+
+def test_a_typical_cell_allows_for_chance_and_still_sees_what_moves_most_samples():
+    right = [torch.ones(5, 4) for _ in range(8)]
+    by_chance = [sample * 2 if at == 3 else sample for at, sample in enumerate(right)]
+    leaking = [sample * 2 if at else sample for at, sample in enumerate(right)]
+    assert outputs_distance(by_chance, right, typical=True) == 0.0
+    assert outputs_distance(by_chance, right) == pytest.approx(1.0)
+    assert outputs_distance(leaking, right, typical=True) == pytest.approx(1.0)
+    assert outputs_distance([*right[:-1], right[0] * math.nan], right, typical=True) == math.inf
 
 
 @pytest.mark.parametrize("found", [torch.full((3, 4), math.nan), torch.ones(2, 4)])

@@ -52,7 +52,7 @@ class CensusConfig:
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     jobs: int = 2
-    time_limit_s: float = 120.0
+    time_limit_s: float = 300.0
     """An architecture that takes longer is killed and counted as such."""
     journal: Path = JOURNAL
     """Finished rows; a census that was interrupted goes on from there."""
@@ -68,7 +68,7 @@ class CensusConfig:
             raise ConfigError(
                 "a census needs at least one job and some time",
                 seen=f"jobs={self.jobs}, time limit {self.time_limit_s} s",
-                do="use --jobs 2 --time-limit 120",
+                do="use --jobs 2 --time-limit 300",
             )
 
 
@@ -210,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--time-limit", type=float, default=120.0)
+    parser.add_argument("--time-limit", type=float, default=300.0)
     parser.add_argument("--journal", type=Path, default=JOURNAL)
     parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--json", type=Path)

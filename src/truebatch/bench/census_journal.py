@@ -11,7 +11,7 @@ from typing import Any
 
 import truebatch
 
-ROOMS = ("bench", "hf", "planning", "proof", "tensors")
+CODE = ("bench/census_worker.py", "bench/independent.py", "hf/*.py", "planning/rows.py", "proof/*.py", "tensors/*.py")
 """Code whose change makes old rows worthless."""
 
 UNFINISHED = ("killed", "crashed", "failed")
@@ -33,9 +33,9 @@ def journal_key(device: str, dtype: str) -> dict[str, str]:
 
 
 def _code() -> str:
-    """A fingerprint of the rooms a row depends on."""
+    """A fingerprint of the code a row depends on."""
     root = Path(truebatch.__file__).parent
-    files = sorted(file for room in ROOMS for file in (root / room).rglob("*.py"))
+    files = sorted(file for pattern in CODE for file in root.glob(pattern))
     total = hashlib.sha256()
     for file in files:
         total.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())

@@ -44,7 +44,7 @@ class Distance:
     """How far a step is from another, relative; NaN counts as infinitely far."""
 
     outputs: float
-    """Of the worst cell: ||a - b|| / ||b|| over its logits."""
+    """||a - b|| / ||b|| over the logits of a cell: of the worst one, or of a typical one."""
     gradient: float
     """||a - b|| / ||b|| over all parameters as one vector."""
 
@@ -132,23 +132,37 @@ def rows_of(layout: str, lengths: Sequence[int]) -> list[Rows]:
     return [padded_rows(np.arange(number)[::-1], max(lengths))]
 
 
-def distance(step: Step, reference: Step) -> Distance:
+def distance(step: Step, reference: Step, *, typical: bool = False) -> Distance:
     """Cell by cell and over the whole gradient."""
-    worst = max(cell_distance(a, b) for a, b in zip(step.outputs, reference.outputs, strict=True))
+    worst = outputs_distance(step.outputs, reference.outputs, typical=typical)
     gap = math.fsum(_square(step.gradient[n].double() - g.double()) for n, g in reference.gradient.items())
     size = math.fsum(_square(g.double()) for g in reference.gradient.values())
     return Distance(worst, _finite(math.sqrt(gap / size) if size else math.nan))
 
 
-def cell_distance(found: Tensor, expected: Tensor) -> float:
-    """The worst cell of one sample: ||a - b|| / ||b|| over its logits; infinite for another shape or NaN."""
+def outputs_distance(found: Sequence[Tensor], expected: Sequence[Tensor], *, typical: bool = False) -> float:
+    """The worst cell of all samples. `typical` allows for chance: the typical cell of three samples in four.
+
+    In half precision rounding alone sends a cell to another expert, and with it whatever attends to that cell. A leak
+    moves all samples but the first of a row.
+    """
+    far = sorted(cell_distance(a, b, typical=typical) for a, b in zip(found, expected, strict=True))
+    return far[(3 * len(far)) // 4 - 1] if typical and far[-1] < math.inf else far[-1]
+
+
+def cell_distance(found: Tensor, expected: Tensor, *, typical: bool = False) -> float:
+    """The worst cell of one sample: ||a - b|| / ||b|| over its logits; infinite for another shape or NaN.
+
+    `typical` takes the median cell instead of the worst.
+    """
     if found.shape != expected.shape:
         return math.inf
     a, b = found.double(), expected.double()
     same = torch.isinf(b) & (a == b)  # logits a model rules out are -inf in both
     gap = (a - b).masked_fill(same, 0.0).norm(dim=-1)
     size = b.masked_fill(same, 0.0).norm(dim=-1)
-    return _finite(float((gap / size.clamp_min(1e-12)).max()))
+    far = gap / size.clamp_min(1e-12)
+    return _finite(float(far.median() if typical and bool(far.isfinite().all()) else far.max()))
 
 
 def _square(value: Tensor) -> float:
@@ -164,7 +178,7 @@ def exact_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model).float()
 
 
-def planted_leak(model: nn.Module, head: Head, samples: Sequence[Sample]) -> float:
+def planted_leak(model: nn.Module, head: Head, samples: Sequence[Sample], *, typical: bool = False) -> float:
     """How far a sample moves when a neighbour is laid before it as if both were one: what a leak looks like."""
     first, second = samples[0], samples[2]
     alone = alone_logits(model, head, second)
@@ -173,7 +187,7 @@ def planted_leak(model: nn.Module, head: Head, samples: Sequence[Sample]) -> flo
         if field.name not in ("labels", "decoder_input_ids"):
             joined[field.key] = torch.cat([torch.as_tensor(s[field.key]) for s in (first, second)])
     both = alone_logits(model, head, joined)[-len(alone) :]
-    return cell_distance(both, alone)
+    return cell_distance(both, alone, typical=typical)
 
 
 def plain_layout(model: nn.Module, head: Head, samples: Sequence[Sample], layout: str) -> list[Tensor]:

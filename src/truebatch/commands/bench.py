@@ -24,7 +24,7 @@ def show_census(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     jobs: Annotated[int, typer.Option(help="Architectures examined at once.")] = 2,
-    time_limit: Annotated[float, typer.Option(help="Seconds after which an architecture is killed.")] = 120.0,
+    time_limit: Annotated[float, typer.Option(help="Seconds after which an architecture is killed.")] = 300.0,
     journal: Annotated[
         Path | None, typer.Option(help="Where finished rows are kept, to go on from. Default: runs/census/rows.jsonl.")
     ] = None,
