@@ -292,8 +292,14 @@ def _say_end(show: Show, result: TrainResult, folder: Path, target: str) -> None
     show.say(f"done: {result.step} steps ({result.why}){last}{best}")
     exported = folder / "model"
     show.say(f"run: {folder}" + (f"; model: {exported}" if exported.is_dir() else ""))
+    show.say(_next(exported, target))
+
+
+def _next(exported: Path, target: str) -> str:
+    if (exported / "adapter_config.json").is_file():
+        return f"next, in Python: peft.AutoPeftModel.from_pretrained({str(exported)!r})"
     is_whole = (exported / "config.json").is_file()
-    show.say(f"next: truebatch verify {shlex.quote(str(exported) if is_whole else target)}")
+    return f"next: truebatch verify {shlex.quote(str(exported) if is_whole else target)}"
 
 
 def _leave_processes() -> None:

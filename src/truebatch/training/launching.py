@@ -26,6 +26,7 @@ from truebatch.training.signals import EXIT_INTERRUPTED
 
 STARTED = "TRUEBATCH_STARTED"
 """Set in the processes started here: their input ends when this process does."""
+PROGRAM = (sys.executable, "-m", "truebatch")
 FAULT = 70
 _GRACE_SECONDS = 20.0
 _INTERRUPTING = ("SIGTERM", "SIGINT", "SIGKILL", "SIGHUP", "SIGUSR1")
@@ -58,14 +59,14 @@ def check_ranks(devices: int) -> None:
         )
 
 
-def launch(arguments: Sequence[str], devices: int, *, folder: Path) -> int:
-    """Run `truebatch ARGUMENTS` in `devices` processes on this machine; the exit code of the run.
+def launch(arguments: Sequence[str], devices: int, *, folder: Path, program: Sequence[str] = PROGRAM) -> int:
+    """Run `truebatch ARGUMENTS` in `devices` processes on this machine; the exit code of the run in `folder`.
 
     A signal to this process reaches all of them. If this process is killed, they save and stop.
     """
     port = _free_port()
     with tempfile.TemporaryDirectory(prefix="truebatch-") as place:
-        children = [_start(arguments, rank, devices, port, Path(place)) for rank in range(devices)]
+        children = [_start([*program, *arguments], rank, devices, port, Path(place)) for rank in range(devices)]
         try:
             with _passing_signals(children):
                 first = _wait(children)
@@ -97,7 +98,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _start(arguments: Sequence[str], rank: int, devices: int, port: int, place: Path) -> Child:
+def _start(command: Sequence[str], rank: int, devices: int, port: int, place: Path) -> Child:
     threads = str(max(1, (os.cpu_count() or 1) // devices))
     environment = {
         "OMP_NUM_THREADS": threads,
@@ -112,7 +113,7 @@ def _start(arguments: Sequence[str], rank: int, devices: int, port: int, place: 
     }
     errors = (place / f"rank-{rank}").open("w+b") if rank else None
     process = subprocess.Popen(  # noqa: S603
-        [sys.executable, "-m", "truebatch", *arguments],
+        list(command),
         env=environment,
         stdin=subprocess.PIPE,
         stdout=None if rank == 0 else subprocess.DEVNULL,

@@ -78,9 +78,9 @@ def train_system(system: System, config: Any, start: Start) -> TrainResult:
     find_place(config.train)
     say = start.say if rank() == 0 else (lambda _line: None)
     data = system_data(system, config)
+    model = system.build_model(config)
     for line in system.describe(config) if system.describe is not None else ():
         say(line)
-    model = system.build_model(config)
     if start.is_layout_open and system.choose_layout is not None and config.train.true_batch != "off":
         config = _with_layout(system, config, model, say)
     groups = system.groups(config, model) if system.groups is not None else None

@@ -110,22 +110,28 @@ def shape_of(config: Any, task: str) -> nn.Module:
 
 
 @contextmanager
-def without_bars() -> Iterator[None]:
-    """No progress bars of transformers inside: a run has one of its own."""
-    was_shown = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
+def without_chatter() -> Iterator[None]:
+    """No bars and reports of transformers inside: what matters is said by the run itself."""
+    log = transformers.utils.logging
+    was_shown, level = log.is_progress_bar_enabled(), log.get_verbosity()
+    log.disable_progress_bar()
+    log.set_verbosity_error()
     try:
         yield
     finally:
+        log.set_verbosity(level)
         if was_shown:
-            transformers.utils.logging.enable_progress_bar()
+            log.enable_progress_bar()
 
 
-def load_weights(folder: Path, config: Any, task: str, *, seed: int) -> nn.Module:
-    """The model of a folder under the head of a task, in fp32; a head the folder has no weights for is drawn by `seed`."""
+def load_weights(folder: Path, config: Any, task: str, *, seed: int) -> tuple[nn.Module, list[str]]:
+    """The model of a folder under the head of a task, in fp32, and which parameters the folder had no weights for.
+
+    Only the head of a classifier may be new; it is drawn by `seed`.
+    """
     torch.manual_seed(seed)
     is_classifier = task in ("sequence_classification", "token_classification")
-    with without_bars():
+    with without_chatter():
         model, found = _loaded(
             lambda: _class_of(task).from_pretrained(
                 folder, config=config, local_files_only=True, trust_remote_code=False, use_safetensors=True,
@@ -140,8 +146,8 @@ def load_weights(folder: Path, config: Any, task: str, *, seed: int) -> nn.Modul
             seen=f"missing {missing[:4]}",
             do="check that the folder holds a model of that task",
         )
-    trained: nn.Module = model
-    return trained
+    resized = [str(key[0]) if isinstance(key, tuple | list) else str(key) for key in found["mismatched_keys"]]
+    return model, sorted({*missing, *resized})
 
 
 def _class_of(task: str) -> Any:

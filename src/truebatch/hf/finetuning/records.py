@@ -72,6 +72,11 @@ KEYS = {
     "token_classification": "tokens + tags",
 }
 """What a line must hold, for messages."""
+_SIGNS = (
+    ("seq2seq", {"source", "target"}),
+    ("token_classification", {"tokens", "tags"}),
+    ("sequence_classification", {"text", "label"}),
+)
 
 
 def read_record(task: str, sample: Any, place: str) -> Record:
@@ -96,6 +101,8 @@ def _language(sample: Mapping[str, Any], place: str, task: str) -> Record:
         return _completion(sample, place)
     if "text" in sample:
         return Plain(_string(sample, "text", place))
+    if other := _other_task(sample):
+        raise _error(f"{place} holds nothing to learn from{other}", _keys(sample), task)
     known = ["messages", "conversations", "instruction", "prompt", "completion", "text"]
     close = next((hint for key in sample if (hint := nearest(str(key), known))), "")
     raise _error(f"{place} holds nothing to learn from{close}", _keys(sample), task)
@@ -195,7 +202,7 @@ def _labelled(sample: Mapping[str, Any], place: str, task: str) -> Labelled:
 def _tagged(sample: Mapping[str, Any], place: str, task: str) -> Tagged:
     words, tags = sample.get("tokens"), sample.get("tags", sample.get("ner_tags"))
     if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
-        raise _error(f"{place} holds no list of words", f"tokens={str(words)[:60]!r}", task)
+        raise _error(f"{place} holds no list of words{_other_task(sample)}", f"tokens={str(words)[:60]!r}", task)
     if not isinstance(tags, list) or not all(_is_label(tag) for tag in tags):
         raise _error(f"{place} holds no list of tags", f"tags={str(tags)[:60]!r}", task)
     if len(words) != len(tags):
@@ -226,3 +233,7 @@ def _keys(sample: Mapping[str, Any]) -> str:
 
 def _error(wrong: str, seen: str, task: str) -> DataError:
     return DataError(wrong, seen=seen, do=f"for {task} a line holds {KEYS[task]}")
+
+
+def _other_task(sample: Mapping[str, Any]) -> str:
+    return next((f"; it looks like data for --task {task}" for task, keys in _SIGNS if keys <= set(sample)), "")

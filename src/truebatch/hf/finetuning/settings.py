@@ -21,7 +21,8 @@ class FinetuneConfig:
     """A folder written by save_pretrained: the model, and its tokenizer."""
     data: Path
     """Samples to train on, one JSON object a line (.json, .csv and .parquet too)."""
-    task: Task = "causal_lm"
+    task: Task
+    """What is learned: the next token, a class of the text, a class of each word, or a text from another."""
     validation: Path | None = None
     """Samples that are never trained on."""
     max_length: int | None = None

@@ -25,7 +25,7 @@ from truebatch.hf.finetuning.models import (
     tokenizer_fingerprint,
     with_dropout,
     with_labels,
-    without_bars,
+    without_chatter,
     without_dropout,
 )
 from truebatch.hf.finetuning.settings import FinetuneConfig
@@ -52,6 +52,8 @@ class Prepared:
     head: Head
     content: str
     """A hash of the data file."""
+    news: list[str]
+    """What is known once the weights are loaded."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +95,7 @@ def _prepare(config: Any, contents: tuple[str, ...]) -> Prepared:
     with_labels(configuration, train.label_names)
     dropouts = {} if "dropout" in config.train.allow else without_dropout(configuration)
     head = head_of(shape_of(configuration, config.task), train[0])
-    return Prepared(train, validation, configuration, dropouts, head, contents[0])
+    return Prepared(train, validation, configuration, dropouts, head, contents[0], [])
 
 
 def _max_length(config: Any, configuration: Any) -> int | None:
@@ -145,7 +147,9 @@ def _label_counts(ready: Prepared) -> Ints:
 
 def _build_model(config: Any) -> nn.Module:
     ready = prepare(config)
-    model = load_weights(config.model, deepcopy(ready.configuration), config.task, seed=config.train.seed)
+    model, new = load_weights(config.model, deepcopy(ready.configuration), config.task, seed=config.train.seed)
+    if new:
+        ready.news[:] = [f"new weights, drawn from seed {config.train.seed}: {', '.join(new)}"]
     if config.lora:
         add_lora(model, config.task, rank=config.lora_rank, alpha=config.lora_alpha)
     return model
@@ -173,14 +177,14 @@ def _describe(config: Any) -> list[str]:
     if ready.dropouts:
         rates = ", ".join(f"{name}={rate}" for name, rate in ready.dropouts.items())
         lines.append(f"dropout is set to 0 for training (was {rates}); --set train.allow=[dropout] keeps it")
-    return lines
+    return [*lines, *ready.news]
 
 
 def _save(config: Any, model: nn.Module, folder: Path) -> None:
     """The model (or its adapter) and the tokenizer, as transformers loads them."""
     saved: Any = model
     with_dropout(saved.config, prepare(config).dropouts)
-    with without_bars():
+    with without_chatter():
         saved.save_pretrained(folder)
     load_tokenizer(config.model, config.chat_template).save_pretrained(folder)
 
