@@ -19,6 +19,7 @@ def updates(folder, case, layout, **given):
         "gradients": [g.tolist() for g in found],
         "losses": losses,
         "train_loss": trainer.state.log_history[-1]["train_loss"],
+        "eval_loss": trainer.evaluate(trainer.train_dataset)["eval_loss"],
         "wrapped": type(trainer.model_wrapped).__name__,
     }
 

@@ -26,5 +26,6 @@ def test_two_processes_make_the_updates_of_one(tmp_path, two, case, layout):
         for a, b in zip(found["gradients"], alone["gradients"], strict=True):
             assert relative(torch.tensor(a, dtype=torch.float64), torch.tensor(b, dtype=torch.float64)) <= 1e-6
         assert found["train_loss"] == pytest.approx(alone["train_loss"], rel=1e-5)
+        assert found["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-5)
         assert found["wrapped"] == "DistributedDataParallel"
     assert two[0][f"{case} {layout}"]["losses"] == pytest.approx(alone["losses"], rel=1e-5)

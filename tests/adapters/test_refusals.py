@@ -103,12 +103,13 @@ def test_streams_are_refused(tmp_path):
         trainer_of(tmp_path, model, Stream(), max_steps=2).train()
 
 
-def test_dropout_is_refused_until_it_is_allowed_by_name(tmp_path):
+def test_dropout_is_refused_until_it_is_allowed_by_name(tmp_path, caplog):
     model, samples = build("causal_lm")
     model.config.attention_dropout = 0.1
     with pytest.raises(LawError, match="dropout"):
         trainer_of(tmp_path, model, samples, max_steps=1).train()
     trainer_of(tmp_path, model, samples, max_steps=1, truebatch=AdapterConfig(allow=("dropout",))).train()
+    assert "equal in distribution only, because dropout is allowed" in caplog.text
 
 
 WRONG_SAMPLES = {

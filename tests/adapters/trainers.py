@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 import torch.nn.functional as F
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -19,6 +21,8 @@ HEADS = {
     "bart": ("bart", "seq2seq"),
 }
 LENGTHS = [5, 9, 3, 14, 7, 6, 11, 4, 8, 5, 13, 2, 10]
+
+gc.freeze()  # every trainer collects garbage first: what was imported until now need not be looked through each time
 
 
 class PlannedTrainer(TruebatchMixin, Trainer):

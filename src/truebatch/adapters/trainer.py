@@ -8,6 +8,7 @@ train_dataset, collator -> plan -> step by its number -> items of the loop -> su
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
 else:
     _Trainer = object
+
+_log = logging.getLogger(__name__)
 
 
 class StepRecord(TrainerCallback, ExportableState):  # type: ignore[misc]
@@ -134,8 +137,7 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
     def get_train_dataloader(self) -> DataLoader[int]:
         """The numbers of an epoch's items; the steps behind them are planned here and read in `get_batch_samples`."""
         given = super().get_train_dataloader()
-        self.model.train()
-        refuse_couplings(self.model, self.truebatch.allow)
+        self._refuse_couplings()
         config = self.truebatch.plan_config(
             samples=self.args.per_device_train_batch_size,
             samples_per_step=self.get_total_train_batch_size(self.args),
@@ -204,6 +206,12 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
             output.metrics[name] = self._exact_loss(dataloader)
         return output
 
+    def _refuse_couplings(self) -> None:
+        self.model.train()  # as it will be: batch statistics couple samples only then
+        allowed = sorted({coupling.name for coupling in refuse_couplings(self.model, self.truebatch.allow)})
+        if allowed:
+            _log.warning("truebatch: equal in distribution only, because %s is allowed", ", ".join(allowed))
+
     def _exact_loss(self, dataloader: Any) -> float:
         config = self.truebatch.plan_config(
             samples=self.args.per_device_eval_batch_size,
@@ -212,7 +220,9 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
         )
         planned = plan_data(dataloader.dataset, dataloader.collate_fn, bare_model(self.model), config)
         engine = self._engine(self.model, groups=(), planned=planned)
-        engine.model.to(self.args.device)
+        self.model.to(self.args.device).eval()
+        if callable(getattr(self.optimizer, "eval", None)):
+            self.optimizer.eval()
         terms = evaluate_loss(engine, planned.samples, planned.measured, planned.head.fields, config)
         return sum(terms.values())
 
@@ -300,7 +310,8 @@ def _items(opened: OpenStep, number: int) -> list[Item]:
     """The micro-batches of a step over the items of one update, in order; every micro-batch in exactly one."""
     batches = opened.step.batches
     ends = [len(batches) * (k + 1) // number for k in range(number)]
+    starts = [0, *ends[:-1]]
     return [
-        Item(batches[start:end], opened, is_last=end_at == number - 1)
-        for end_at, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
+        Item(batches[start:end], opened, is_last=k == number - 1)
+        for k, (start, end) in enumerate(zip(starts, ends, strict=True))
     ]
