@@ -24,6 +24,7 @@ def row_of(model_type, head="causal_lm", **more):
         ("rwkv", "causal_lm", "fell back", "padded"),
         ("bert", "masked_lm", "equal", "packed"),
         ("t5", "seq2seq", "fell back", "padded"),
+        ("encoder-decoder", "seq2seq", "fell back", "padded"),
         ("qwen2_vl", "vision_language", "equal", "packed"),
     ],
 )

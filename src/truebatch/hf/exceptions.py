@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from truebatch.hf.sizes import EXPERTS, HEAD_DIM, HEADS, IMAGE, KV_HEADS, PATCH, VOCAB, WIDTH, WINDOW
+from truebatch.hf.sizes import (
+    EXPERTS,
+    HEAD_DIM,
+    HEADS,
+    IMAGE,
+    INNER,
+    KV_HEADS,
+    LAYERS,
+    PATCH,
+    POSITIONS,
+    VOCAB,
+    WIDTH,
+    WINDOW,
+)
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _MROPE = {"rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}}
@@ -18,6 +31,22 @@ EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
     "dbrx": {
         "attn_config": {"kv_n_heads": KV_HEADS, "rope_theta": 10000.0, "clip_qkv": 8},
         "ffn_config": {"hidden_size": WIDTH, "ffn_hidden_size": 32, "moe_num_experts": EXPERTS, "moe_top_k": 2},
+    },
+    "encoder-decoder": {
+        # Without cross-attention, which a configuration alone does not ask for, its encoder would be of no use.
+        "decoder": {
+            "model_type": "bert",
+            "is_decoder": True,
+            "add_cross_attention": True,
+            "vocab_size": VOCAB,
+            "hidden_size": WIDTH,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": HEADS,
+            "intermediate_size": INNER,
+            "max_position_embeddings": POSITIONS,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+        },
     },
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "glm4v_text": _MROPE,
