@@ -10,6 +10,8 @@
   - LawError           a sample's result depends on what else is in its micro-batch
   - RunError           a run folder is owned by another process, or was made with other settings
   - CheckpointError    a checkpoint cannot be written, or cannot be trusted
+  - MemoryLimitError   a sample or an update does not fit into memory, however a step is cut
+  - RestartError       the run stopped and goes on when it is started again
 """
 
 from __future__ import annotations
@@ -72,12 +74,20 @@ class CheckpointError(TruebatchError):
     """A checkpoint cannot be written, or cannot be trusted."""
 
 
+class MemoryLimitError(TruebatchError):
+    """A sample or an update does not fit into memory, however the step is cut."""
+
+
+class RestartError(TruebatchError):
+    """The run stopped, and goes on when the same command is given again."""
+
+
 def exit_code_of(error: BaseException) -> int:
     """The exit code of a command that ends with this error; a run's `status.json` says the same.
 
     1: a check failed; 2: usage, configuration or the machine; 70: a fault of ours; 75: interrupted, run it again.
     """
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt | RestartError):
         return 75
     if isinstance(error, LawError):
         return 1

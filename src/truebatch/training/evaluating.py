@@ -12,9 +12,12 @@ from truebatch.planning.plan import build_plan
 from truebatch.planning.settings import PlanConfig
 from truebatch.tensors.field import Field
 from truebatch.tensors.loader import LoadedStep, LoaderConfig, load_steps
+from truebatch.tensors.microbatch import MicroBatch
 from truebatch.tensors.noise import noise_for
 from truebatch.tensors.reading import Dataset
-from truebatch.training.reducing import names_over_ranks, num_ranks, rank, sum_over_ranks
+from truebatch.training.failpoints import failpoint
+from truebatch.training.guard import run_guarded
+from truebatch.training.reducing import is_sharded, names_over_ranks, num_ranks, rank, sum_over_ranks
 from truebatch.training.step import Engine
 
 
@@ -40,14 +43,35 @@ def _whole_loss(engine: Engine, steps: Iterable[LoadedStep]) -> dict[str, float]
             if batch.num_samples == 0:
                 continue
             counts = add_counts([counts, engine.objective.counts(batch)])
-            moved = batch.to(engine.device, non_blocking=True)
-            with noise_for(moved, seed=engine.seed), engine.autocast():
-                sums = engine.objective.sums(engine.model, moved)
-            for name, value in sums.items():
-                totals[name] = (
-                    totals.get(name, torch.zeros((), dtype=torch.float64, device=engine.device)) + value.double()
-                )
+            for name, value in _guarded_sums(engine, batch).items():
+                totals[name] = totals.get(name, 0) + value
     return _divide(totals, counts, engine.device)
+
+
+def _guarded_sums(engine: Engine, batch: MicroBatch) -> dict[str, torch.Tensor]:
+    if engine.guard is None:
+        return _sums(engine, [batch])
+    return run_guarded(
+        engine.guard,
+        [batch],
+        lambda parts: _sums(engine, parts),
+        clear=lambda: None,
+        device=engine.device,
+        is_sharded=is_sharded(engine.model),
+        is_step=False,
+    )
+
+
+def _sums(engine: Engine, batches: Iterable[MicroBatch]) -> dict[str, torch.Tensor]:
+    totals: dict[str, torch.Tensor] = {}
+    for batch in batches:
+        failpoint("step.validation")
+        moved = batch.to(engine.device, non_blocking=True)
+        with noise_for(moved, seed=engine.seed), engine.autocast():
+            sums = engine.objective.sums(engine.model, moved)
+        for name, value in sums.items():
+            totals[name] = totals.get(name, torch.zeros((), dtype=torch.float64, device=engine.device)) + value.double()
+    return totals
 
 
 def _divide(totals: dict[str, torch.Tensor], counts: dict[str, int], device: torch.device) -> dict[str, float]:

@@ -21,7 +21,8 @@ VARIABLE = "TRUEBATCH_FAILPOINT"
 EXIT_CODE = 86
 SLEEP_SECONDS = 3600.0
 ERRORS = {"enospc": errno.ENOSPC, "eio": errno.EIO, "edquot": errno.EDQUOT, "erofs": errno.EROFS}
-ACTIONS = ("kill", "exit", "sleep", *ERRORS)
+OUT_OF_MEMORY = "oom"
+ACTIONS = ("kill", "exit", "sleep", OUT_OF_MEMORY, *ERRORS)
 
 FAILPOINTS: dict[str, str] = {
     "write.before_open": "a small file is about to be replaced",
@@ -72,6 +73,13 @@ FAILPOINTS: dict[str, str] = {
     "metrics.synced": "the lines are on the disk",
     "status.before_write": "the status is about to change",
     "status.written": "the status is changed",
+    "step.loading": "the micro-batches of a step are loaded",
+    "step.transfer": "a micro-batch is about to go to the device",
+    "step.forward": "a micro-batch is on the device",
+    "step.backward": "its loss is there, its gradient not yet",
+    "step.accumulated": "its gradient is added to those before it",
+    "step.optimiser": "the gradient of the step is whole, an optimiser is about to update",
+    "step.validation": "a micro-batch is validated",
 }
 """Every failpoint and what is true when it is visited, in the order of a run."""
 
@@ -168,5 +176,7 @@ def _spring(trap: _Trap) -> None:
     if trap.action == "sleep":
         time.sleep(trap.seconds)
         return
+    if trap.action == OUT_OF_MEMORY:
+        raise MemoryError(f"out of memory (failpoint {trap.name})")
     number = ERRORS[trap.action]
     raise OSError(number, f"{os.strerror(number)} (failpoint {trap.name})")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,15 @@ from truebatch.tensors.loader import LoadedStep, LoaderConfig, load_steps
 from truebatch.tensors.noise import name_purposes
 from truebatch.training.checking import compare_with_one_by_one
 from truebatch.training.evaluating import evaluate_loss
+from truebatch.training.guard import Guard, steady_steps
 from truebatch.training.law import Coupling, refuse_couplings
 from truebatch.training.metrics import MetricsLog, open_metrics
 from truebatch.training.opening import opened_run
 from truebatch.training.optimising import Group, check_terms, make_groups
 from truebatch.training.place import find_place, move_model
 from truebatch.training.progress import Progress
-from truebatch.training.reducing import num_ranks, rank, sum_over_ranks
+from truebatch.training.quarantine import open_guard, quarantine_record
+from truebatch.training.reducing import is_sharded, num_ranks, rank, sum_over_ranks
 from truebatch.training.runs import Run, RunState, write_status
 from truebatch.training.saving import resume_run, save_run
 from truebatch.training.settings import TrainConfig
@@ -101,6 +104,7 @@ def train(
     name_purposes(model)
     data = first_samples(data, config.limit)
     measured = data.measured or measure_by_reading(data.samples, data.fields)
+    guard = Guard(fields=data.fields, when_too_large=config.oom, say=say or (lambda _line: None))
     engine = Engine(
         model=model,
         objective=objective,
@@ -110,9 +114,11 @@ def train(
         scaler=place.scaler,
         seed=config.seed,
         stand_in=lambda: alone_of(data, epoch=0)(0),
+        guard=guard,
     )
     num_steps = _num_steps(measured, plan_config, config)
     with opened_run(out, config) as run, catch_signals() as stop:
+        open_guard(guard, None if run is None else run.folder, is_sharded=is_sharded(model))
         job = Job(
             engine=engine, data=data, measured=measured, config=config, num_steps=num_steps, couplings=couplings,
             run=run, stop=stop, say=say or (lambda _line: None), watches=watches if rank() == 0 else (),
@@ -192,10 +198,11 @@ def _status(job: Job, state: RunState, progress: Progress, *, exit_code: int | N
 
 
 def _epoch(job: Job, progress: Progress, plan: Plan, log: MetricsLog | None) -> Progress:
-    steps = load_steps(
-        plan, job.data.samples, job.data.fields, rank=rank(), start_step=progress.step_in_epoch,
-        transform=job.data.transform, config=LoaderConfig(workers=job.config.workers, pin_memory=_pins(job)),
+    open_at = partial(
+        load_steps, plan, job.data.samples, job.data.fields, rank=rank(), transform=job.data.transform,
+        config=LoaderConfig(workers=job.config.workers, pin_memory=_pins(job)),
     )  # fmt: skip
+    steps = steady_steps(lambda at: open_at(start_step=at), progress.step_in_epoch, device=job.engine.device)
     try:
         for loaded in steps:
             rolled = _step(job, progress, loaded, log)
@@ -311,6 +318,7 @@ def _record(
         "seconds": seconds,
         "tokens_per_second": tokens / max(seconds, 1e-9),
         "equality": "in distribution" if job.couplings else "exact",
+        **quarantine_record(job.engine.guard),
     }
     job.records.append(record)
     _tell(job, log, record)

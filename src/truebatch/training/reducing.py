@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+T = TypeVar("T")
 CHUNK = 1 << 24
 """Entries reduced at a time: bounds the memory of the copy."""
 
@@ -34,13 +36,36 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
+def most_over_ranks(number: int, device: torch.device) -> int:
+    """The largest of the numbers that the ranks have."""
+    if num_ranks() == 1:
+        return number
+    largest = torch.tensor(number, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest)
+
+
+def first_says(value: T) -> T:
+    """What rank 0 has, on every rank."""
+    if num_ranks() == 1:
+        return value
+    said = [value]
+    dist.broadcast_object_list(said, 0)
+    return said[0]
+
+
+def all_say(mine: Sequence[T]) -> list[T]:
+    """What the ranks have between them, rank after rank."""
+    if num_ranks() == 1:
+        return list(mine)
+    found: list[list[T]] = [[] for _ in range(num_ranks())]
+    dist.all_gather_object(found, list(mine))
+    return [value for values in found for value in values]
+
+
 def names_over_ranks(mine: Iterable[str]) -> list[str]:
     """The names all ranks have between them, sorted: a rank with nothing to do knows none."""
-    if num_ranks() == 1:
-        return sorted(mine)
-    found: list[list[str]] = [[] for _ in range(num_ranks())]
-    dist.all_gather_object(found, sorted(mine))
-    return sorted({name for names in found for name in names})
+    return sorted(set(all_say(sorted(mine))))
 
 
 def reduce_gradients(parameters: Sequence[nn.Parameter]) -> None:

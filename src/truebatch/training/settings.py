@@ -17,6 +17,7 @@ from truebatch.training.schedules import Schedule, Shape
 Precision = Literal["fp32", "bf16", "fp16"]
 Switch = Literal["on", "off", "compare"]
 NonFinite = Literal["raise", "skip", "skip_then_raise", "roll_back"]
+WhenTooLarge = Literal["raise", "quarantine"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +65,8 @@ class TrainConfig:
     """What to do with a step whose loss or gradient is NaN or infinite."""
     nonfinite_limit: int = 3
     """skip_then_raise: steps in a row; roll_back: times in a run."""
+    oom: WhenTooLarge = "raise"
+    """What to do with a sample that does not fit into memory alone: stop and name it, or leave it out and count it."""
     validate_every: int | None = None
     """Steps between validations; by default once an epoch."""
     patience: int | None = None
@@ -106,7 +109,12 @@ class TrainConfig:
         for name in ("warmup_steps", "workers", "seed"):
             _check(name, getattr(self, name), least=0)
         _check("keep", self.keep, least=1)
-        for name, choices in (("precision", Precision), ("true_batch", Switch), ("nonfinite", NonFinite)):
+        for name, choices in (
+            ("precision", Precision),
+            ("true_batch", Switch),
+            ("nonfinite", NonFinite),
+            ("oom", WhenTooLarge),
+        ):
             if getattr(self, name) not in get_args(choices):
                 raise ConfigError(
                     f"{name} is not known", seen=f"{name}={getattr(self, name)!r}", do=f"use one of {get_args(choices)}"

@@ -6,9 +6,10 @@ counts of the whole step -> forward and backward of every micro-batch -> sum ove
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,12 @@ from truebatch.errors import BatchError
 from truebatch.objective import Objective, add_counts, divide_once
 from truebatch.tensors.microbatch import MicroBatch
 from truebatch.tensors.noise import noise_for
+from truebatch.training.failpoints import failpoint
+from truebatch.training.guard import Guard, run_guarded
 from truebatch.training.optimising import Group, clip_group, group_norm
+from truebatch.training.quarantine import run_without_quarantined
 from truebatch.training.reducing import is_sharded, names_over_ranks, num_ranks, reduce_gradients, sum_over_ranks
+from truebatch.training.updating import update_steadily
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -36,6 +41,8 @@ class Engine:
     seed: int = 0
     stand_in: Callable[[], MicroBatch] | None = None
     """A micro-batch to run, without effect, where a rank has nothing to do but sharded parameters must be gathered."""
+    guard: Guard | None = None
+    """What is done when memory runs out; None lets the error through."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +108,8 @@ def take_gradients(
     engine: Engine, batches: Sequence[MicroBatch], counts: Mapping[str, int], *, epoch: int
 ) -> StepOutcome:
     """The gradient of a whole step in `.grad`, at the parameters as they are; nothing is updated."""
-    for group in engine.groups:
-        group.optimiser.zero_grad(set_to_none=True)
-    sums = accumulate(engine, batches, counts, epoch=epoch)
+    clear_gradients(engine)
+    sums, counts = _accumulate_what_fits(engine, batches, counts, epoch)
     if not is_sharded(engine.model):
         reduce_gradients([p for group in engine.groups for p in group.parameters])
     if engine.scaler is not None:
@@ -112,10 +118,50 @@ def take_gradients(
     return _outcome(engine, sums, counts)
 
 
+def clear_gradients(engine: Engine) -> None:
+    """No parameter that is trained has a gradient any more."""
+    for group in engine.groups:
+        group.optimiser.zero_grad(set_to_none=True)
+
+
+def _accumulate_what_fits(
+    engine: Engine, batches: Sequence[MicroBatch], counts: Mapping[str, int], epoch: int
+) -> tuple[dict[str, Tensor], Mapping[str, int]]:
+    """The sums, and what they are divided by: less than was planned if samples that do not fit are left out."""
+    if engine.guard is None or engine.guard.when_too_large == "raise":
+        return accumulate(engine, batches, counts, epoch=epoch), counts
+
+    def run(kept: Sequence[MicroBatch], counts: Mapping[str, int]) -> dict[str, Tensor]:
+        clear_gradients(engine)
+        return accumulate(engine, kept, counts, epoch=epoch)
+
+    return run_without_quarantined(
+        engine.guard, batches, counts, run=run, count=engine.objective.counts, device=engine.device
+    )
+
+
 def accumulate(
     engine: Engine, batches: Sequence[MicroBatch], counts: Mapping[str, int], *, epoch: int
 ) -> dict[str, Tensor]:
-    """Forward and backward of every micro-batch; the sums of the terms, still on the device."""
+    """Forward and backward of every micro-batch; the sums of the terms, still on the device.
+
+    With a guard, memory that runs out only changes the cut: gradients are cleared and all of it runs again.
+    """
+    if engine.guard is None:
+        return _accumulate(engine, batches, counts, epoch)
+    return run_guarded(
+        engine.guard,
+        batches,
+        lambda parts: _accumulate(engine, parts, counts, epoch),
+        clear=lambda: clear_gradients(engine),
+        device=engine.device,
+        is_sharded=is_sharded(engine.model),
+    )
+
+
+def _accumulate(
+    engine: Engine, batches: Collection[MicroBatch], counts: Mapping[str, int], epoch: int
+) -> dict[str, Tensor]:
     total = {name: torch.zeros((), device=engine.device) for name in counts}
     sharded = is_sharded(engine.model)
     for at, batch in enumerate(batches):
@@ -124,13 +170,17 @@ def accumulate(
         if sharded:
             engine.model.set_requires_gradient_sync(at == len(batches) - 1)  # type: ignore[operator]
         weight = 1.0 if batch.num_samples else 0.0
+        failpoint("step.transfer")
         moved = (batch if batch.num_samples else _stand_in(engine)).to(engine.device, non_blocking=True)
         with noise_for(moved, seed=engine.seed, epoch=epoch):
+            failpoint("step.forward")
             with engine.autocast():
                 sums = engine.objective.sums(engine.model, moved)
+            failpoint("step.backward")
             _backward(engine, sums, counts, weight=weight * (num_ranks() if sharded else 1))
         for name, value in sums.items():
             total[name] += value.detach().float() * weight
+        failpoint("step.accumulated")
     return total
 
 
@@ -178,11 +228,16 @@ def apply_update(engine: Engine, outcome: StepOutcome) -> bool:
     for group in engine.groups:
         norm = torch.tensor(outcome.grad_norm[group.name], dtype=torch.float32, device=engine.device)
         clip_group(group, norm)
-        if engine.scaler is not None:
-            engine.scaler.step(group.optimiser)
-        else:
-            group.optimiser.step()
+        update_steadily(group.optimiser, partial(_update, engine, group), device=engine.device)
     if engine.scaler is not None:
         engine.scaler.update()
         return bool(engine.scaler.get_scale() >= scale)
     return True
+
+
+def _update(engine: Engine, group: Group) -> None:
+    failpoint("step.optimiser")
+    if engine.scaler is not None:
+        engine.scaler.step(group.optimiser)
+    else:
+        group.optimiser.step()

@@ -1,0 +1,133 @@
+"""`oom: quarantine`: a sample that does not fit alone is left out of its step, on all ranks, and written down.
+
+What remains is divided by its own counts, so the gradient is that of a step which never had the sample. The ranks
+agree on it after every try: one small sum a step, which only this policy pays for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from truebatch.errors import ConfigError
+from truebatch.objective import add_counts
+from truebatch.tensors.microbatch import MicroBatch
+from truebatch.tensors.splitting import leave_out, take_samples
+from truebatch.training.durable import to_json
+from truebatch.training.guard import Guard, SampleTooLarge, read_budget
+from truebatch.training.reducing import all_say, first_says, rank, sum_over_ranks
+
+T = TypeVar("T")
+QUARANTINE = "quarantine.jsonl"
+Counts = Mapping[str, int]
+
+
+def run_without_quarantined(
+    guard: Guard,
+    batches: Sequence[MicroBatch],
+    counts: Counts,
+    *,
+    run: Callable[[Sequence[MicroBatch], Counts], T],
+    count: Callable[[MicroBatch], Counts],
+    device: torch.device,
+) -> tuple[T, dict[str, int]]:
+    """What `run` gives for the samples that fit, and the counts it was divided by, the same on every rank.
+
+    Runs again from nothing whenever some rank found another sample that does not fit: the counts have changed.
+    """
+    while True:
+        kept, without = _leave_out(guard, batches, counts, count, device)
+        result, found = _try(run, kept, without)
+        new = all_say([] if found is None else [found]) if _any_rank(found is not None, device) else []
+        if not new:
+            assert result is not None
+            return result[0], without
+        _note(guard, new)
+
+
+def _leave_out(
+    guard: Guard,
+    batches: Sequence[MicroBatch],
+    counts: Counts,
+    count: Callable[[MicroBatch], Counts],
+    device: torch.device,
+) -> tuple[list[MicroBatch], dict[str, int]]:
+    ids = frozenset(guard.quarantined)
+    if not ids:  # the same on every rank: what one finds, all are told
+        return list(batches), dict(counts)
+    kept = [part for batch in batches for part in leave_out(batch, guard.fields, ids=ids)]
+    out = [part for batch in batches for part in _those(guard, batch, ids)]
+    removed = add_counts(count(part) for part in out)
+    names = sorted(counts)
+    totals = sum_over_ranks(torch.tensor([removed.get(n, 0) for n in names], dtype=torch.int64, device=device)).tolist()
+    return kept, {name: counts[name] - total for name, total in zip(names, totals, strict=True)}
+
+
+def _those(guard: Guard, batch: MicroBatch, ids: frozenset[int]) -> list[MicroBatch]:
+    return take_samples(batch, guard.fields, [at for at, i in enumerate(batch.sample_ids) if i in ids])
+
+
+def _try(
+    run: Callable[[Sequence[MicroBatch], Counts], T], kept: Sequence[MicroBatch], counts: Counts
+) -> tuple[tuple[T] | None, tuple[int, str] | None]:
+    try:
+        return (run(kept, counts),), None
+    except SampleTooLarge as error:
+        return None, (error.sample_id, f"{error.wrong}: {error.seen}")
+
+
+def _any_rank(mine: bool, device: torch.device) -> bool:
+    return bool(sum_over_ranks(torch.tensor(float(mine), device=device)) > 0)
+
+
+def _note(guard: Guard, found: Sequence[tuple[int, str]]) -> None:
+    """Remember on every rank; rank 0, which owns the run's folder, writes it down for the next start."""
+    for sample_id, reason in found:
+        guard.quarantined[sample_id] = reason
+        guard.say(f"sample {sample_id} is left out from here on: {reason}")
+    if guard.folder is None or rank() != 0:
+        return
+    with (guard.folder / QUARANTINE).open("a", encoding="ascii") as file:
+        for sample_id, reason in found:
+            file.write(to_json({"id": sample_id, "reason": reason}) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def open_guard(guard: Guard, folder: Path | None, *, is_sharded: bool) -> None:
+    """Tie a guard to a run's folder (None: no run) and let it begin with what earlier starts have learnt."""
+    guard.folder = folder
+    if guard.when_too_large == "quarantine" and is_sharded:
+        raise ConfigError(
+            "samples cannot be left out where parameters are sharded",
+            seen="oom='quarantine' and a model under fully_shard: every forward pass needs all ranks",
+            do="use oom='raise'; a lowered budget is then saved and the run goes on when it is started again",
+        )
+    if is_sharded:
+        read_budget(guard)
+    if guard.when_too_large == "quarantine":
+        _read_quarantine(guard)
+
+
+def quarantine_record(guard: Guard | None) -> dict[str, int]:
+    """For the log: how many samples are left out, where any is."""
+    return {"quarantined": len(guard.quarantined)} if guard is not None and guard.quarantined else {}
+
+
+def _read_quarantine(guard: Guard) -> None:
+    lines = _lines(guard.folder / QUARANTINE) if guard.folder is not None else []
+    guard.quarantined |= dict(first_says(lines))
+    if guard.quarantined:
+        guard.say(f"{len(guard.quarantined)} samples do not fit into memory and are left out")
+
+
+def _lines(path: Path) -> list[tuple[int, str]]:
+    if not path.exists():
+        return []
+    whole = [line for line in path.read_text(encoding="ascii").splitlines(keepends=True) if line.endswith("\n")]
+    return [(int(entry["id"]), str(entry["reason"])) for entry in map(json.loads, whole)]

@@ -1,0 +1,125 @@
+"""`oom: quarantine`: the step of the samples that fit, divided by their own counts, and the others written down."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.tiny import TEXT_FIELDS, NextToken, TextModel, packed, padded, text_samples
+from tests.training.test_guard import Limited, _small_heap, engine_of, gradient  # noqa: F401
+from tests.training.test_step import CASES, relative
+from truebatch.errors import ConfigError
+from truebatch.tensors.splitting import cells_of, leave_out
+from truebatch.training.guard import Guard, SampleTooLarge
+from truebatch.training.loop import train
+from truebatch.training.metrics import read_metrics
+from truebatch.training.optimising import Group
+from truebatch.training.quarantine import QUARANTINE, open_guard
+from truebatch.training.settings import TrainConfig
+from truebatch.training.task import TrainData
+
+LENGTHS = [3, 31, 8, 17, 4, 29, 12, 5, 9, 22, 2, 14, 7, 19, 6, 11]
+
+
+class Without:
+    """The slow obvious way: an objective for which these samples do not exist."""
+
+    def __init__(self, inner, fields, ids):
+        self.inner, self.fields, self.ids = inner, fields, frozenset(ids)
+
+    def counts(self, batch):
+        left = leave_out(batch, self.fields, ids=self.ids)
+        return self.inner.counts(left[0]) if left else {"nll": 0}
+
+    def sums(self, model, batch):
+        left = leave_out(batch, self.fields, ids=self.ids)
+        return self.inner.sums(model, left[0]) if left else {"nll": model.tok.weight.sum() * 0}
+
+
+@pytest.mark.parametrize("layout", [padded, packed], ids=["padded", "packed"])
+@pytest.mark.parametrize("case", CASES)
+def test_the_step_is_that_of_the_samples_that_fit(case, layout):
+    build, objective, fields, samples = CASES[case]
+    sizes = {i: cells_of(padded(samples, [i], fields)) for i in range(8)}
+    largest = max(sizes, key=lambda i: sizes[i])
+    limit = sorted(sizes.values())[-2]
+    others = [i for i in range(8) if i != largest]
+    torch.manual_seed(0)
+    engine = engine_of(build(), objective(), fields)
+    whole, expected = gradient(engine, [padded(samples, others, fields)])
+    limited = Limited(objective(), limit)
+    engine = engine_of(engine.model, limited, fields, when_too_large="quarantine")
+    batches = [layout(samples, list(range(5)), fields), layout(samples, [5, 6, 7], fields)]
+    outcome, got = gradient(engine, batches)
+    assert outcome.counts == whole.counts
+    assert outcome.loss == pytest.approx(whole.loss, rel=1e-6)
+    assert relative(got, expected) <= 1e-6
+    assert list(engine.guard.quarantined) == [largest]
+    limited.ran.clear()
+    assert relative(gradient(engine, batches)[1], expected) <= 1e-6
+    assert largest not in sum(limited.ran, ()), "what is known not to fit is not tried again"
+
+
+def test_several_samples_and_whole_micro_batches_are_left_out():
+    samples = text_samples(LENGTHS)
+    torch.manual_seed(0)
+    engine = engine_of(TextModel(), NextToken(), TEXT_FIELDS)
+    _, expected = gradient(engine, [padded(samples, [0, 2], TEXT_FIELDS)])
+    engine = engine_of(engine.model, Limited(NextToken(), 20), TEXT_FIELDS, when_too_large="quarantine")
+    batches = [padded(samples, [1, 5], TEXT_FIELDS), padded(samples, [0, 9, 2], TEXT_FIELDS)]
+    outcome, got = gradient(engine, batches)
+    assert sorted(engine.guard.quarantined) == [1, 5, 9]
+    assert outcome.counts == {"nll": 2 + 7}
+    assert relative(got, expected) <= 1e-6
+
+
+def config(**more):
+    return TrainConfig(**{"epochs": 2, "samples_per_step": 4, "cells": 64, "save_every": 3, **more})
+
+
+def trained(objective, settings, **more):
+    torch.manual_seed(0)
+    model = TextModel()
+    groups = [Group(optimiser=torch.optim.SGD(model.parameters(), 0.3, momentum=0.9))]
+    data = TrainData(samples=text_samples(LENGTHS), fields=TEXT_FIELDS)
+    train(model, objective, data, settings, groups=groups, **more)
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_a_run_goes_on_without_the_sample_and_says_which(tmp_path):
+    lines = []
+    expected = trained(Without(NextToken(), TEXT_FIELDS, [1]), config())
+    got = trained(Limited(NextToken(), 30), config(oom="quarantine"), out=tmp_path / "run", say=lines.append)
+    assert relative(got, expected) <= 1e-6
+    entries = [json.loads(line) for line in (tmp_path / "run" / QUARANTINE).read_text().splitlines()]
+    assert [entry["id"] for entry in entries] == [1]
+    assert "does not fit" in entries[0]["reason"]
+    assert any("sample 1 is left out" in line for line in lines)
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["quarantined"] == 1
+
+
+def test_a_second_start_knows_what_the_first_has_found(tmp_path):
+    expected = trained(Without(NextToken(), TEXT_FIELDS, [1]), config())
+    trained(Limited(NextToken(), 30), config(oom="quarantine", max_steps=5), out=tmp_path / "run")
+    path = tmp_path / "run" / QUARANTINE
+    path.write_text(path.read_text() + '{"id": 7, "rea')  # a kill in the middle of a line
+    limited = Limited(NextToken(), 30)
+    got = trained(limited, config(oom="quarantine"), out=tmp_path / "run")
+    assert relative(got, expected) <= 1e-6
+    assert 1 not in sum(limited.ran, ())
+
+
+def test_without_the_policy_the_run_ends_with_the_name(tmp_path):
+    with pytest.raises(SampleTooLarge, match="sample 1 does not fit"):
+        trained(Limited(NextToken(), 30), config(), out=tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 2
+    assert not (tmp_path / "run" / QUARANTINE).exists()
+
+
+def test_an_unknown_policy_and_sharded_parameters_are_refused():
+    with pytest.raises(ConfigError, match="oom is not known"):
+        config(oom="ignore")
+    with pytest.raises(ConfigError, match="sharded"):
+        open_guard(Guard(fields=TEXT_FIELDS, when_too_large="quarantine"), None, is_sharded=True)
