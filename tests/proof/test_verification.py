@@ -326,3 +326,25 @@ def test_zeros_for_every_sample_prove_nothing():
 def test_wrong_settings_are_refused(settings):
     with pytest.raises(ConfigError):
         VerifyConfig(**settings)
+
+
+def test_rounding_of_a_deep_model_is_told_from_a_fault_by_fp64():
+    """A model whose fp32 gradients are rounded by more than fp32 usually promises, one by one too."""
+
+    class Rounding(P.LanguageModel):
+        def forward(self, batch):
+            y = super().forward(batch)
+            large = 3e4 * self.head.weight.sum()
+            return (y + large) - large  # loses the lower bits, differently in every arrangement of the same numbers
+
+    class RoundingAndWrong(Rounding):
+        def positions(self, batch):
+            return torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
+
+    torch.manual_seed(0)
+    report = verify(Rounding(), P.NextToken(), samples(), P.FIELDS, config=VerifyConfig(tolerance=1e-7))
+    assert not report.ok  # an explicit tolerance is kept to the letter
+    torch.manual_seed(0)
+    assert verify(Rounding(), P.NextToken(), samples(), P.FIELDS).ok
+    torch.manual_seed(0)
+    assert not verify(RoundingAndWrong(), P.NextToken(), samples(), P.FIELDS).ok

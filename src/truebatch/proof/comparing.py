@@ -20,6 +20,7 @@ from truebatch.proof.arrangements import Arrangement, Piece
 from truebatch.proof.outputs import PerSample
 from truebatch.proof.subjects import Outcome
 
+PARTS = ("outputs", "loss", "gradient")
 PROMISED = {torch.float64: 1e-10, torch.float32: 1e-5}
 """How far a micro-batch may be from one by one. Half precision is measured against fp32 instead."""
 
@@ -231,15 +232,34 @@ def make_reference(subject: Runnable, one_by_one: Whole, alone: Arrangement, tol
     In half precision a micro-batch may be at most twice as far from fp32 as one by one is.
     """
     dtype = floating_dtype(subject.model)
-    parts = ("outputs", "loss", "gradient")
     if tolerance is not None or dtype in PROMISED:
         limit = PROMISED.get(dtype, 1e-5) if tolerance is None else tolerance
-        return Reference(one_by_one, dict.fromkeys(parts, limit))
+        return Reference(one_by_one, dict.fromkeys(PARTS, limit))
+    return _exact_reference(subject, one_by_one, alone, torch.float32, least=torch.finfo(dtype).eps)
+
+
+def sharper_reference(subject: Runnable, one_by_one: Whole, alone: Arrangement) -> Reference | None:
+    """The same model in fp64, for fp32 models whose own rounding is larger than what fp32 usually promises.
+
+    Deep models with large activations round their gradients by more than that, one by one too. A micro-batch may then
+    be at most twice as far from fp64 as one by one is; where fp64 cannot be run, None.
+    """
+    if subject.model is None or floating_dtype(subject.model) != torch.float32:
+        return None
+    try:
+        found = _exact_reference(subject, one_by_one, alone, torch.float64, least=PROMISED[torch.float32] / 2)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError):  # a model with fp32 written into its code
+        return None
+    return found if all(math.isfinite(limit) for limit in found.limits.values()) else None
+
+
+def _exact_reference(
+    subject: Runnable, one_by_one: Whole, alone: Arrangement, dtype: torch.dtype, *, least: float
+) -> Reference:
     assert subject.model is not None
-    exact = run_whole(subject.with_model(copy.deepcopy(subject.model).float()), alone)
-    far = {d.part: d.value for d in differences(one_by_one, Reference(exact, dict.fromkeys(parts, math.inf)))}
-    eps = torch.finfo(dtype).eps
-    return Reference(exact, {part: 2 * max(far.get(part, 0.0), eps) for part in parts})
+    exact = run_whole(subject.with_model(copy.deepcopy(subject.model).to(dtype)), alone)
+    far = {d.part: d.value for d in differences(one_by_one, Reference(exact, dict.fromkeys(PARTS, math.inf)))}
+    return Reference(exact, {part: 2 * max(far.get(part, 0.0), least) for part in PARTS})
 
 
 def floating_dtype(model: nn.Module | None) -> torch.dtype:

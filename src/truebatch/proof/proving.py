@@ -15,7 +15,16 @@ import torch
 from truebatch.errors import ConfigError, DataError
 from truebatch.proof.arrangements import LAYOUTS, Arrangement, alone, arrangements
 from truebatch.proof.causes import Evidence, name_causes
-from truebatch.proof.comparing import Reference, Runnable, Whole, differences, make_reference, run_whole, samples_over
+from truebatch.proof.comparing import (
+    Reference,
+    Runnable,
+    Whole,
+    differences,
+    make_reference,
+    run_whole,
+    samples_over,
+    sharper_reference,
+)
 from truebatch.proof.functions import ListSubject
 from truebatch.proof.probes import (
     LeakTest,
@@ -25,7 +34,7 @@ from truebatch.proof.probes import (
     two_dimensional_mask,
 )
 from truebatch.proof.quiet import Mode, quieted, steady_mode
-from truebatch.proof.report import Cause, Result, VerifyReport
+from truebatch.proof.report import Cause, Result, Verdict, VerifyReport
 from truebatch.proof.subjects import Subject
 from truebatch.proof.tracing import ModuleDifference, count_calls, first_difference
 
@@ -73,14 +82,42 @@ def prove(
         return VerifyReport(
             [], unproven="the model gives other numbers each time it runs, even in eval mode", notes=_NOISE
         )
-    problem = _unusable(one_by_one)
+    problem, rounding = _unusable(one_by_one), ""
     with quieted(subject.model, mode):
         reference = make_reference(subject, original or one_by_one, singles, config.tolerance)
         wanted = _wanted(subject, config) if chosen is None else list(chosen)
         runs = [singles, *wanted] if original is not None else wanted
         results = [_run_one(subject, arrangement, reference) for arrangement in runs]
+        if original is None and config.tolerance is None and _may_be_rounding(results):
+            sharper = sharper_reference(subject, one_by_one, singles)
+            if sharper is not None:
+                reference = sharper
+                results = [_judge(r, reference) for r in results]
+                rounding = (
+                    f"fp32 rounds this model by {reference.limits['gradient'] / 2:.0e} one by one: judged against fp64"
+                )
         report = _explain(subject, singles, results, reference, one_by_one)
-    return _finish(report, mode, reference, problem)
+    return _finish(report, mode, reference, problem, rounding)
+
+
+ROUNDING = 1e-3
+"""Differences below this may be rounding, which the same model in fp64 tells from a fault."""
+
+
+def _may_be_rounding(results: Sequence[Result]) -> bool:
+    over = [d for r in results for d in r.differences if d.is_over]
+    return bool(over) and all(d.value < ROUNDING for d in over)
+
+
+def _judge(result: Result, reference: Reference) -> Result:
+    """The same run against another reference."""
+    if result.whole is None:
+        return result
+    found = tuple(differences(result.whole, reference))
+    verdict: Verdict = "different" if any(d.is_over for d in found) else "equal"
+    return Result(
+        result.arrangement, verdict, found, frozenset(samples_over(result.whole, reference)), whole=result.whole
+    )
 
 
 _NOISE = (
@@ -125,14 +162,11 @@ def _wanted(subject: Subject | ListSubject, config: VerifyConfig) -> list[Arrang
 def _run_one(subject: Runnable, arrangement: Arrangement, reference: Reference) -> Result:
     try:
         whole = run_whole(subject, arrangement, gradient=bool(reference.whole.gradient))
-        found = tuple(differences(whole, reference))
-        moved = frozenset(samples_over(whole, reference))
+        return _judge(Result(arrangement, "equal", whole=whole), reference)
     except Exception as error:  # whatever a model raises is a result of this arrangement, reported by name
         if isinstance(error, ConfigError | DataError):
             raise
         return Result(arrangement, "raised", error=f"{type(error).__name__}: {error}")
-    verdict = "different" if any(d.is_over for d in found) else "equal"
-    return Result(arrangement, verdict, found, moved, whole=whole)  # type: ignore[arg-type]
 
 
 def _explain(
@@ -266,8 +300,8 @@ def _nan_notes(subject: Subject, results: list[Result], reference: Reference) ->
     return ["NaN in the padding reaches the results (finite garbage does not: 0 * NaN is NaN): keep padding finite"]
 
 
-def _finish(report: VerifyReport, mode: Mode, reference: Reference, problem: str) -> VerifyReport:
-    notes = list(report.notes)
+def _finish(report: VerifyReport, mode: Mode, reference: Reference, problem: str, rounding: str) -> VerifyReport:
+    notes = [*report.notes, *([rounding] if rounding else [])]
     if mode == "eval":
         notes.append("randomness is left on in training mode (functional dropout or noise): compared in eval mode")
     unproven = problem or ("" if report.results else "no arrangement was run")
