@@ -61,6 +61,18 @@ def test_packed_rows_give_the_same_updates(tmp_path, accumulation):
     )
 
 
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_gradient_checkpointing_gives_the_same_updates(tmp_path, layout):
+    check_updates(
+        tmp_path,
+        "causal_lm",
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        gradient_checkpointing=True,
+        truebatch=AdapterConfig(layout=layout),
+    )
+
+
 def test_a_budget_cuts_forward_passes_and_nothing_else(tmp_path):
     given = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "num_train_epochs": 1}
     whole, steps, _ = gradients(tmp_path, "causal_lm", **given)

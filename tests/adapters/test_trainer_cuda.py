@@ -48,9 +48,6 @@ def test_fp32_is_the_gradient_of_one_by_one(tmp_path, layout):
 def test_half_precision_is_no_further_from_fp32_than_twice_one_by_one(tmp_path, layout, precision):
     found, trainer, samples = first_update(tmp_path, layout, **{precision: True})
     expected, loss = reference(trainer, samples)
-    if precision == "fp16":
-        scale = trainer.accelerator.scaler.get_scale()
-        found = found / scale  # nothing clips here, so the gradient is seen before the optimiser unscales it
     model, _ = build("causal_lm")
     model.cuda()
     ids = trainer._planned.plan(0).step_sample_ids(0)

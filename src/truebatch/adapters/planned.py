@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +11,15 @@ from torch import nn
 
 from truebatch.adapters.singles import Collator, SingleSamples, make_single, measure_samples
 from truebatch.errors import ConfigError, DataError
-from truebatch.hf.heads import Head, head_of
+from truebatch.hf.heads import Head, head_of, packed_attention_on
+from truebatch.hf.objectives import HeadObjective
+from truebatch.objective import Objective
 from truebatch.planning.measured import Measured
 from truebatch.planning.plan import Plan, build_plan
 from truebatch.planning.rows import Layout
 from truebatch.planning.settings import PlanConfig
 from truebatch.tensors.loader import LoadedStep, LoaderConfig, load_steps
+from truebatch.tensors.microbatch import MicroBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +95,15 @@ def plan_data(dataset: Any, collator: Collator, model: nn.Module, config: PlanCo
     _refuse_images(model, head)
     samples = SingleSamples(dataset=dataset, collator=collator, head=head, seed=config.seed)
     return PlannedData(samples=samples, measured=measure_samples(dataset), config=config)
+
+
+def held_attention(
+    model: nn.Module, objective: Objective, batches: Sequence[MicroBatch]
+) -> AbstractContextManager[None]:
+    """Packed attention for forward and backward of these micro-batches: gradient checkpointing runs layers in both."""
+    if isinstance(objective, HeadObjective) and "packed" in {objective.route(b) for b in batches if b.num_samples}:
+        return packed_attention_on(objective.head, model, "packed")
+    return nullcontext()
 
 
 def bare_model(model: nn.Module) -> nn.Module:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from truebatch.adapters.planned import held_attention
 from truebatch.errors import BatchError
 from truebatch.objective import Objective
 from truebatch.tensors.loader import LoadedStep
@@ -74,7 +75,8 @@ def _engine(
 def _accumulate_outside_autocast(
     engine: Engine, step: LoadedStep, counts: dict[str, int], epoch: int
 ) -> dict[str, Tensor]:
-    with torch.enable_grad(), torch.autocast(engine.device.type, enabled=False):
+    held = held_attention(engine.model, engine.objective, step.batches)
+    with held, torch.enable_grad(), torch.autocast(engine.device.type, enabled=False):
         return accumulate(engine, step.batches, counts, epoch=epoch)
 
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from transformers.trainer_callback import ExportableState, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
-from truebatch.adapters.planned import AdapterConfig, PlannedData, bare_model, plan_data
+from truebatch.adapters.planned import AdapterConfig, PlannedData, bare_model, held_attention, plan_data
 from truebatch.adapters.refusals import refuse_settings
 from truebatch.errors import BatchError, RunError
 from truebatch.hf.objectives import HeadObjective
@@ -174,7 +174,8 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         engine, opened = self._engine(model, groups=(Group(optimiser=self.optimizer),)), inputs.of
-        sums = accumulate(engine, inputs.batches, opened.counts, epoch=self._place[0])
+        with held_attention(engine.model, engine.objective, inputs.batches):
+            sums = accumulate(engine, inputs.batches, opened.counts, epoch=self._place[0])
         for name, value in sums.items():
             opened.loss += value / max(opened.counts[name], 1)
         if not inputs.is_last:
