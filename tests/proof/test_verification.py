@@ -333,18 +333,18 @@ def test_rounding_of_a_deep_model_is_told_from_a_fault_by_fp64():
 
     class Rounding(P.LanguageModel):
         def forward(self, batch):
-            y = super().forward(batch)
-            large = 3e4 * self.head.weight.sum()
-            return (y + large) - large  # loses the lower bits, differently in every arrangement of the same numbers
+            return torch.sin(300 * super().forward(batch))  # makes the last bits of every number count
 
     class RoundingAndWrong(Rounding):
         def positions(self, batch):
             return torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
 
     torch.manual_seed(0)
-    report = verify(Rounding(), P.NextToken(), samples(), P.FIELDS, config=VerifyConfig(tolerance=1e-7))
-    assert not report.ok  # an explicit tolerance is kept to the letter
+    strict = verify(Rounding(), P.NextToken(), samples(), P.FIELDS, config=VerifyConfig(tolerance=1e-5))
+    assert not strict.ok  # a tolerance that was asked for is kept to the letter
     torch.manual_seed(0)
-    assert verify(Rounding(), P.NextToken(), samples(), P.FIELDS).ok
+    report = verify(Rounding(), P.NextToken(), samples(), P.FIELDS)
+    assert report.ok, str(report)
+    assert any("judged against fp64" in note for note in report.notes)
     torch.manual_seed(0)
     assert not verify(RoundingAndWrong(), P.NextToken(), samples(), P.FIELDS).ok
