@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +13,15 @@ import torch
 import torch.distributed as dist
 
 from tests.tiny import SETS_FIELDS, TEXT_FIELDS, NextToken, SetRisk, SetsModel, TextModel, set_samples, text_samples
+from truebatch.errors import RestartError, exit_code_of
 from truebatch.planning.plan import build_plan
 from truebatch.planning.settings import PlanConfig
 from truebatch.tensors.loader import load_steps
+from truebatch.training.failpoints import armed
+from truebatch.training.guard import Guard, read_budget
 from truebatch.training.loop import train
 from truebatch.training.optimising import Group, make_groups
-from truebatch.training.reducing import num_ranks, rank
+from truebatch.training.reducing import all_say, num_ranks, rank
 from truebatch.training.settings import TrainConfig
 from truebatch.training.step import Engine, step_counts, take_gradients
 from truebatch.training.task import TrainData, alone_of, measure_by_reading
@@ -36,10 +41,24 @@ def engine_of(kind, objective):
     return Engine(model=model, objective=objective(), groups=make_groups(groups, model))
 
 
-def gradients(case, layout, *, shard=False):
+class Limited(NextToken):
+    """Runs out of memory when a micro-batch has more cells than fit."""
+
+    def __init__(self, limit):
+        self.limit = limit
+
+    def sums(self, model, batch):
+        if batch.segments.num_cells > self.limit:
+            raise MemoryError
+        return super().sums(model, batch)
+
+
+def gradients(case, layout, *, shard=False, guard=None, limit=None):
     """The gradient of every step of an epoch, the last one shorter than the ranks can share evenly."""
     kind, objective, fields, samples = CASES[case]
-    engine = engine_of(kind, objective)
+    engine = replace(engine_of(kind, objective), guard=guard)
+    if limit is not None:
+        engine = replace(engine, objective=Limited(limit))
     if shard:
         from torch.distributed.fsdp import fully_shard
 
@@ -49,6 +68,7 @@ def gradients(case, layout, *, shard=False):
             model=engine.model,
             objective=objective(),
             groups=make_groups(groups, engine.model),
+            guard=guard,
             stand_in=lambda: alone_of(TrainData(samples=samples, fields=fields), epoch=0)(0),
         )
     lengths = measure_by_reading(samples, fields).lengths
@@ -61,6 +81,40 @@ def gradients(case, layout, *, shard=False):
         parts = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in engine.model.parameters()]
         found.append((outcome.loss, outcome.counts, torch.cat([g.flatten() for g in parts])))
     return found
+
+
+def out_of_memory():
+    """Memory runs out on one rank, on either, and for a sample alone; the other rank only does its own part."""
+    results = {}
+    for at in range(2):
+        guard = Guard(fields=TEXT_FIELDS)
+        with armed("step.backward:oom:2") if rank() == at else nullcontext():
+            found = gradients("text", "padded", guard=guard)
+        results[f"out of memory on rank {at}"] = [(x, y, g.tolist()) for x, y, g in found]
+        results[f"recoveries {at}"] = all_say([guard.recoveries])
+    limited = Guard(fields=TEXT_FIELDS)
+    results["limited"] = [(x, y, g.tolist()) for x, y, g in gradients("text", "packed", guard=limited, limit=33)]
+    left_out = Guard(fields=TEXT_FIELDS, when_too_large="quarantine")
+    results["quarantine"] = [(x, y, g.tolist()) for x, y, g in gradients("text", "padded", guard=left_out, limit=28)]
+    results["quarantined"] = all_say([sorted(left_out.quarantined)])
+    return results
+
+
+def sharded_out_of_memory(folder):
+    """Every rank saves the budget and leaves; begun again, the ranks make equally many micro-batches of their own."""
+    folder.mkdir(exist_ok=True)
+    guard = Guard(fields=TEXT_FIELDS, folder=folder)
+    said = ""
+    with armed("step.forward:oom:1"):
+        try:
+            gradients("text", "padded", shard=True, guard=guard)
+        except RestartError as error:
+            said = f"{exit_code_of(error)} {error.wrong}"
+    dist.barrier()
+    again = Guard(fields=TEXT_FIELDS, folder=folder)
+    read_budget(again)
+    found = gradients("text", "padded", shard=True, guard=again)
+    return said, again.cells, [(x, y, g.tolist()) for x, y, g in found]
 
 
 def run(folder, steps, *, stop_after=None):
@@ -90,6 +144,8 @@ def main(out):
         for layout in ("padded", "packed"):
             results[f"{case} {layout}"] = [(x, y, g.tolist()) for x, y, g in gradients(case, layout)]
     results["sharded"] = [(x, y, g.tolist()) for x, y, g in gradients("text", "padded", shard=True)]
+    results |= out_of_memory()
+    results["sharded, out of memory"] = sharded_out_of_memory(out / "sharded")
     results["whole"] = run(out / "whole", 6)
     results["second part"] = run(out / "parts", 4)
     results["stopped"] = run(out / "stopped", 6, stop_after=1)

@@ -9,7 +9,9 @@ import sys
 import pytest
 import torch
 
+from tests.tiny import TEXT_FIELDS
 from tests.training import processes
+from truebatch.training.guard import Guard
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +67,41 @@ def test_sharded_parameters_get_the_same_gradient(two):
     ):
         assert loss == pytest.approx(want_loss, rel=1e-6)
         assert relative(gradient, want) <= 1e-6
+
+
+def same(got, expected):
+    assert len(got) == len(expected)
+    for (loss, counts, gradient), (want_loss, want_counts, want) in zip(got, expected, strict=True):
+        assert counts == want_counts
+        assert loss == pytest.approx(want_loss, rel=1e-6)
+        assert relative(gradient, want) <= 1e-6
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_memory_that_runs_out_on_one_rank_keeps_nobody_waiting_and_changes_nothing(two, at):
+    same(two[1][f"out of memory on rank {at}"], processes.gradients("text", "padded"))
+    assert two[1][f"recoveries {at}"] == [int(at == r) for r in range(2)]
+
+
+def test_ranks_split_each_as_it_must(two):
+    same(two[1]["limited"], processes.gradients("text", "padded"))
+
+
+def test_a_sample_left_out_on_one_rank_is_left_out_of_the_counts_of_all(two):
+    """Samples of 31 and 29 tokens do not fit; the reference is one process that has the same memory."""
+    guard = Guard(fields=TEXT_FIELDS, when_too_large="quarantine")
+    expected = processes.gradients("text", "padded", guard=guard, limit=28)
+    same(two[1]["quarantine"], expected)
+    assert two[1]["quarantined"] == [[1, 5], [1, 5]]
+    lengths = [len(sample["input_ids"]) for sample in processes.TEXTS]
+    assert sum(counts["nll"] for _, counts, _ in expected) == sum(n - 1 for n in lengths if n <= 28)
+
+
+def test_sharded_ranks_that_ran_out_of_memory_go_on_with_a_lower_budget(two):
+    said, cells, found = two[1]["sharded, out of memory"]
+    assert said.startswith("75 ")
+    assert cells is not None
+    same(found, processes.gradients("text", "padded"))
 
 
 def test_a_run_goes_on_with_another_number_of_processes(two, tmp_path):
