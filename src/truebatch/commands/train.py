@@ -292,14 +292,18 @@ def _say_end(show: Show, result: TrainResult, folder: Path, target: str) -> None
     show.say(f"done: {result.step} steps ({result.why}){last}{best}")
     exported = folder / "model"
     show.say(f"run: {folder}" + (f"; model: {exported}" if exported.is_dir() else ""))
-    show.say(_next(exported, target))
+    show.say(_next(folder, exported, target))
 
 
-def _next(exported: Path, target: str) -> str:
+def _next(folder: Path, exported: Path, target: str) -> str:
+    from truebatch.training.runs import CONFIG
+    from truebatch.yamlfiles import read_yaml
+
     if (exported / "adapter_config.json").is_file():
         return f"next, in Python: peft.AutoPeftModel.from_pretrained({str(exported)!r})"
     is_whole = (exported / "config.json").is_file()
-    return f"next: truebatch verify {shlex.quote(str(exported) if is_whole else target)}"
+    layout = "packed" if read_yaml(folder / CONFIG).values["train"]["layout"] == "packed" else "right"
+    return f"next: truebatch verify {shlex.quote(str(exported) if is_whole else target)} --layout {layout}"
 
 
 def _leave_processes() -> None:

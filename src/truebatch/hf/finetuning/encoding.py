@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +49,13 @@ def encode_file(encoder: Encoder, path: Path, *, names: Sequence[str] | None = N
     `names` are the classes the training data has; without them they are found in this file.
     """
     file = encoder.cache / f"{_key(encoder, path, names)}.npz" if encoder.cache is not None else None
-    if file is not None and (found := load_encoded(file)) is not None:
-        return found
-    encoded = _encode(encoder, path, names)
-    if file is not None:
-        save_encoded(encoded, file)
-    return encoded
+    encoded = load_encoded(file) if file is not None else None
+    if encoded is None:
+        encoded = _encode(encoder, path, names)
+        if file is not None:
+            save_encoded(encoded, file)
+    # The same content may have had another name when it was encoded.
+    return replace(encoded, notes=(f"{path}: {encoded.notes[0]}", *encoded.notes[1:]))
 
 
 def _key(encoder: Encoder, path: Path, names: Sequence[str] | None) -> str:
@@ -76,7 +77,7 @@ def _encode(encoder: Encoder, path: Path, names: Sequence[str] | None) -> Encode
     samples = [(place, encode(encoder, record, place, names)) for place, record in records]
     kept, notes = _fit(encoder, samples, path)
     columns = make_columns(kept)
-    return Encoded(columns, tuple(names), (*_described(encoder, records, kept, names, path), *notes))
+    return Encoded(columns, tuple(names), (*_described(encoder, records, kept, names), *notes))
 
 
 def _refuse_mixture(records: Sequence[Placed], path: Path) -> None:
@@ -215,12 +216,10 @@ def _cut(sample: Sample, most: int) -> Sample:
     return {name: part[:most] for name, part in sample.items()}
 
 
-def _described(
-    encoder: Encoder, records: Sequence[Placed], kept: Sequence[Sample], names: Sequence[str], path: Path
-) -> list[str]:
+def _described(encoder: Encoder, records: Sequence[Placed], kept: Sequence[Sample], names: Sequence[str]) -> list[str]:
     tokens = sum(len(sample["input_ids"]) for sample in kept)
     learned = sum(1 for sample in kept for label in _labels_of(sample) if label != IGNORE)
-    lines = [f"{path}: {len(kept):,} samples, {tokens:,} tokens, {learned:,} labels"]
+    lines = [f"{len(kept):,} samples, {tokens:,} tokens, {learned:,} labels"]
     if isinstance(records[0][1], Chat | Pair) and encoder.task == "causal_lm":
         is_plain = isinstance(records[0][1], Chat) and encoder.tokenizer.chat_template is None
         lines[0] += "; only answers are learned" + (

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
@@ -157,7 +158,7 @@ def _class_of(task: str) -> Any:
 def _loaded(call: Any, folder: Path) -> Any:
     try:
         return call()
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
         raise DataError(
             f"{folder} cannot be used",
             seen=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}",
