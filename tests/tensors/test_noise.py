@@ -52,6 +52,25 @@ def test_nested_samples_have_noise_on_every_level(axis):
     assert len({float(p.flatten()[0]) for p in parts}) == len(parts)
 
 
+@pytest.mark.parametrize("ids", [[1], [1, 0], [1, 4], [5, 6], [3, 5, 1]])
+@pytest.mark.parametrize("axis", ["sets", "events"])
+def test_a_sample_of_one_set_draws_the_same_beside_any_other(axis, ids):
+    """Neither the number of sets nor their sum says whose they are: one set a sample, or none and two, look alike."""
+    stays = set_samples([[2, 5, 1], [1], [7, 3, 3, 9, 2], [4, 4], [6], [2, 3], []])
+
+    def drawn_by(chosen):
+        batch = padded(stays, chosen, SETS_FIELDS)
+        with noise_for(batch, seed=1):
+            values = keyed_uniform((3,), "z", axis=axis)
+        parts = iter(batch.per_sample(values, axis))
+        number = batch.rows("sets").lengths if axis == "events" else [1] * len(chosen)
+        return {i: [next(parts) for _ in range(n)] for i, n in zip(chosen, number, strict=True)}
+
+    for i, parts in drawn_by(ids).items():
+        for got, alone in zip(parts, drawn_by([i])[i], strict=True):
+            assert torch.equal(got, alone)
+
+
 @pytest.mark.parametrize("key", [{"seed": 8}, {"epoch": 3}])
 def test_another_seed_or_epoch_draws_other_noise(key):
     batch = padded(SAMPLES, [1], TEXT_FIELDS)

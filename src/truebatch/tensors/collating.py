@@ -6,6 +6,7 @@ samples -> values of every field -> lengths of every axis, checked -> where each
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -86,7 +87,7 @@ def _build_axes(values: Values, rows: Rows, fields: Sequence[Field], side: Side,
         if first.kind == "flat":
             axes[name] = _flat_axis(lengths)
         elif name == first.inner:
-            axes[name] = _row_axis(lengths, _one_each(lengths), "right", None)
+            axes[name] = replace(_row_axis(lengths, _one_each(lengths), "right", None), outer=first.axis)
         else:
             axes[name] = _row_axis(lengths, rows, side, slots if name == CELLS else None, is_planned=name == CELLS)
     return axes

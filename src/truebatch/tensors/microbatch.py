@@ -34,6 +34,8 @@ class RowAxis:
     """[n] int64: the flattened cell of every token, sample after sample. The way into the rows and back out."""
     lengths: tuple[int, ...]
     """Tokens of every sample, in the order of the micro-batch; host numbers."""
+    outer: str = ""
+    """Of the inner level of a nested field: the axis whose tokens are the rows of this one, in order."""
 
     @property
     def is_real(self) -> Tensor:
@@ -173,7 +175,11 @@ def _map(batch: MicroBatch, move: _Move) -> MicroBatch:
             axes[name] = replace(axis, starts=move(axis.starts), owner=move(axis.owner))
         else:
             table = replace(axis.segments, starts=move(axis.segments.starts), is_real=move(axis.segments.is_real))
-            axes[name] = RowAxis(
-                table, move(axis.segment_ids), move(axis.positions), move(axis.cell_of_token), axis.lengths
+            axes[name] = replace(
+                axis,
+                segments=table,
+                segment_ids=move(axis.segment_ids),
+                positions=move(axis.positions),
+                cell_of_token=move(axis.cell_of_token),
             )
     return replace(batch, fields={k: move(v) for k, v in batch.fields.items()}, axes=axes)

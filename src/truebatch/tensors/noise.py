@@ -109,30 +109,22 @@ def _find_keys_and_places(noise: NoiseKeys, axis: str) -> tuple[Tensor, Tensor]:
         places = torch.arange(len(found.owner), device=noise.keys.device) - found.starts[found.owner]
         return noise.keys[found.owner], places
     rows = noise.batch.rows(axis)
-    keys = noise.keys
-    if len(rows.lengths) != len(keys):  # the inner level of a nested field: a key for every set of every sample
-        keys = _set_keys(noise, axis)
+    keys = _set_keys(noise, rows.outer) if rows.outer else noise.keys
     owner = torch.repeat_interleave(
         torch.arange(len(keys), device=keys.device),
-        torch.tensor(rows.lengths, device=keys.device),
+        torch.tensor(rows.lengths, dtype=torch.int64, device=keys.device),
         output_size=sum(rows.lengths),
     )
     return rows.put_tokens(keys[owner]), rows.positions
 
 
-def _set_keys(noise: NoiseKeys, axis: str) -> Tensor:
-    inner = len(noise.batch.rows(axis).lengths)
-    for rows in (noise.batch.rows(name) for name, found in noise.batch.axes.items() if not isinstance(found, FlatAxis)):
-        if sum(rows.lengths) == inner and len(rows.lengths) == len(noise.keys):
-            sizes = torch.tensor(rows.lengths, device=noise.keys.device)
-            owner = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes, output_size=inner)
-            place = rows.take_tokens(rows.positions)
-            return _mix(noise.keys[owner] + (place + 1) * _STRIDE)
-    raise BatchError(
-        f"noise cannot be keyed along {axis!r}",
-        seen=f"axes {sorted(noise.batch.axes)}",
-        do="draw it along the outer axis of the nested field",
-    )
+def _set_keys(noise: NoiseKeys, outer: str) -> Tensor:
+    """The inner level of a nested field: a key for every set of every sample, from its place in the sample."""
+    rows = noise.batch.rows(outer)
+    sizes = torch.tensor(rows.lengths, dtype=torch.int64, device=noise.keys.device)
+    owner = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes, output_size=sum(rows.lengths))
+    place = rows.take_tokens(rows.positions)
+    return _mix(noise.keys[owner] + (place + 1) * _STRIDE)
 
 
 def _mix(value: Tensor) -> Tensor:
