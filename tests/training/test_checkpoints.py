@@ -315,6 +315,19 @@ def test_every_kind_of_damage_is_seen(pristine, tmp_path, kind):
     check_damage(pristine, tmp_path / "x", kind, "model.safetensors", 0.9)
 
 
+@pytest.mark.parametrize("name", ["step", "files", "fingerprint", "all_finite", "nonfinite", "versions", "written"])
+def test_a_manifest_with_one_changed_value_is_refused(folder, name):
+    save_checkpoint(folder, checkpoint(1))
+    saved = save_checkpoint(folder, checkpoint(2, bad=True))
+    values = json.loads((saved.path / "manifest.json").read_text())
+    other = {"all_finite": True, "nonfinite": [], "step": 3, "versions": {}, "files": {}}
+    values[name] = other.get(name, "changed")
+    (saved.path / "manifest.json").write_text(json.dumps(values, indent=1))
+    loaded = load_newest(folder, only_finite=False)
+    assert loaded.checkpoint.step == 1
+    assert "its own hash" in loaded.rejected[0]
+
+
 def test_a_newer_format_is_refused_by_its_version(folder, monkeypatch):
     save_checkpoint(folder, checkpoint(1))
     saved = save_checkpoint(folder, checkpoint(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -151,25 +152,34 @@ def test_the_owner_is_named_to_the_second_process(folder):
         pass
 
 
-def owner_with_a_worker(folder: Path, ready) -> None:
+def own_until_killed(folder: Path, ready) -> None:
     with open_run(folder, {"a": 1}):
-        if os.fork() == 0:
-            ready.set()
-            time.sleep(1.0)
-            os._exit(0)
+        ready.set()
         time.sleep(3600)
 
 
+def hold_lock(folder: Path, ready, seconds: float) -> None:
+    with (folder / ".lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        ready.set()
+        time.sleep(seconds)
+
+
 def test_a_killed_owner_whose_workers_live_a_moment_longer_is_waited_for(folder):
+    # A worker forked by the owner shares its lock; older versions of filelock leave it that way.
     context = multiprocessing.get_context("fork")
-    ready = context.Event()
-    process = context.Process(target=owner_with_a_worker, args=(folder, ready))
-    process.start()
-    assert ready.wait(60)
-    process.kill()
-    process.join()
+    owned, held = context.Event(), context.Event()
+    owner = context.Process(target=own_until_killed, args=(folder, owned))
+    owner.start()
+    assert owned.wait(60)
+    owner.kill()
+    owner.join()
+    worker = context.Process(target=hold_lock, args=(folder, held, 1.0))
+    worker.start()
+    assert held.wait(60)
     with open_run(folder, {"a": 1}):
         pass
+    worker.join()
 
 
 def test_the_owner_is_free_again_after_an_error_at_any_place(tmp_path):
