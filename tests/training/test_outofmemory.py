@@ -71,6 +71,7 @@ OUT_OF_MEMORY = {
     "cpu on windows": RuntimeError(
         "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried to allocate 9 bytes."
     ),
+    "onednn, seen under a limit": RuntimeError("could not create a primitive"),
     "python": MemoryError(),
     "c++": MemoryError("std::bad_alloc"),
     "dataloader": RuntimeError(

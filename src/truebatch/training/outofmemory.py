@@ -35,6 +35,7 @@ TEXTS = (
     r"\bresource_exhausted: (out of memory|error allocating)",
     r"\b(aclrtmalloc|el0004)\b.*\b(fail|allocate)",
     r"\bstd::bad_alloc\b",
+    r"\bcould not create a primitive\b(?! descriptor)",  # oneDNN: kernels it cannot do fail earlier, at the descriptor
 )
 """What a RuntimeError says when a device, a library or the host has no memory left."""
 

@@ -1,0 +1,251 @@
+"""Real out-of-memory errors in a small training loop: the gradient of every step against the same step with room.
+
+    PYTHONPATH=src python benchmarks/oom_cuda.py --out oom_cuda.json
+    PYTHONPATH=src python benchmarks/oom_cuda.py --device cpu --quick     (a dry run: the system's own limit)
+
+Needs torch and numpy. Memory is limited to less than a whole step takes, at several levels; every step begins without
+a budget and must find its cut. Prints a summary and exits with 1 when a figure is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from truebatch.errors import MemoryLimitError
+from truebatch.planning.plan import build_plan
+from truebatch.planning.settings import PlanConfig
+from truebatch.tensors.field import Field
+from truebatch.tensors.loader import LoadedStep, load_steps
+from truebatch.tensors.microbatch import MicroBatch
+from truebatch.training.guard import Guard, SampleTooLarge, most_tries
+from truebatch.training.optimising import Group, make_groups
+from truebatch.training.outofmemory import is_out_of_memory
+from truebatch.training.step import Engine, apply_update, step_counts, take_gradients
+
+IGNORE = -100
+FIELDS = (Field(name="input_ids"), Field(name="labels", source="input_ids", shift=1, pad=IGNORE))
+TOLERANCE = 1e-5
+MIB = 1 << 20
+
+
+class Decoder(nn.Module):
+    """Right-padded causal text: a padded cell is never looked at by a token."""
+
+    def __init__(self, vocab: int, dim: int, layers: int, heads: int = 8) -> None:
+        super().__init__()
+        self.tok, self.head, self.heads = nn.Embedding(vocab, dim), nn.Linear(dim, vocab, bias=False), heads
+        self.qkv = nn.ModuleList(nn.Linear(dim, 3 * dim) for _ in range(layers))
+        self.mlp = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+            for _ in range(layers)
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[B, T] -> [B, T, V]."""
+        x = self.tok(ids)
+        for qkv, mlp in zip(self.qkv, self.mlp, strict=True):
+            q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in qkv(x).chunk(3, -1))
+            x = x + scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            x = x + mlp(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class NextToken:
+    """Cross entropy of the next token, summed."""
+
+    def counts(self, batch: MicroBatch) -> dict[str, int]:
+        """Tokens that have a next one."""
+        return {"nll": int((batch["labels"] != IGNORE).sum())}
+
+    def sums(self, model: nn.Module, batch: MicroBatch) -> dict[str, Tensor]:
+        """All logits at once, on purpose: that is what takes memory."""
+        logits = model(batch["input_ids"]).flatten(0, 1)
+        return {"nll": cross_entropy(logits, batch["labels"].flatten(), ignore_index=IGNORE, reduction="sum")}
+
+
+def make_steps(vocab: int, lengths: int, number: int, samples: int) -> list[LoadedStep]:
+    """Steps of one micro-batch each, of ragged texts."""
+    rng = np.random.default_rng(0)
+    sizes = np.clip(rng.lognormal(np.log(lengths / 3), 0.7, number * samples), 4, lengths).astype(np.int64)
+    texts = [{"input_ids": rng.integers(1, vocab, n)} for n in sizes]
+    plan = build_plan(sizes, PlanConfig(samples_per_step=samples, seed=1))
+    return list(load_steps(plan, texts, FIELDS))
+
+
+def gradient(engine: Engine, step: LoadedStep) -> tuple[dict[str, float], Tensor]:
+    """Loss and gradient of a step, on the host so that it takes no memory of the device."""
+    counts = step_counts(step.batches, engine.objective, step.counts, device=engine.device)
+    outcome = take_gradients(engine, step.batches, counts, epoch=0)
+    parts = [p.grad.flatten().cpu() for p in engine.model.parameters() if p.grad is not None]
+    engine.groups[0].optimiser.zero_grad(set_to_none=True)
+    return dict(outcome.loss), torch.cat(parts).double()
+
+
+def used_bytes(device: torch.device) -> int:
+    """What tensors take on the device; the address space, on the host."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def limit_memory(device: torch.device, num_bytes: int | None) -> None:
+    """From here on the process may have this much; None: all there is."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(1.0 if num_bytes is None else min(1.0, num_bytes / total), device)
+    else:
+        soft = resource.RLIM_INFINITY if num_bytes is None else num_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (soft, resource.RLIM_INFINITY))
+
+
+def room_of(engine: Engine, steps: list[LoadedStep]) -> tuple[list[tuple[dict[str, float], Tensor]], int]:
+    """Every step with room, and the most memory one of them takes above what stays."""
+    base = used_bytes(engine.device)
+    if engine.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(engine.device)
+        found = [gradient(engine, step) for step in steps]
+        return found, torch.cuda.max_memory_allocated(engine.device) - base
+    found = [gradient(engine, step) for step in steps]
+    cells = max(batch.rows().segments.num_cells for step in steps for batch in step)
+    return found, 3 * 4 * cells * engine.model.head.out_features  # type: ignore[operator,return-value]
+
+
+def survive(engine: Engine, steps: list[LoadedStep], expected: list[Any], errors: int, room: int) -> dict[str, Any]:
+    """Steps under lower and lower limits, each with a guard that knows nothing, until enough errors were survived."""
+    base, said = used_bytes(engine.device), []
+    worst, tries, bound, done, unfit = 0.0, 0, 0, 0, 0
+    levels = endless((0.7, 0.45, 0.3, 0.2), len(steps))
+    while done < errors:
+        level, at = next(levels)
+        limit_memory(engine.device, base + int(level * room))
+        guard = Guard(fields=FIELDS, say=said.append)
+        guarded = Engine(
+            model=engine.model, objective=engine.objective, groups=engine.groups, device=engine.device, guard=guard
+        )
+        try:
+            loss, found = gradient(guarded, steps[at])
+        except SampleTooLarge:
+            unfit += 1
+            continue
+        finally:
+            done += guard.recoveries
+        want_loss, want = expected[at]
+        worst = max(worst, float((found - want).norm() / want.norm()), abs(loss["nll"] / want_loss["nll"] - 1))
+        tries, bound = max(tries, guard.recoveries + 1), max(bound, most_tries(steps[at].batches))
+    gc.collect()
+    return {
+        "errors": done, "worst relative difference": worst, "most tries": tries, "tries allowed": bound,
+        "samples that did not fit alone": unfit, "bytes held after all": used_bytes(engine.device) - base,
+        "texts": sorted({line[line.find("(") + 1 :][:160] for line in said})[:4],
+    }  # fmt: skip
+
+
+def endless(levels: tuple[float, ...], steps: int) -> Iterator[tuple[float, int]]:
+    """Every level with every step, again and again."""
+    while True:
+        for at in range(steps):
+            for level in levels:
+                yield level, at
+
+
+def update_without_room(engine: Engine, step: LoadedStep) -> dict[str, Any]:
+    """The first update of AdamW where its state does not fit, then the same with room: never half of one."""
+    limit_memory(engine.device, None)
+    counts = step_counts(step.batches, engine.objective, step.counts, device=engine.device)
+    outcome = take_gradients(engine, step.batches, counts, epoch=0)
+    before = torch.cat([p.detach().flatten().cpu() for p in engine.model.parameters()])
+    limit_memory(engine.device, used_bytes(engine.device) + 2 * before.numel())  # half of one of the two moments
+    said = ""
+    try:
+        apply_update(engine, outcome)
+    except MemoryLimitError as error:
+        said = error.wrong
+    after = torch.cat([p.detach().flatten().cpu() for p in engine.model.parameters()])
+    limit_memory(engine.device, None)
+    if said:
+        apply_update(engine, outcome)
+    steps = {int(state["step"]) for state in engine.groups[0].optimiser.state.values()}
+    return {"refused": said, "weights untouched": bool(torch.equal(before, after)), "updates counted": sorted(steps)}
+
+
+def collect_texts(device: torch.device) -> dict[str, Any]:
+    """What this machine says when memory runs out, and whether it is recognised."""
+    ways = {
+        "more than there is": lambda: torch.empty(1 << 42, dtype=torch.uint8, device=device),
+        "product": lambda: torch.ones(1 << 19, 1, device=device) @ torch.ones(1, 1 << 19, device=device),
+        "host": lambda: torch.empty(1 << 46, dtype=torch.uint8),
+        "numpy": lambda: np.empty(1 << 60, dtype=np.uint8),
+    }
+    found = {}
+    for name, way in ways.items():
+        try:
+            way()
+            found[name] = {"recognised": None, "text": "it fitted"}
+        except Exception as error:
+            found[name] = {"recognised": is_out_of_memory(error), "text": f"{type(error).__name__}: {error}"[:160]}
+    return found
+
+
+def main() -> int:
+    """Run all, print it, write it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--errors", type=int, default=50)
+    parser.add_argument("--quick", action="store_true", help="a small model")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    device = torch.device(given.device, 0) if given.device == "cuda" else torch.device(given.device)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    vocab, dim, layers, length = (4000, 32, 1, 64) if given.quick else (32000, 512, 4, 1024)
+    model = Decoder(vocab, dim, layers).to(device)
+    groups = make_groups([Group(optimiser=torch.optim.AdamW(model.parameters(), 1e-3))], model)
+    engine = Engine(model=model, objective=NextToken(), groups=groups, device=device)
+    steps = make_steps(vocab, length, 4, 32)
+    began = time.perf_counter()
+    expected, room = room_of(engine, steps)
+    report: dict[str, Any] = {"device": str(device), "torch": torch.__version__, "room in MiB": room / MIB}
+    report |= survive(engine, steps, expected, given.errors, room)
+    limit_memory(device, None)
+    report["texts collected"] = collect_texts(device)
+    report["update"] = update_without_room(engine, steps[0])
+    report["seconds"] = time.perf_counter() - began
+    wrong = problems(report, given.errors)
+    report["problems"] = wrong
+    print(json.dumps(report, indent=1))
+    if given.out is not None:
+        given.out.write_text(json.dumps(report, indent=1))
+    return 1 if wrong else 0
+
+
+def problems(report: dict[str, Any], errors: int) -> list[str]:
+    """The figures that were missed."""
+    checks = {
+        f"fewer than {errors} errors": report["errors"] >= errors,
+        f"gradients differ by more than {TOLERANCE}": report["worst relative difference"] <= TOLERANCE,
+        "more tries than allowed": report["most tries"] <= report["tries allowed"],
+        "memory is held": report["bytes held after all"] <= 50 * MIB,
+        "a text is not recognised": all(t["recognised"] is not False for t in report["texts collected"].values()),
+        "an update that does not fit changed weights": report["update"]["weights untouched"]
+        or not report["update"]["refused"],
+        "the update was not done once": report["update"]["updates counted"] == [1],
+    }
+    return [name for name, is_right in checks.items() if not is_right]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
