@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.test_public import HEAVY, loaded_after
 from truebatch.cli import run
 from truebatch.training.metrics import read_metrics
 
@@ -190,6 +191,11 @@ def test_under_a_launcher_the_number_of_processes_is_only_checked(folder, capsys
     assert "WORLD_SIZE=4, devices=2" in capsys.readouterr().err
 
 
+def test_help_loads_nothing_heavy():
+    loaded = loaded_after("from truebatch.cli import run; assert run(['train', '--help']) == 0")
+    assert not loaded & {*HEAVY, "numpy", "yaml"}
+
+
 def start(*more: str, **options) -> subprocess.Popen:
     command = [sys.executable, "-m", "truebatch", "train", SYSTEM, "--config", "run.yaml", *more]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
@@ -237,6 +243,7 @@ def test_on_a_terminal_there_is_a_bar(folder):
     with process.stderr:
         assert process.wait(60) == 0, process.stderr.read()
     text = shown.decode()
-    assert "step 12/12" in text
+    last = next(line for line in reversed(text.split("\r")) if "step 12/12" in line)
+    assert "ETA 0:00:00" in last
     assert "\x1b[" in text
     assert "next: truebatch verify" in text

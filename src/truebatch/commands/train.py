@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +20,7 @@ from truebatch.errors import ConfigError
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
-    from truebatch.reports.showing import LogFormat, Show
+    from truebatch.reports.showing import Show
     from truebatch.system import System
     from truebatch.training.loop import TrainResult
     from truebatch.yamlfiles import Document
@@ -79,12 +79,15 @@ def show_train(
         return _run(target, config, set_ or [], given, _Way(out, resume, fresh, dry_run, log_format))
 
 
+@dataclass(frozen=True, slots=True)
 class _Way:
     """How the command was asked to go about it."""
 
-    def __init__(self, out: Path | None, resume: str, fresh: bool, dry_run: bool, log_format: Any) -> None:
-        self.out, self.resume, self.fresh, self.dry_run = out, resume, fresh, dry_run
-        self.log_format: LogFormat = log_format
+    out: Path | None
+    resume: str
+    fresh: bool
+    dry_run: bool
+    log_format: Any
 
 
 def _check_words(resume: str, log_format: str) -> None:

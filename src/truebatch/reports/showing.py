@@ -25,6 +25,10 @@ SHARE = 0.1
 """Later, a line comes when the run has grown by this share."""
 
 
+WIDE = 100
+"""Columns from which on a bar stands beside the numbers; they come first."""
+
+
 class Show(Protocol):
     """Watches a run and says lines between."""
 
@@ -67,13 +71,13 @@ class Pace:
         self.tokens += int(record["tokens"])
         self.seconds += float(record["seconds"])
 
-    def words(self) -> str:
+    def words(self, *, memory: str = "memory ") -> str:
         """Loss, tokens a second, fill, memory and time left, of the last step and the run so far."""
         parts = [f"loss {self.last['loss']:.4f}"]
         if self.tokens:
             speed = self.tokens / max(self.seconds, 1e-9)
             parts += [f"{speed:,.0f} tokens/s", f"fill {self.last['fill']:.0%}"]
-        parts += [f"memory {memory_bytes() / 2**30:.1f} GiB", f"ETA {self.eta()}"]
+        parts += [f"{memory}{memory_bytes() / 2**30:.1f} GiB", f"ETA {self.eta()}"]
         return "  ".join(parts)
 
     def eta(self) -> str:
@@ -129,7 +133,7 @@ class PlainLines:
 
 
 class TerminalBar:
-    """One line that changes, at the foot of what is said."""
+    """One line that changes, at the foot of what is said; it fits into 80 columns."""
 
     def __init__(self, out: TextIO) -> None:
         self.console = Console(file=out, highlight=False, markup=False)
@@ -144,7 +148,8 @@ class TerminalBar:
     def begin(self, step: int, num_steps: int) -> None:
         """Draw the bar."""
         self.pace = Pace(step, num_steps)
-        columns = (TextColumn("step {task.completed}/{task.total}"), BarColumn(12), TextColumn("{task.description}"))
+        bar = [BarColumn(12)] if self.console.width >= WIDE else []
+        columns = (TextColumn("step {task.completed}/{task.total}"), *bar, TextColumn("{task.description}"))
         self.bar = Progress(*columns, console=self.console, refresh_per_second=5)
         self.task = self.bar.add_task("", total=num_steps, completed=step)
         self.bar.start()
@@ -153,7 +158,7 @@ class TerminalBar:
         """Move the bar."""
         if self.bar is not None and "tokens" in record:
             self.pace.add(record)
-            self.bar.update(self.task, completed=self.pace.step, description=self.pace.words())
+            self.bar.update(self.task, completed=self.pace.step, description=self.pace.words(memory=""))
 
     def close(self) -> None:
         """Leave the last state of the bar on the terminal."""

@@ -1,12 +1,17 @@
-"""A run as a checkpoint and back: weights, optimisers, loss scaling, random generators, position."""
+"""A run as a checkpoint and back: weights, optimisers, loss scaling, random generators, position.
+
+Frozen parameters are not written: whoever builds the model brings them. A sum of each says whether they are the same.
+"""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from truebatch.errors import CheckpointError
@@ -44,13 +49,38 @@ def _parts(engine: Engine, progress: Progress) -> dict[str, Any]:
         )
     named = list(engine.model.named_parameters())
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    frozen = frozen_parameters(engine.model)
+    state = get_model_state_dict(engine.model, options=options)
     return {
-        "model": dict(get_model_state_dict(engine.model, options=options)),
+        "model": {name: value for name, value in state.items() if name not in frozen},
+        "frozen": {name: _sum_of(value) for name, value in frozen.items()},
         "optimisers": optimisers_state({g.name: g.optimiser for g in engine.groups}, named),
         "scaler": engine.scaler.state_dict() if engine.scaler is not None else {},
         "random": random_state(),
         "progress": progress.as_dict(),
     }
+
+
+def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters that training does not change, by every name they have."""
+    return {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+
+
+def _sum_of(value: Tensor) -> float:
+    return float(value.sum(dtype=torch.float64))
+
+
+def _check_frozen(engine: Engine, parts: Any) -> None:
+    sums = parts.get("frozen", {})
+    for name, value in frozen_parameters(engine.model).items():
+        # Sums of the same numbers may be rounded differently on another device.
+        allowed = 1e-6 * float(value.abs().sum(dtype=torch.float64)) + 1e-12
+        if name not in parts["model"] and not abs(_sum_of(value) - sums.get(name, math.nan)) <= allowed:
+            raise CheckpointError(
+                f"the frozen parameter {name!r} is not what it was when the run began",
+                seen=f"sum {_sum_of(value):.9g}, {sums.get(name, math.nan):.9g} in the checkpoint",
+                do="bring the model back that the run began with, or start another run with --out",
+            )
 
 
 def resume_run(folder: Path, engine: Engine) -> tuple[Progress, tuple[str, ...]] | None:
@@ -66,13 +96,16 @@ def resume_run(folder: Path, engine: Engine) -> tuple[Progress, tuple[str, ...]]
 def restore(engine: Engine, parts: Any) -> Progress:
     """Bring a checkpoint's parts back into the engine, bit for bit."""
     with torch.no_grad():
-        missing, extra = engine.model.load_state_dict(parts["model"], strict=False)
+        absent, extra = engine.model.load_state_dict(parts["model"], strict=False)
+    frozen = frozen_parameters(engine.model)
+    missing = [name for name in absent if name not in frozen]
     if missing or extra:
         raise CheckpointError(
             "the checkpoint belongs to another model",
             seen=f"missing {missing[:4]}, extra {extra[:4]}",
             do="build the model as it was when the run began, or start another run with --out",
         )
+    _check_frozen(engine, parts)
     restore_optimisers(
         {g.name: g.optimiser for g in engine.groups}, parts["optimisers"], engine.model.named_parameters()
     )

@@ -207,7 +207,6 @@ WRONG = {
     "--data seq2seq.jsonl": "it looks like data for --task seq2seq",
     "--task seq2seq": "seq2seq",
     "--set max_length=5": "12 of 12 samples have more than 5 tokens",
-    "--set max_length=5000": "positions 96",
     "--set max_lenght=5": "did you mean 'max_length'",
     "--set chat_template=nowhere.jinja": "no file nowhere.jinja",
     "--set overlong=shorten": "overlong",
@@ -226,6 +225,20 @@ def test_a_mistake_is_said_before_anything_is_trained(folder, capsys, more):
     assert WRONG[more] in error
     assert error.count("\n") == 3
     assert not Path("runs").exists()
+
+
+def test_positions_end_where_the_model_says_so(folder, capsys):
+    long = [{"text": "green blue red " * 40, "label": n} for n in (0, 1)]
+    write_lines(folder / "sequence_classification.jsonl", long)
+    assert train("sequence_classification") == 2
+    assert "2 of 2 samples have more than 96 tokens" in capsys.readouterr().err
+    assert train("sequence_classification", "--set", "max_length=500") == 2
+    assert "max_length=500, positions 96" in capsys.readouterr().err
+    write_lines(folder / "seq2seq.jsonl", [{"source": "green blue red " * 400, "target": "blue"}] * 2)
+    assert train("seq2seq", "--dry-run") == 0
+    write_lines(folder / "causal_lm.jsonl", [{"text": "green blue red " * 40}])
+    assert train("causal_lm", "--dry-run") == 2
+    assert train("causal_lm", "--dry-run", "--set", "max_length=500") == 0
 
 
 def test_a_model_that_is_right_only_one_by_one_is_refused_with_the_way_out(folder, capsys, monkeypatch):
@@ -251,7 +264,8 @@ def test_without_peft_lora_says_how_to_get_it(folder, capsys):
 @pytest.mark.parametrize("task", DATA)
 def test_lora_trains_and_saves_the_adapter_only(folder, task):
     peft = pytest.importorskip("peft")
-    more = ["--lora", "--set", "train.epochs=8", "--set", "train.learning_rate=2e-2", "--set", "lora_rank=4"]
+    more = ["--lora", "--set", "train.epochs=8", "--set", "train.learning_rate=1e-2"]
+    more += ["--set", "lora_rank=4", "--set", "lora_alpha=4"]
     assert train(task, *more) == 0
     assert losses()[-1] < losses()[0]
     assert not Path("runs/hf/model/model.safetensors").exists()

@@ -65,8 +65,10 @@ def tokenizer_fingerprint(folder: Path, chat_template: Path | None) -> str:
 
 
 def num_positions(config: Any) -> int | None:
-    """The longest sample a model has positions for; None if nothing says so."""
+    """The longest sample a model has positions for; None if nothing says so, or positions are only relative."""
     text = config.get_text_config()
+    if hasattr(text, "relative_attention_num_buckets"):
+        return None
     found = [value for name in _POSITIONS if isinstance(value := getattr(text, name, None), int) and value > 0]
     # RoBERTa and its kin count positions from the pad id on.
     taken = (text.pad_token_id or 0) + 1 if "roberta" in str(text.model_type) else 0

@@ -100,7 +100,8 @@ def _prepare(config: Any, contents: tuple[str, ...]) -> Prepared:
 
 def _max_length(config: Any, configuration: Any) -> int | None:
     positions = num_positions(configuration)
-    if config.max_length is not None and positions is not None and config.max_length > positions:
+    is_rotary = hasattr(configuration.get_text_config(), "rope_parameters")
+    if config.max_length is not None and positions is not None and config.max_length > positions and not is_rotary:
         raise ConfigError(
             "max_length is more than the model has positions for",
             seen=f"max_length={config.max_length:,}, positions {positions:,}",
