@@ -227,6 +227,17 @@ def test_two_processes_are_stopped_together_go_on_together_and_give_the_run_of_o
     assert losses("two") == pytest.approx(losses("one"), rel=1e-5)
 
 
+def test_a_reader_that_stops_early_does_not_stop_the_run(folder):
+    process = start("--set", "sleep_seconds=0.01")
+    assert process.stdout.readline().startswith("run:")
+    process.stdout.close()
+    with process.stderr:
+        assert process.stderr.read() == ""
+    assert process.wait(60) == 0
+    assert status("runs/numbers")["state"] == "done"
+    assert len(losses("runs/numbers")) == 12
+
+
 def test_on_a_terminal_there_is_a_bar(folder):
     parent, child = pty.openpty()
     environment = {**os.environ, "COLUMNS": "80", "TERM": "xterm"}

@@ -37,6 +37,12 @@ def test_what_the_failing_rank_says_is_shown_and_the_others_are_ended(tmp_path, 
     assert capfd.readouterr().err == "rank 1 failed first:\nerror: no such thing\n"
 
 
+def test_what_all_ranks_say_is_said_once(tmp_path, capfd):
+    code = "time.sleep(0.3 * (1 - rank)); print('error: not this way', file=sys.stderr); sys.exit(2)"
+    assert launch([], 2, folder=tmp_path, program=program(code)) == 2
+    assert capfd.readouterr().err == "error: not this way\n"
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, 75), (signal.SIGABRT, 70)])
 def test_a_killed_process_is_named_and_the_status_says_how_the_run_ended(tmp_path, capfd, number, code):
     write_status(Run(tmp_path, {}), "running", step=7)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -93,6 +94,15 @@ def memory_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
+def _write_line(out: TextIO, line: str) -> None:
+    try:
+        out.write(line + "\n")
+        out.flush()
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough. The run goes on: metrics.jsonl has every step.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+
+
 class PlainLines:
     """Lines for a file or a pipe: often at first, ever more rarely later, always the last step."""
 
@@ -104,8 +114,7 @@ class PlainLines:
 
     def say(self, line: str) -> None:
         """One line of words."""
-        self.out.write(line + "\n")
-        self.out.flush()
+        _write_line(self.out, line)
 
     def begin(self, step: int, num_steps: int) -> None:
         """The run begins after `step`."""
@@ -190,5 +199,4 @@ class JsonLines:
 
     def _write(self, values: Mapping[str, Any]) -> None:
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        self.out.write(json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n")
-        self.out.flush()
+        _write_line(self.out, json.dumps(plain, ensure_ascii=False, allow_nan=False))

@@ -29,6 +29,7 @@ STARTED = "TRUEBATCH_STARTED"
 PROGRAM = (sys.executable, "-m", "truebatch")
 FAULT = 70
 _GRACE_SECONDS = 20.0
+_SAME_SECONDS = 2.0
 _INTERRUPTING = ("SIGTERM", "SIGINT", "SIGKILL", "SIGHUP", "SIGUSR1")
 
 
@@ -151,10 +152,19 @@ def _wait(children: Sequence[Child]) -> Child | None:
         ended = [child for child in children if child.process.poll() is not None]
         failed = [child for child in ended if child.process.returncode not in (0, EXIT_INTERRUPTED)]
         if failed:
-            return failed[0]
+            return _speaker(children, failed[0])
         if len(ended) == len(children):
             return None
         time.sleep(0.05)
+
+
+def _speaker(children: Sequence[Child], failed: Child) -> Child:
+    """Ranks that fail for the same reason say it once: rank 0, which has said it already, if it ends in the same way."""
+    try:
+        code = children[0].process.wait(_SAME_SECONDS)
+    except subprocess.TimeoutExpired:
+        return failed
+    return children[0] if code == failed.process.returncode else failed
 
 
 def _stop(children: Sequence[Child]) -> None:
