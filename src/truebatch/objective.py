@@ -7,6 +7,7 @@ by one count does not, however the step is cut.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -27,6 +28,16 @@ class Objective(Protocol):
     def sums(self, model: nn.Module, batch: MicroBatch) -> dict[str, Tensor]:
         """Each term summed, never averaged, over this micro-batch."""
         ...
+
+
+def held_open(objective: Objective, model: nn.Module, batch: MicroBatch) -> AbstractContextManager[None]:
+    """What an objective needs to stay in place through forward and backward: its own `hold`, or nothing.
+
+    Gradient checkpointing runs layers again in backward, and they must then find what they found in forward.
+    """
+    hold = getattr(objective, "hold", None)
+    found: AbstractContextManager[None] = nullcontext() if hold is None else hold(model, batch)
+    return found
 
 
 def add_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -14,6 +14,10 @@ import torch.distributed as dist
 
 from tests.tiny import SETS_FIELDS, TEXT_FIELDS, NextToken, SetRisk, SetsModel, TextModel, set_samples, text_samples
 from truebatch.errors import RestartError, exit_code_of
+from truebatch.hf.heads import head_of
+from truebatch.hf.objectives import HeadObjective
+from truebatch.hf.samples import make_samples
+from truebatch.hf.tiny import tiny_model
 from truebatch.planning.plan import build_plan
 from truebatch.planning.settings import PlanConfig
 from truebatch.tensors.loader import load_steps
@@ -32,6 +36,32 @@ CASES = {
     "text": (TextModel, NextToken, TEXT_FIELDS, TEXTS),
     "sets": (SetsModel, SetRisk, SETS_FIELDS, STAYS),
 }
+
+
+HEADS = {
+    "causal_lm": ("llama", ("padded", "packed")),
+    "token_classification": ("bert", ("padded", "packed")),
+    "sequence_classification": ("bert", ("padded",)),
+    "masked_lm": ("bert", ("padded", "packed")),
+    "t5": ("t5", ("padded",)),
+    "bart": ("bart", ("padded",)),
+}
+
+
+def head_gradients(name, layout, cells):
+    """The gradient of one step of a Hugging Face head, cut into micro-batches of at most `cells` cells."""
+    kind, _ = HEADS[name]
+    model = tiny_model(kind, "seq2seq" if name in ("t5", "bart") else name)
+    samples = make_samples(model, [5, 19, 9, 2, 13, 7, 11, 4])
+    objective = HeadObjective(head=head_of(model))
+    groups = make_groups([Group(optimiser=torch.optim.SGD(model.parameters(), 0.1))], model)
+    engine = Engine(model=model, objective=objective, groups=groups)
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    plan = build_plan(lengths, PlanConfig(layout=layout, samples_per_step=8, cells=cells), ranks=num_ranks())
+    (step,) = load_steps(plan, samples, objective.head.fields, rank=rank())
+    counts = step_counts(step.batches, objective, step.counts, device=torch.device("cpu"))
+    take_gradients(engine, step.batches, counts, epoch=0)
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
 
 
 def engine_of(kind, objective):
@@ -143,6 +173,10 @@ def main(out):
     for case in CASES:
         for layout in ("padded", "packed"):
             results[f"{case} {layout}"] = [(x, y, g.tolist()) for x, y, g in gradients(case, layout)]
+    for name, (_, layouts) in HEADS.items():
+        for layout in layouts:
+            for cells in (20, 40):
+                results[f"{name} {layout} {cells}"] = head_gradients(name, layout, cells).tolist()
     results["sharded"] = [(x, y, g.tolist()) for x, y, g in gradients("text", "padded", shard=True)]
     results |= out_of_memory()
     results["sharded, out of memory"] = sharded_out_of_memory(out / "sharded")

@@ -336,3 +336,38 @@ def test_training_works_outside_the_main_thread():
     thread.start()
     thread.join()
     assert done[0].step == 4
+
+
+# --- Hugging Face models ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_gradient_checkpointing_changes_memory_and_nothing_else(layout):
+    from truebatch.hf.heads import head_of
+    from truebatch.hf.objectives import HeadObjective
+    from truebatch.hf.samples import make_samples
+    from truebatch.hf.tiny import tiny_model
+
+    weights_of = {}
+    for is_checkpointed in (False, True):
+        model = tiny_model("llama")
+        samples = make_samples(model, [9, 4, 17, 6, 12, 8])
+        objective = HeadObjective(head=head_of(model))
+        config = settings(epochs=1, samples_per_step=3, layout=layout, gradient_checkpointing=is_checkpointed)
+        train(model, objective, TrainData(samples=samples, fields=objective.head.fields), config, groups=[plain(model)])
+        weights_of[is_checkpointed] = weights(model)
+    assert float((weights_of[True] - weights_of[False]).norm() / weights_of[False].norm()) <= 1e-6
+
+
+def test_a_model_that_cannot_checkpoint_activations_says_so():
+    with pytest.raises(ConfigError, match="gradient_checkpointing_enable"):
+        train(model_of(), NextToken(), data(), settings(gradient_checkpointing=True))
+
+
+@pytest.mark.parametrize(
+    ("variable", "words"), [("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"), ("ACCELERATE_USE_FSDP", "FSDP")]
+)
+def test_engines_that_would_own_the_step_are_refused(variable, words, monkeypatch):
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(ConfigError, match=words):
+        train(model_of(), NextToken(), data(), settings())

@@ -11,7 +11,11 @@ import torch
 
 from tests.tiny import TEXT_FIELDS
 from tests.training import processes
+
 from truebatch.training.guard import Guard
+
+
+pytestmark = pytest.mark.xdist_group("processes")
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +63,14 @@ def test_two_processes_take_the_gradient_of_one(two, case, layout):
         assert counts == want_counts
         assert loss == pytest.approx(want_loss, rel=1e-6)
         assert relative(gradient, want) <= 1e-6
+
+
+@pytest.mark.parametrize("cells", [20, 40])
+@pytest.mark.parametrize(("name", "layout"), [(n, x) for n, (_, layouts) in processes.HEADS.items() for x in layouts])
+def test_every_head_has_one_gradient_on_one_process_and_on_two(two, name, layout, cells):
+    whole = processes.head_gradients(name, "padded", 1000)
+    assert relative(processes.head_gradients(name, layout, cells), whole) <= 1e-6
+    assert relative(two[1][f"{name} {layout} {cells}"], whole) <= 1e-6
 
 
 def test_sharded_parameters_get_the_same_gradient(two):

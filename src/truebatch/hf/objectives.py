@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor, nn
 
-from truebatch.hf.heads import Head
+from truebatch.hf.heads import Head, packed_attention_on
 from truebatch.hf.inputs import Route
+from truebatch.hf.losses import token_nll_in_chunks
+from truebatch.hf.outputlayer import OutputLayer, hidden_states_of, output_layer_of
+from truebatch.tensors.compiling import has_compiled_layers
 from truebatch.tensors.microbatch import MicroBatch
+
+_WITH_VOCABULARY = ("causal_lm", "masked_lm")
+"""Heads whose logits are wide enough to be worth cutting."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,24 +28,33 @@ class HeadObjective:
     """How packed rows are read: by our registered attention, or under a dense mask."""
     plain_alone: bool = False
     """A micro-batch of one sample without padding is called with what a tokenizer gives: the reference."""
+    in_chunks: bool = True
+    """Language models: the loss from hidden states, a chunk of cells at a time, wherever that is the same."""
 
     def route(self, batch: MicroBatch) -> Route:
         """How the rows of this micro-batch are handed to the model."""
-        if self.plain_alone and batch.num_samples == 1 and bool(batch.is_real.all()):
+        if self.plain_alone and batch.num_samples == 1 and all(batch.segments.is_sample):
             return "alone"
         return self.packed_rows if batch.segments.layout == "packed" else "padded"
+
+    def hold(self, model: nn.Module, batch: MicroBatch) -> AbstractContextManager[None]:
+        """Packed attention kept on through backward, where gradient checkpointing runs layers again."""
+        return packed_attention_on(self.head, model, self.route(batch))
 
     def counts(self, batch: MicroBatch) -> dict[str, int]:
         """What the loss is divided by: labels, or what else the head counts."""
         return {self.head.loss.term: self.head.loss.count(batch)}
 
     def sums(self, model: nn.Module, batch: MicroBatch) -> dict[str, Tensor]:
-        """The loss summed over this micro-batch, from logits; the model's own loss is never asked for.
+        """The loss summed over this micro-batch; the model's own loss is never asked for.
 
         A micro-batch without samples (a rank with nothing to do) sums to 0, and its gradient is 0.
         """
         if not batch.num_samples:
             return {self.head.loss.term: next(model.parameters()).sum() * 0.0}
+        layer = self._output_layer(model, batch)
+        if layer is not None:
+            return {self.head.loss.term: self._sum_in_chunks(model, layer, batch)}
         outputs = self.head.run(model, batch, self.route(batch))
         return {self.head.loss.term: self.head.loss.total(outputs, batch)}
 
@@ -52,3 +68,14 @@ class HeadObjective:
     def outputs(self, model: nn.Module, batch: MicroBatch) -> dict[str, list[Tensor]]:
         """What the model says of every sample's real cells, in the order of `batch.sample_ids`."""
         return self.head.per_sample(self.head.run(model, batch, self.route(batch)), batch)
+
+    def _output_layer(self, model: nn.Module, batch: MicroBatch) -> OutputLayer | None:
+        if not self.in_chunks or self.head.kind.name not in _WITH_VOCABULARY:
+            return None
+        return output_layer_of(model, batch["input_ids"])
+
+    def _sum_in_chunks(self, model: nn.Module, layer: OutputLayer, batch: MicroBatch) -> Tensor:
+        with hidden_states_of(layer) as seen:
+            self.head.run(model, batch, self.route(batch))
+        (hidden,) = seen
+        return token_nll_in_chunks(layer, hidden, batch["labels"], compiled=has_compiled_layers(model))

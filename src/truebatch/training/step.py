@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from truebatch.errors import BatchError
-from truebatch.objective import Objective, add_counts, divide_once
+from truebatch.objective import Objective, add_counts, divide_once, held_open
 from truebatch.tensors.microbatch import MicroBatch
 from truebatch.tensors.noise import noise_for
 from truebatch.training.failpoints import failpoint
@@ -172,7 +172,8 @@ def _accumulate(
         weight = 1.0 if batch.num_samples else 0.0
         failpoint("step.transfer")
         moved = (batch if batch.num_samples else _stand_in(engine)).to(engine.device, non_blocking=True)
-        with noise_for(moved, seed=engine.seed, epoch=epoch):
+        held = held_open(engine.objective, engine.model, moved)
+        with noise_for(moved, seed=engine.seed, epoch=epoch), held:
             failpoint("step.forward")
             with engine.autocast():
                 sums = engine.objective.sums(engine.model, moved)
