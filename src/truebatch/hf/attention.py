@@ -26,11 +26,13 @@ from truebatch.hf.runs import (
     note_service,
     open_run,
     packed_rows,
+    positions_unread,
     refuse_lost_table,
     remember_lengths,
     segments_of_table,
 )
 from truebatch.tensors.attention import attend, attend_table
+from truebatch.tensors.compiling import has_compiled_layers
 from truebatch.tensors.scores import Rule, band_of, written_out_attention
 from truebatch.tensors.segments import Segments, cell_positions
 
@@ -82,7 +84,8 @@ def use_packed_attention(model: PreTrainedModel) -> Iterator[None]:
         model.register_forward_hook(_end, always_call=True),
     ]
     try:
-        yield
+        with positions_unread():
+            yield
     finally:
         for hook in hooks:
             hook.remove()
@@ -90,15 +93,22 @@ def use_packed_attention(model: PreTrainedModel) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-def packed_inputs(segments: Segments) -> dict[str, Any]:
-    """Keyword arguments that tell a model of its packed rows: positions that restart, and the segment table."""
+def packed_inputs(
+    segments: Segments, *, positions: Tensor | None = None, groups: Tensor | None = None
+) -> dict[str, Any]:
+    """Keyword arguments that tell a model of its packed rows: positions that restart, and the segment table.
+
+    `positions` are made here unless somebody has them. With `groups` (see `kernel_groups`) no number that changes from
+    row to row is handed over as a Python integer, so that compiled layers never compile again.
+    """
     remember_lengths(segments)
+    longest = segments.max_length if groups is None else groups
     return {
-        "position_ids": cell_positions(segments),
+        "position_ids": cell_positions(segments) if positions is None else positions,
         "cu_seq_lens_q": segments.starts,
         "cu_seq_lens_k": segments.starts,
-        "max_length_q": segments.max_length,
-        "max_length_k": segments.max_length,
+        "max_length_q": longest,
+        "max_length_k": longest,
     }
 
 
@@ -124,7 +134,11 @@ def packed_attention(
         softcap=options.get("softcap"),
         sinks=options.get("s_aux"),
     )
-    run, starts = current_run(), options.get("cu_seq_lens_q")
+    starts = options.get("cu_seq_lens_q")
+    if starts is not None and torch.compiler.is_compiling():
+        _refuse_call(module, query, key, attention_mask)
+        return _compiled_inside_segments(query, key, value, rule, options).transpose(1, 2).contiguous(), None
+    run = current_run()
     if starts is None and not (run is not None and run.is_packed):
         refuse_lost_table(module)
         return _whole_rows(module, query, key, value, attention_mask, rule, options), None
@@ -184,12 +198,16 @@ def _segments_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], starts: Ten
 
 def _longest(starts: Tensor, options: dict[str, Any]) -> int:
     given = options.get("max_length_q")
-    return int(starts.diff().max()) if given is None else int(given)
+    if given is None:
+        return int(starts.diff().max())
+    return int(given[:, -1].max()) if isinstance(given, Tensor) else int(given)
 
 
 def _end(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     run = close_run()
-    if run.is_packed and not run.calls and output is not None:
+    if torch.compiler.is_compiling():
+        return  # calls are not counted there
+    if run.is_packed and not run.calls and output is not None and not has_compiled_layers(model):
         raise AttentionError(
             "a packed run went through a model that never asked for packed attention",
             seen=f"{type(model).__name__} made its output without one call of attention {NAME!r}",
@@ -205,16 +223,35 @@ def _inside_segments(
         run.calls += 1
     if starts is None:
         note_service(module)
-    elif run is None or run.segments is None or run.segments.starts is not starts:
-        max_length = _longest(starts, options)
-        out = attend_table(query, key, value, starts, rule, max_length=max_length)
-        if out is not None:
-            return out
-        shape = (query.shape[0], query.shape[2])
-        return _attend(query, key, value, segments_of_table(starts, shape=shape, max_length=max_length), rule)
+    elif isinstance(options.get("max_length_q"), Tensor) or not _is_table_of(run, starts):
+        return _from_table(query, key, value, starts, rule, options)
     assert run is not None
     assert run.segments is not None
     return _attend(query, key, value, run.segments, rule)
+
+
+def _is_table_of(run: Run | None, starts: Tensor) -> bool:
+    return run is not None and run.segments is not None and run.segments.starts is starts
+
+
+def _from_table(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, rule: Rule, options: dict[str, Any]
+) -> Tensor:
+    given, max_length = options.get("max_length_q"), _longest(starts, options)
+    bound = given if isinstance(given, Tensor) else max_length
+    out = attend_table(query, key, value, starts, rule, max_length=bound)
+    if out is not None:
+        return out
+    shape = (query.shape[0], query.shape[2])
+    return _attend(query, key, value, segments_of_table(starts, shape=shape, max_length=max_length), rule)
+
+
+def _compiled_inside_segments(query: Tensor, key: Tensor, value: Tensor, rule: Rule, options: dict[str, Any]) -> Tensor:
+    """Inside torch.compile: from the arguments alone, because every number read elsewhere would compile again."""
+    starts, bound = options["cu_seq_lens_q"], options["max_length_q"]
+    out = attend_table(query, key, value, starts, rule, max_length=bound)
+    assert out is not None
+    return out
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Tensor:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from truebatch.errors import BatchError
 from truebatch.hf.attention import packed_inputs
 from truebatch.hf.blockmask import block_mask_inputs
+from truebatch.tensors.compiling import has_compiled_layers
+from truebatch.tensors.grouping import kernel_groups
 from truebatch.tensors.microbatch import MicroBatch, RowAxis
 
 Route = Literal["alone", "padded", "packed", "block"]
@@ -79,7 +81,9 @@ def row_inputs(model: nn.Module, border: Border, batch: MicroBatch, route: Route
         out["position_ids"] = axis.positions + border.first_position
     elif route == "packed":
         _refuse_own_positions(model, border)
-        out |= packed_inputs(axis.segments)
+        is_fast = axis.is_real.is_cuda or has_compiled_layers(model)
+        groups = kernel_groups(axis.segments) if is_fast else None
+        out |= packed_inputs(axis.segments, positions=axis.positions, groups=groups)
     elif route == "block":
         out |= block_mask_inputs(language_model(model), axis.segments)
     if route in ("packed", "block"):
@@ -110,7 +114,7 @@ def check_route(batch: MicroBatch, route: Route) -> None:
             seen=f"{batch.num_samples} samples in {batch.segments.shape[0]} rows",
             do="use 'packed' or 'block' for packed rows and 'padded' for padded ones",
         )
-    if route == "alone" and (batch.num_samples > 1 or not bool(batch.is_real.all())):
+    if route == "alone" and (batch.num_samples > 1 or not all(batch.segments.is_sample)):
         raise BatchError(
             "the route 'alone' is for one sample without padding",
             seen=f"{batch.num_samples} samples in rows of {batch.segments.shape[1]} cells",

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from truebatch.hf.outputlayer import OutputLayer
+from truebatch.tensors.chunkedloss import IGNORE, chunked_nll
 from truebatch.tensors.microbatch import MicroBatch
 
-IGNORE = -100
-"""Labels that count for nothing, as everywhere in transformers."""
+__all__ = ["IGNORE", "LOSSES", "Loss", "Outputs", "loss_of_classifier", "token_nll_in_chunks"]
 
 Outputs = Mapping[str, Tensor]
 """Name -> what the model gave along the axis of its head."""
@@ -32,6 +33,14 @@ def _token_nll(outputs: Outputs, batch: MicroBatch) -> Tensor:
     logits, labels = outputs["logits"], batch["labels"]
     return functional.cross_entropy(
         logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
+
+
+def token_nll_in_chunks(layer: OutputLayer, hidden: Tensor, labels: Tensor, *, compiled: bool = False) -> Tensor:
+    """The same sum as the loss `token_nll`, from what goes into the output layer; all logits never exist at once."""
+    linear = layer.linear
+    return chunked_nll(
+        hidden.flatten(0, -2), linear.weight, labels.flatten(), bias=linear.bias, rule=layer.rule, compiled=compiled
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
+from transformers import masking_utils
 
 from truebatch.errors import AttentionError
 from truebatch.tensors.segments import Segments, table_segments
@@ -60,6 +61,29 @@ def packed_rows(segments: Segments) -> Iterator[None]:
         yield
     finally:
         del _runs[depth:]
+
+
+@contextmanager
+def positions_unread() -> Iterator[None]:
+    """While open, transformers does not look for packed rows in the positions of a packed run.
+
+    It would wait for the device to see whether there are any, once a mask, only to hand the answer to our mask
+    function, which has the segment table.
+    """
+    original = masking_utils.find_packed_sequence_indices
+
+    def unread(position_ids: Tensor) -> Tensor | None:
+        run = current_run()
+        if run is not None and run.is_packed and not torch.compiler.is_compiling():
+            return None
+        found: Tensor | None = original(position_ids)
+        return found
+
+    masking_utils.find_packed_sequence_indices = unread
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = original
 
 
 def remember_lengths(segments: Segments) -> None:

@@ -59,3 +59,13 @@ def packed_row(ids: Ints, width: int) -> Rows:
     ids = np.asarray(ids, dtype=np.int64)
     starts = np.array([0, len(ids)] if len(ids) else [0], dtype=np.int64)
     return Rows(ids, starts, int(width), "packed")
+
+
+def longest_first(rows: Rows, lengths: Ints) -> Rows:
+    """The same rows with the samples of each in order of falling length, as attention kernels like them.
+
+    `lengths` [N] are those of `rows.ids`. Samples of equal length stay in their order.
+    """
+    row_of = np.repeat(np.arange(rows.num_rows), np.diff(rows.starts))
+    order = np.lexsort((-np.asarray(lengths, dtype=np.int64), row_of))
+    return Rows(rows.ids[order], rows.starts, rows.width, rows.layout)

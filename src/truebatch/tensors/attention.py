@@ -50,14 +50,15 @@ def attend(
 
 
 def attend_table(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, rule: Rule, *, max_length: int
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, rule: Rule, *, max_length: int | Tensor
 ) -> Tensor | None:
     """Attention from a table on the device alone, never waiting for it; None when the kernel of choice needs more.
 
     Shapes and code path depend on no length, so that a compiled model with a fixed number of slots compiles once.
+    `max_length` may be the host tensor of `kernel_groups`, whose values a compiled model does not depend on.
     """
     query, key, value = _in_one_dtype(query, key, value)
-    rule = _without_idle_window(rule, max_length)
+    rule = rule if isinstance(max_length, Tensor) else _without_idle_window(rule, max_length)
     facts = call_facts(query, value, rule)
     if choose_kernel(facts) == "varlen":
         return _varlen_table(query, key, value, starts, rule, max_length=max_length)
@@ -142,7 +143,9 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule:
     return _varlen_table(query, key, value, segments.starts, rule, max_length=segments.max_length)
 
 
-def _varlen_table(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, rule: Rule, *, max_length: int) -> Tensor:
+def _varlen_table(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, rule: Rule, *, max_length: int | Tensor
+) -> Tensor:
     out = call_varlen(
         _flat(query),
         _flat(key),

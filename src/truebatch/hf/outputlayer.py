@@ -1,0 +1,120 @@
+"""The last linear layer of a language model, taken out of its forward pass so that its logits are made in chunks.
+
+model -> find_output_layer -> probed once against the model's own logits -> hidden states -> loss in chunks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from truebatch.tensors.chunkedloss import LogitRule
+
+PROBED_CELLS = 8
+_EXACT, _HALF = 1e-5, 3e-2
+"""How far the probe may be from the model's logits, as a share of the largest, by precision."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OutputLayer:
+    """A linear layer whose output, under a rule, is all that a model's logits are."""
+
+    linear: nn.Linear
+    rule: LogitRule
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What the model would give for these hidden states, in fp32."""
+        weight, bias = self.linear.weight, self.linear.bias
+        found = functional.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+        found = found * self.rule.scale
+        cap = self.rule.softcap
+        return found if cap is None else cap * torch.tanh(found / cap)
+
+
+_known: WeakKeyDictionary[nn.Module, OutputLayer | None] = WeakKeyDictionary()
+
+
+def output_layer_of(model: nn.Module, input_ids: Tensor) -> OutputLayer | None:
+    """The output layer, if the model's logits are exactly what `OutputLayer` says; else None, and logits stay whole.
+
+    The first call for a model runs it on a few cells of `input_ids` and compares; the answer is remembered.
+    """
+    if model not in _known:
+        layer = find_output_layer(model)
+        _known[model] = layer if layer is not None and _is_all(model, layer, input_ids) else None
+    return _known[model]
+
+
+def find_output_layer(model: nn.Module) -> OutputLayer | None:
+    """A plain linear layer without hooks, and the rule its model's configuration names; None for anything else."""
+    get: Any = getattr(model, "get_output_embeddings", lambda: None)
+    linear = get()
+    if type(linear) is not nn.Linear or _is_wrapped(linear):
+        return None
+    return OutputLayer(linear, _rule_of(model))
+
+
+def _is_wrapped(linear: nn.Linear) -> bool:
+    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
+    parametrized = hasattr(linear, "parametrizations") or "forward" in vars(linear)
+    return any(hooks) or parametrized or hasattr(linear.weight, "full_tensor")
+
+
+def _rule_of(model: Any) -> LogitRule:
+    config = model.config.get_text_config()
+    multiplied, divided = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
+    scale = float(multiplied) if multiplied is not None else 1.0 / float(divided) if divided is not None else 1.0
+    cap = getattr(config, "final_logit_softcapping", None)
+    return LogitRule(scale=scale, softcap=None if cap is None else float(cap))
+
+
+def _is_all(model: nn.Module, layer: OutputLayer, input_ids: Tensor) -> bool:
+    """Whether the rule turns what goes into the layer into the logits that come out of the model."""
+    cells = input_ids[:1, :PROBED_CELLS]
+    with _evaluating(model), torch.no_grad():
+        seen: list[tuple[Tensor, Tensor]] = []
+        hook = layer.linear.register_forward_hook(lambda _, given, out: seen.append((given[0], out)))
+        try:
+            logits = model(input_ids=cells).logits
+        finally:
+            hook.remove()
+        if len(seen) != 1 or seen[0][0].shape[:2] != cells.shape or logits.shape != seen[0][1].shape:
+            return False
+        hidden, own = seen[0]
+        wanted = logits.float()
+        limit = (_EXACT if own.dtype in (torch.float32, torch.float64) else _HALF) * wanted.abs().max()
+        return bool(((layer.logits(hidden) - wanted).abs().max() <= limit).item())
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    was_training = [part for part in model.modules() if part.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part in was_training:
+            part.training = True
+
+
+@contextmanager
+def hidden_states_of(layer: OutputLayer) -> Iterator[list[Tensor]]:
+    """While open, the layer keeps what it is given, in the list, and multiplies nothing: the model gives no logits."""
+    seen: list[Tensor] = []
+
+    def keep(hidden: Tensor) -> Tensor:
+        seen.append(hidden)
+        return hidden[..., :1]
+
+    layer.linear.forward = keep  # type: ignore[method-assign, assignment]
+    try:
+        yield seen
+    finally:
+        del layer.linear.forward

@@ -1,0 +1,126 @@
+"""Attention in groups of segments of similar length is attention inside each segment, forward and backward.
+
+The kernel itself needs a card; here a plain one stands in for it, one call of SDPA a segment.
+"""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from truebatch.tensors import grouping
+from truebatch.tensors.attention import attend
+from truebatch.tensors.grouping import MOST_GROUPS, attend_groups, kernel_groups
+from truebatch.tensors.segments import packed_segments
+from truebatch.tensors.varlen import call_varlen
+
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=12)
+
+
+def plain(query, key, value, starts, causal, scale):
+    segments = packed_segments(starts.diff().tolist())
+    rows = (part[None].transpose(1, 2) for part in (query, key, value))
+    return attend(*rows, segments, causal=causal, scale=scale)[0].transpose(0, 1)
+
+
+def stand_in_forward(query, key, value, call):
+    assert int(call.starts.diff().max()) == call.longest
+    assert (call.left, call.right) == ((-1, 0) if call.causal else (-1, -1))
+    out = plain(query, key, value, call.starts, call.causal, call.scale)
+    return out.contiguous(), query.new_zeros(query.shape[1], query.shape[0])
+
+
+def stand_in_backward(grad, query, key, value, out, lse, call):
+    """The gradients of softmax attention written out: operators run below autograd."""
+    grads = [torch.zeros_like(part) for part in (query, key, value)]
+    share = query.shape[1] // key.shape[1]
+    for begin, end in pairwise(call.starts.tolist()):
+        q, k, v, g = (part[begin:end].transpose(0, 1) for part in (query, key, value, grad))
+        k, v = k.repeat_interleave(share, 0), v.repeat_interleave(share, 0)
+        scores = q @ k.transpose(1, 2) * call.scale
+        hidden = torch.ones(end - begin, end - begin, dtype=torch.bool).triu(1) & call.causal
+        p = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        of_p = g @ v.transpose(1, 2)
+        of_scores = p * (of_p - (of_p * p).sum(-1, keepdim=True)) * call.scale
+        found = [of_scores @ k, of_scores.transpose(1, 2) @ q, p.transpose(1, 2) @ g]
+        for whole, part in zip(grads, found, strict=True):
+            heads = part.unflatten(0, (whole.shape[1], -1)).sum(1)
+            whole[begin:end] = heads.transpose(0, 1)
+    return tuple(grads)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(grouping, "flash_forward", stand_in_forward)
+    monkeypatch.setattr(grouping, "flash_backward", stand_in_backward)
+
+
+def make(cells, heads=(4, 2, 2), width=8):
+    chance = torch.Generator().manual_seed(cells)
+    return [torch.randn(cells, h, width, generator=chance).requires_grad_() for h in heads]
+
+
+@given(LENGTHS, st.integers(0, 90), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_groups_cover_every_cell_once_and_bound_their_segments(lengths, extra, in_order):
+    lengths = sorted(lengths, reverse=True) if in_order else lengths
+    segments = packed_segments(lengths, cells=sum(lengths) + extra)
+    used = [row for row in kernel_groups(segments).tolist() if any(row)]
+    assert len(used) <= MOST_GROUPS
+    assert [row[2] for row in used] == [0, *[row[3] for row in used[:-1]]]
+    assert used[-1][3] == segments.num_cells
+    for first, last, begin, end, longest in used:
+        inside = segments.lengths[first:last]
+        assert sum(inside) == end - begin
+        assert max(inside) == longest
+        assert int(segments.starts[first]) == begin
+
+
+def test_only_samples_in_order_of_falling_length_are_taken_apart():
+    assert sum(any(row) for row in kernel_groups(packed_segments([100, 5, 100, 5])).tolist()) == 1
+    assert sum(any(row) for row in kernel_groups(packed_segments([100, 100, 5, 5])).tolist()) == 2
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lengths", [[50, 40, 9, 8, 2, 1], [3, 50, 1, 7], [5]])
+def test_attention_in_groups_is_attention_inside_segments(kernel, lengths, causal):
+    segments = packed_segments(lengths, cells=sum(lengths) + 7, slots=20)
+    results = []
+    for run in (
+        lambda parts: attend_groups(*parts, segments.starts, kernel_groups(segments), (-1, 0 if causal else -1), 0.4),
+        lambda parts: plain(*parts, segments.starts[: len(segments.lengths) + 1], causal, 0.4),
+    ):
+        parts = make(segments.num_cells)
+        out = run(parts)
+        (out.sin() * torch.linspace(-1, 1, out.shape[0])[:, None, None]).sum().backward()
+        results.append([out.detach(), *(part.grad for part in parts)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_one_compilation_serves_every_row_of_one_shape(kernel):
+    torch.compiler.reset()
+    graphs = []
+
+    def count(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def run(query, key, value, starts, groups):
+        return call_varlen(query, key, value, starts, max_length=groups, causal=True, window=None, scale=None) * 2
+
+    compiled = torch.compile(run, backend=count, dynamic=False, fullgraph=True)
+    for lengths in ([50, 20, 3, 1], [60, 1], [9, 9, 9, 9, 9]):
+        segments = packed_segments(lengths, cells=80, slots=20)
+        parts = make(80)
+        given_table = (segments.starts, kernel_groups(segments))
+        torch.testing.assert_close(compiled(*parts, *given_table), run(*parts, *given_table))
+    assert len(graphs) == 1
+
+
+def test_the_operators_are_registered_as_torch_wants_them(kernel):
+    segments = packed_segments([9, 8, 1], slots=8)
+    arguments = (*make(18), segments.starts, kernel_groups(segments), True, -1, 0, 0.5)
+    torch.library.opcheck(torch.ops.truebatch.attend_groups.default, arguments)
