@@ -1,0 +1,133 @@
+"""Attention of one layer on a card, packed and even, kernel by kernel: where the gap between the two comes from."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from truebatch.planning.distributions import example_lengths
+from truebatch.tensors.grouping import kernel_groups
+from truebatch.tensors.segments import Segments, packed_segments
+from truebatch.tensors.varlen import call_varlen
+
+HEADS, KEY_HEADS, WIDTH = 32, 4, 64
+Parts = tuple[Tensor, Tensor, Tensor]
+
+
+def explore_attention(*, longest: int, cells: int) -> Iterator[dict[str, Any]]:
+    """Milliseconds of forward and backward of one layer for every way of calling attention, or why it cannot."""
+    lengths = _row_of_lengths(longest, cells)
+    length = max(8 * round(float((lengths**2).sum() / lengths.sum()) / 8), 8)
+    even = (cells // length, length)
+    for name, backend in (
+        ("default", None),
+        ("cudnn", SDPBackend.CUDNN_ATTENTION),
+        ("flash", SDPBackend.FLASH_ATTENTION),
+    ):
+        parts = _parts(even[0] * even[1])
+        rows = tuple(part.view(*even, part.shape[1], WIDTH).transpose(1, 2) for part in parts)
+        yield _row(f"even rows of {length}, sdpa {name}", lambda r=rows, b=backend: _sdpa(r, b), parts)  # type: ignore[misc]
+    tables = {
+        "even rows, varlen": packed_segments([length] * even[0]),
+        "packed as planned, varlen, exact table": packed_segments(lengths, cells=cells),
+        "packed as planned, varlen, fixed table": packed_segments(lengths, cells=cells, slots=128, max_length=longest),
+    }
+    for name, segments in tables.items():
+        parts, table = _parts(segments.num_cells), segments.to("cuda")
+        yield _row(name, lambda p=parts, t=table: _varlen(p, t, t.max_length), parts)  # type: ignore[misc]
+    for name, order in (("as planned", lengths), ("longest first", np.sort(lengths)[::-1])):
+        segments = packed_segments(order, cells=cells, slots=2048)
+        parts, table, groups = _parts(cells), segments.to("cuda"), kernel_groups(segments)
+        row = _row(f"packed {name}, groups", lambda p=parts, t=table, g=groups: _varlen(p, t, g), parts)  # type: ignore[misc]
+        yield row | {"groups": groups.tolist(), "difference": _difference(parts, segments, groups)}
+    segments = packed_segments(lengths, cells=cells, slots=128, max_length=longest).to("cuda")
+    parts = _parts(cells)
+    yield _row("packed, cudnn, forward alone", lambda: _cudnn(parts, segments), parts, backward=False)
+
+
+def _row_of_lengths(longest: int, cells: int) -> Any:
+    drawn = np.minimum(example_lengths("chat", 1000, seed=3), longest)
+    return drawn[np.cumsum(drawn) <= cells - 1]
+
+
+def _parts(cells: int) -> Parts:
+    shapes = [(cells, heads, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    one, two, three = (torch.randn(s, device="cuda", dtype=torch.bfloat16, requires_grad=True) for s in shapes)
+    return one, two, three
+
+
+def _sdpa(rows: tuple[Tensor, ...], backend: SDPBackend | None) -> Tensor:
+    query, key, value = rows
+    if backend is None:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    with sdpa_kernel(backend):
+        return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def _varlen(parts: Parts, table: Segments, bound: int | Tensor) -> Tensor:
+    return call_varlen(*parts, table.starts, max_length=bound, causal=True, window=None, scale=None)
+
+
+def _cudnn(parts: Parts, table: Segments) -> Tensor:
+    bound = table.max_length
+    found = torch.ops.aten._cudnn_attention_forward(
+        *parts, None, table.starts, table.starts, bound, bound, True, 0.0, True, False
+    )
+    out: Tensor = found[0]
+    return out
+
+
+def _difference(parts: Parts, segments: Segments, groups: Tensor) -> float:
+    """The largest relative distance, over output and gradients, to one call of attention a sample."""
+    table = segments.to("cuda")
+    weight = torch.randn_like(parts[0])
+    used = sum(segments.sample_lengths)
+    weight[used:] = 0
+
+    def alone() -> Tensor:
+        pieces = [torch.split(part[:used], list(segments.sample_lengths)) for part in parts]
+        rows = ([piece[i][None].transpose(1, 2) for piece in pieces] for i in range(len(segments.sample_lengths)))
+        outs = [_sdpa(tuple(row), None)[0].transpose(0, 1) for row in rows]
+        return torch.cat([*outs, torch.zeros_like(parts[0][used:])])
+
+    results = []
+    runs: list[Callable[[], Tensor]] = [lambda: _varlen(parts, table, groups), alone]
+    for run in runs:
+        out = run()
+        grads = torch.autograd.grad(out, parts, weight)
+        results.append([out[:used].detach(), *(grad[:used] for grad in grads)])
+    pairs = zip(*results, strict=True)
+    return max(float((one.double() - other.double()).norm() / other.double().norm()) for one, other in pairs)
+
+
+def _row(name: str, run: Callable[[], Tensor], parts: Parts, *, backward: bool = True) -> dict[str, Any]:
+    try:
+        return {"way": name, "ms": _milliseconds(run, parts, backward=backward)}
+    except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
+        return {"way": name, "ms": None, "error": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
+def _milliseconds(run: Callable[[], Tensor], parts: Parts, *, backward: bool) -> dict[str, float]:
+    forward, both = [], []
+    out = run()
+    weight = torch.randn_like(out)
+    for _ in range(15):
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        marks[0].record()
+        out = run()
+        marks[1].record()
+        if backward:
+            torch.autograd.grad(out, parts, weight)
+        marks[2].record()
+        torch.cuda.synchronize()
+        forward.append(marks[0].elapsed_time(marks[1]))
+        both.append(marks[0].elapsed_time(marks[2]))
+    return {"forward": round(statistics.median(forward[5:]), 4), "both": round(statistics.median(both[5:]), 4)}

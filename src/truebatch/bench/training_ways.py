@@ -1,0 +1,183 @@
+"""The ways of training that the benchmark compares: how each makes its micro-batches and runs one, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from truebatch.bench.training_work import IGNORE, Work
+from truebatch.hf.attention import use_packed_attention
+from truebatch.hf.losses import token_nll_in_chunks
+from truebatch.hf.objectives import HeadObjective
+from truebatch.hf.outputlayer import hidden_states_of, output_layer_of
+from truebatch.planning.rows import longest_first, padded_rows
+from truebatch.tensors.compiling import compile_layers, has_compiled_layers, uncompile_layers
+from truebatch.tensors.microbatch import MicroBatch
+
+Run = Callable[[Any], None]
+"""Forward and backward of one micro-batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Way:
+    """One row of the table."""
+
+    name: str
+    batches: Callable[[], Sequence[Any]]
+    run: Run
+    tokens: Callable[[Any], int]
+    """Real tokens of a micro-batch."""
+    cells: Callable[[Any], int]
+    most: int = 8
+    """Micro-batches of one timed round."""
+    compiled: bool = False
+    around: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Open while this way runs."""
+
+
+def all_ways(model: Any, work: Work, *, device: torch.device, backend: str) -> list[Way]:
+    """Every way, the slowest first; what is compiled last."""
+    theirs, ours = _hf_step(model, device), _our_step(model, work, device)
+    vocabulary = model.config.vocab_size
+    packed: dict[str, Any] = {"around": lambda: use_packed_attention(model)}
+    uniform: dict[str, Any] = {
+        "batches": lambda: [work.uniform(vocabulary)] * 4, "run": _uniform_step(model, device),
+        "tokens": lambda b: b[0].numel(), "cells": lambda b: b[0].numel(),
+    }  # fmt: skip
+    known: dict[str, Any] = {"tokens": _num_tokens, "cells": lambda b: b.rows().segments.num_cells}
+    compiled: dict[str, Any] = {"compiled": True, "around": lambda: _compiled(model, backend)}
+    both: dict[str, Any] = {"compiled": True, "around": lambda: _packed_and_compiled(model, backend)}
+    return [
+        Way(name="one by one", batches=lambda: work.chunks(1, by_length=False), run=theirs, most=24, **known),
+        Way(name="HF default, 8", batches=lambda: work.chunks(8, by_length=False), run=theirs, most=12, **known),
+        Way(name="HF group_by_length, 8", batches=lambda: work.chunks(8, by_length=True), run=theirs, most=16, **known),
+        Way(name="HF packed, sdpa", batches=work.flattened, run=_hf_packed_step(model, device), most=3, **known),
+        Way(name="ours padded", batches=work.budgeted, run=ours, **known),
+        Way(name="ours packed, as planned", batches=lambda: work.packed(sort=False), run=ours, **known, **packed),
+        Way(name="ours packed", batches=lambda: work.packed(sort=True), run=ours, **known, **packed),
+        Way(name="uniform", **uniform),
+        Way(name="ours packed, compiled", batches=lambda: work.packed(sort=True), run=ours, **known, **both),
+        Way(name="uniform, compiled", **uniform, **compiled),
+    ]
+
+
+def trl_way(model: Any, work: Work, *, device: torch.device) -> Way | None:
+    """TRL's padding-free collator over 8 samples, where TRL is installed."""
+    try:
+        from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+    except ImportError:
+        return None
+    collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+    groups = [range(i, i + 8) for i in range(0, min(len(work.lengths), 512) - 7, 8)]
+
+    def batches() -> list[dict[str, Tensor]]:
+        return [collator([{"input_ids": work.samples[i]["input_ids"].tolist()} for i in ids]) for ids in groups]
+
+    def run(batch: dict[str, Tensor]) -> None:
+        given = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+        model(**given, use_cache=False).loss.backward()
+
+    count: Callable[[dict[str, Tensor]], int] = lambda batch: batch["input_ids"].numel()  # noqa: E731
+    return Way(name="TRL padding-free, 8", batches=batches, run=run, tokens=count, cells=count)
+
+
+def _num_tokens(batch: MicroBatch) -> int:
+    return sum(batch.rows().lengths)
+
+
+def _hf_step(model: Any, device: torch.device) -> Run:
+    """What Hugging Face's Trainer does with a padded micro-batch: the model's own loss, all logits in fp32."""
+
+    def run(batch: MicroBatch) -> None:
+        ids = batch["input_ids"].to(device, non_blocking=True)
+        labels = _unshifted(batch, model).to(device, non_blocking=True)
+        real = batch.is_real.long().to(device, non_blocking=True)
+        model(input_ids=ids, attention_mask=real, labels=labels, use_cache=False).loss.backward()
+
+    return run
+
+
+def _hf_packed_step(model: Any, device: torch.device) -> Run:
+    """A flattened row with positions that restart, from which transformers makes a dense mask."""
+
+    def run(batch: MicroBatch) -> None:
+        ids = batch["input_ids"].to(device, non_blocking=True)
+        labels = _unshifted(batch, model).to(device, non_blocking=True)
+        positions = batch.positions.to(device, non_blocking=True)
+        model(input_ids=ids, position_ids=positions, labels=labels, use_cache=False).loss.backward()
+
+    return run
+
+
+def _unshifted(batch: MicroBatch, model: Any) -> Tensor:
+    """Labels in the place of their own token, as models of transformers expect them."""
+    if "MaskedLM" in type(model).__name__:
+        return batch["labels"]
+    return torch.where(batch.is_real & (batch.positions > 0), batch["input_ids"], IGNORE)
+
+
+def _our_step(model: Any, work: Work, device: torch.device) -> Callable[..., None]:
+    objective = HeadObjective(head=work.head)
+
+    def run(batch: MicroBatch, weight: float = 1.0) -> None:
+        (total,) = objective.sums(model, batch.to(device, non_blocking=True)).values()
+        torch.autograd.backward(total * (weight / _num_tokens(batch)))
+
+    return run
+
+
+def _uniform_step(model: Any, device: torch.device) -> Run:
+    """Even rows without a mask, with the same loss as ours: what remains is raggedness alone."""
+
+    def run(batch: tuple[Tensor, Tensor]) -> None:
+        ids, labels = (part.to(device, non_blocking=True) for part in batch)
+        layer = output_layer_of(model, ids)
+        assert layer is not None
+        with hidden_states_of(layer) as seen:
+            model(input_ids=ids, use_cache=False)
+        is_compiled = has_compiled_layers(model)
+        total = token_nll_in_chunks(layer, seen[0], labels, compiled=is_compiled)
+        torch.autograd.backward(total / labels.numel())
+
+    return run
+
+
+@contextmanager
+def _compiled(model: Any, backend: str) -> Iterator[None]:
+    compile_layers(model, backend=backend)
+    try:
+        yield
+    finally:
+        uncompile_layers(model)
+
+
+@contextmanager
+def _packed_and_compiled(model: Any, backend: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(use_packed_attention(model))
+        stack.enter_context(_compiled(model, backend))
+        yield
+
+
+def compare_gradients(model: Any, work: Work, device: torch.device) -> dict[str, float]:
+    """How far the gradient of one packed row is from that of its samples one by one, as a share of its norm."""
+    step = _our_step(model, work, device)
+    rows = longest_first(work.rows[0], work.lengths[work.rows[0].ids])
+    alone = [
+        work.collate(padded_rows(rows.ids[i : i + 1], int(work.lengths[rows.ids[i]]))) for i in range(len(rows.ids))
+    ]
+    found = []
+    for batches in ([work.collate(rows, slots=work.slots)], alone):
+        model.zero_grad(set_to_none=True)
+        for batch in batches:
+            step(batch, _num_tokens(batch) / sum(map(_num_tokens, batches)))
+        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    model.zero_grad(set_to_none=True)
+    squares = [((a - b).float().square().sum(), b.float().square().sum()) for a, b in zip(*found, strict=True)]
+    apart, whole = (float(torch.stack(part).sum()) for part in zip(*squares, strict=True))
+    return {"gradient": (apart / whole) ** 0.5, "samples": len(alone)}

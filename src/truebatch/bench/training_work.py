@@ -1,0 +1,186 @@
+"""What the training benchmark runs on: model shapes, samples of a length distribution, and the micro-batches of each way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+
+from truebatch.hf.heads import Head
+from truebatch.planning.distributions import Distribution, example_lengths
+from truebatch.planning.plan import build_plan
+from truebatch.planning.rows import Ints, Rows, longest_first, packed_row, padded_rows
+from truebatch.planning.settings import PlanConfig
+from truebatch.tensors.collating import collate
+from truebatch.tensors.microbatch import MicroBatch
+
+GROUPED_OVER = 50
+"""Hugging Face's `group_by_length` sorts this many micro-batches at a time."""
+MASKED_SHARE = 0.15
+IGNORE = -100
+
+_NO_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """A model by its sizes."""
+
+    name: str
+    config: str
+    sizes: dict[str, int]
+    masked: bool = False
+    """A masked language model that reads both ways."""
+
+
+SHAPES = {
+    "llama-1.1b": Shape(
+        name="llama-1.1b", config="LlamaConfig",
+        sizes={"num_hidden_layers": 22, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4,
+               "intermediate_size": 5632, "vocab_size": 32000},
+    ),
+    "qwen2-0.5b": Shape(
+        name="qwen2-0.5b", config="Qwen2Config",
+        sizes={"num_hidden_layers": 24, "hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2,
+               "intermediate_size": 4864, "vocab_size": 151936},
+    ),
+    "bert-110m": Shape(
+        name="bert-110m", config="BertConfig", masked=True,
+        sizes={"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072,
+               "vocab_size": 30522},
+    ),
+    "llama-tiny": Shape(
+        name="llama-tiny", config="LlamaConfig",
+        sizes={"num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
+               "intermediate_size": 704, "vocab_size": 1024},
+    ),
+    "qwen2-tiny": Shape(
+        name="qwen2-tiny", config="Qwen2Config",
+        sizes={"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+               "intermediate_size": 352, "vocab_size": 1024},
+    ),
+    "bert-tiny": Shape(
+        name="bert-tiny", config="BertConfig", masked=True,
+        sizes={"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 512,
+               "vocab_size": 1024},
+    ),
+}  # fmt: skip
+
+
+def build_model(shape: Shape, *, longest: int, device: str, dtype: torch.dtype) -> Any:
+    """A model of this shape with random weights, no dropout, and as many positions as the longest sample needs."""
+    settings: dict[str, Any] = {**shape.sizes, **_NO_TOKENS, "max_position_embeddings": longest}
+    if shape.masked:
+        settings |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = getattr(transformers, shape.config)(**settings)
+    family = transformers.AutoModelForMaskedLM if shape.masked else transformers.AutoModelForCausalLM
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = family.from_config(config, attn_implementation="sdpa", dtype=dtype)
+    return model.train()
+
+
+def matrix_flops_per_token(model: nn.Module, shape: Shape) -> float:
+    """Forward and backward of all matrix products but attention: 6 for every weight that is multiplied with."""
+    embedded = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
+    weights = sum(p.numel() for p in model.parameters() if p.ndim == 2 and id(p) not in embedded)
+    output: Any = model.get_output_embeddings()  # type: ignore[operator]
+    tied = output.weight.numel() if id(output.weight) in embedded else 0
+    return 6.0 * (weights + tied)
+
+
+def attention_flops_per_pair(shape: Shape) -> float:
+    """Forward and backward of one query-key pair in all layers, half of the pairs of a causal sample counted."""
+    share = 1.0 if shape.masked else 0.5
+    return 12.0 * share * shape.sizes["num_hidden_layers"] * shape.sizes["hidden_size"]
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """The samples of one distribution, in random order, and how each way cuts them into micro-batches."""
+
+    head: Head
+    lengths: Ints
+    samples: Sequence[dict[str, Ints]]
+    cells: int
+    """Cells of a micro-batch of ours: a packed row, or the token budget of padded rows."""
+    slots: int
+    """Entries of the segment table of packed rows."""
+
+    @property
+    def tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def pairs_per_token(self) -> float:
+        return float((self.lengths.astype(np.float64) ** 2).sum() / self.lengths.sum())
+
+    @property
+    def uniform_length(self) -> int:
+        """The length at which even samples cost as many pairs a token as these, to a multiple of eight."""
+        return max(8 * round(self.pairs_per_token / 8), 8)
+
+    def chunks(self, number: int, *, by_length: bool) -> list[MicroBatch]:
+        """Micro-batches of `number` samples as Hugging Face makes them: at random, or of similar length."""
+        order = np.arange(len(self.lengths))
+        if by_length:
+            window = number * GROUPED_OVER
+            parts = [order[i : i + window] for i in range(0, len(order), window)]
+            order = np.concatenate([part[np.argsort(-self.lengths[part], kind="stable")] for part in parts])
+        cut = [order[i : i + number] for i in range(0, len(order) - number + 1, number)]
+        cut = [cut[i] for i in np.random.default_rng(1).permutation(len(cut))] if by_length else cut
+        return [self.collate(padded_rows(ids, int(self.lengths[ids].max()))) for ids in cut[:64]]
+
+    def budgeted(self) -> list[MicroBatch]:
+        """Padded micro-batches under the token budget."""
+        plan = build_plan(self.lengths, PlanConfig(cells=self.cells, micro_batches_per_step=1))
+        return [self.collate(plan.step(i)[0][0]) for i in range(min(plan.num_steps, 64))]
+
+    @cached_property
+    def rows(self) -> list[Rows]:
+        config = PlanConfig(layout="packed", cells=self.cells, rows_per_step=1)
+        plan = build_plan(self.lengths, config)
+        found = [plan.step(i)[0][0] for i in range(min(plan.num_steps, 64))]
+        tokens = [int(self.lengths[rows.ids].sum()) for rows in found]
+        return [rows for rows, n in zip(found, tokens, strict=True) if n > 0.9 * self.cells] or found
+
+    def packed(self, *, sort: bool) -> list[MicroBatch]:
+        """Packed rows of exactly `cells` cells, as planned or the longest sample first."""
+        rows = [longest_first(r, self.lengths[r.ids]) if sort else r for r in self.rows]
+        return [self.collate(r, slots=self.slots) for r in rows]
+
+    def flattened(self) -> list[MicroBatch]:
+        """The same rows without padding at their end, as Hugging Face's flattening collator lays them."""
+        return [self.collate(packed_row(r.ids, int(self.lengths[r.ids].sum()))) for r in self.rows]
+
+    def collate(self, rows: Rows, slots: int | None = None) -> MicroBatch:
+        return collate([self.samples[i] for i in rows.ids.tolist()], rows, self.head.fields, slots=slots)
+
+    def uniform(self, vocabulary: int) -> tuple[Tensor, Tensor]:
+        """[B, L] tokens and labels: as many rows of the uniform length as fit the cells."""
+        length = min(self.uniform_length, self.cells)
+        ids = torch.randint(0, vocabulary, (max(self.cells // length, 1), length))
+        labels = torch.roll(ids, -1, 1)
+        labels[:, -1] = IGNORE
+        return ids, labels
+
+
+def make_work(
+    head: Head, shape: Shape, name: Distribution, *, num: int, longest: int, cells: int, slots: int, seed: int = 0
+) -> Work:
+    """Random tokens of the distribution's lengths, none over `longest`."""
+    lengths = np.minimum(example_lengths(name, num, seed=seed), longest)
+    random = np.random.default_rng(seed + 1)
+    samples: list[dict[str, Ints]] = []
+    for length in lengths.tolist():
+        ids = random.integers(0, shape.sizes["vocab_size"], length)
+        hidden = random.random(length) < MASKED_SHARE
+        labels = np.where(hidden, ids, IGNORE) if shape.masked else ids
+        samples.append({"input_ids": ids, "labels": labels})
+    return Work(head, lengths, samples, cells, slots)
