@@ -83,6 +83,7 @@ ORDER = [
     "hf.samples",
     "hf.shrinking",
     "hf.tiny",
+    "hf.shapes",
     "proof.arrangements",
     "proof.outputs",
     "proof.subjects",

@@ -371,3 +371,22 @@ def test_engines_that_would_own_the_step_are_refused(variable, words, monkeypatc
     monkeypatch.setenv(variable, "true")
     with pytest.raises(ConfigError, match=words):
         train(model_of(), NextToken(), data(), settings())
+
+
+def test_a_run_that_no_longer_moves_is_reported_with_its_stacks():
+    import subprocess
+    import sys
+
+    code = (
+        "import time\n"
+        "from tests.training.test_loop import *\n"
+        "def hang(sample, sample_id, epoch):\n"
+        "    time.sleep(60)\n"
+        "train(model_of(), NextToken(), data(transform=hang), settings(stuck_seconds=1.0))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.returncode == 75, done.stderr
+    assert "rank 0" in done.stderr
+    assert "in hang" in done.stderr

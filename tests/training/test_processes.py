@@ -11,9 +11,7 @@ import torch
 
 from tests.tiny import TEXT_FIELDS
 from tests.training import processes
-
 from truebatch.training.guard import Guard
-
 
 pytestmark = pytest.mark.xdist_group("processes")
 

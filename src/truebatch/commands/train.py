@@ -22,7 +22,7 @@ from truebatch.errors import ConfigError
 if TYPE_CHECKING:
     from truebatch.reports.showing import Show
     from truebatch.system import System
-    from truebatch.training.loop import TrainResult
+    from truebatch.training.job import TrainResult
     from truebatch.yamlfiles import Document
 
 RUNS = Path("runs")

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from truebatch.errors import ConfigError, RunError, exit_code_of
+from truebatch.errors import ConfigError, exit_code_of
 from truebatch.objective import Objective
 from truebatch.planning.measured import Measured
 from truebatch.planning.plan import Plan, build_plan
 from truebatch.planning.settings import PlanConfig
 from truebatch.tensors.loader import LoadedStep, LoaderConfig, load_steps
 from truebatch.tensors.noise import name_purposes
+from truebatch.training.afterwards import finish_step
 from truebatch.training.checking import compare_with_one_by_one
-from truebatch.training.evaluating import evaluate_loss
 from truebatch.training.guard import Guard, steady_steps
-from truebatch.training.law import Coupling, refuse_couplings
+from truebatch.training.job import ALL_DONE, ASKED, Job, Record, TrainResult
+from truebatch.training.law import refuse_couplings
 from truebatch.training.metrics import MetricsLog, open_metrics
+from truebatch.training.nonfinite import handle_nonfinite, is_bad
 from truebatch.training.opening import opened_run
 from truebatch.training.optimising import Group, check_terms, make_groups
 from truebatch.training.place import find_place, move_model
@@ -31,51 +32,13 @@ from truebatch.training.progress import Progress
 from truebatch.training.quarantine import open_guard, quarantine_record
 from truebatch.training.reducing import is_sharded, num_ranks, rank, sum_over_ranks
 from truebatch.training.runs import Run, RunState, write_status
-from truebatch.training.saving import resume_run, save_run
+from truebatch.training.saving import resume_run
 from truebatch.training.settings import TrainConfig
-from truebatch.training.signals import EXIT_INTERRUPTED, StopFlag, catch_signals
+from truebatch.training.signals import EXIT_INTERRUPTED, catch_signals
 from truebatch.training.step import Engine, StepOutcome, apply_update, step_counts, take_gradients
 from truebatch.training.task import TrainData, alone_of, first_samples, measure_by_reading
+from truebatch.training.watchdog import Watchdog, watch_progress
 from truebatch.training.watching import Watch
-
-Record = dict[str, Any]
-ALL_DONE = "all steps are done"
-ASKED = "asked to stop"
-"""How the reason of an interrupted run begins."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainResult:
-    """How a run ended."""
-
-    step: int
-    records: Sequence[Record]
-    """One for every step of this process's part of the run; earlier ones stand in metrics.jsonl."""
-    best_loss: float | None
-    why: str
-    is_interrupted: bool = False
-
-    @property
-    def exit_code(self) -> int:
-        """0 when done; 75 when interrupted and a second start goes on."""
-        return EXIT_INTERRUPTED if self.is_interrupted else 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Job:
-    """Everything a run needs, settled before its first step."""
-
-    engine: Engine
-    data: TrainData
-    measured: Measured
-    config: TrainConfig
-    num_steps: int
-    couplings: Sequence[Coupling]
-    run: Run | None
-    stop: StopFlag
-    say: Callable[[str], None]
-    watches: Sequence[Watch] = ()
-    records: list[Record] = field(default_factory=list)
 
 
 def train(
@@ -117,13 +80,21 @@ def train(
         guard=guard,
     )
     num_steps = _num_steps(measured, plan_config, config)
-    with opened_run(out, config) as run, catch_signals() as stop:
+    with opened_run(out, config) as run, catch_signals() as stop, _watched(config) as dog:
         open_guard(guard, None if run is None else run.folder, is_sharded=is_sharded(model))
         job = Job(
             engine=engine, data=data, measured=measured, config=config, num_steps=num_steps, couplings=couplings,
             run=run, stop=stop, say=say or (lambda _line: None), watches=watches if rank() == 0 else (),
+            dog=dog,
         )  # fmt: skip
         return _run(job, plan_config)
+
+
+def _watched(config: TrainConfig) -> AbstractContextManager[Watchdog | None]:
+    """A run that no longer moves is reported with the stacks of all its threads, and exits with 75."""
+    if config.stuck_seconds is None:
+        return nullcontext()
+    return watch_progress(config.stuck_seconds, who=f"rank {rank()}")
 
 
 def default_group(model: nn.Module, config: TrainConfig) -> Group:
@@ -211,7 +182,7 @@ def _epoch(job: Job, progress: Progress, plan: Plan, log: MetricsLog | None) -> 
             progress.step_in_epoch = loaded.number + 1
             if progress.step_in_epoch == plan.num_steps:
                 progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
-            _after_step(job, progress, log)
+            finish_step(job, progress, log)
             if progress.is_done:
                 break
     finally:
@@ -226,6 +197,8 @@ def _pins(job: Job) -> bool:
 def _step(job: Job, progress: Progress, loaded: LoadedStep, log: MetricsLog | None) -> Progress | None:
     """One step; a Progress only if the run rolled back to an earlier one."""
     began = time.perf_counter()
+    if job.dog is not None:
+        job.dog.beat(f"step {progress.step}")
     if progress.step in progress.skipped_steps:
         progress.step += 1
         return None
@@ -237,8 +210,8 @@ def _step(job: Job, progress: Progress, loaded: LoadedStep, log: MetricsLog | No
         _compare(job, progress, loaded, counts)
     rates = {g.name: g.set_rate(progress.step, job.num_steps) for g in engine.groups}
     outcome = take_gradients(engine, batches, counts, epoch=progress.epoch)
-    if _is_bad(engine, outcome):
-        rolled = _nonfinite(job, progress, loaded, outcome, log)
+    if is_bad(engine, outcome):
+        rolled = handle_nonfinite(job, progress, loaded, outcome, log)
         if rolled is not None:
             return rolled
         is_updated = False
@@ -250,54 +223,12 @@ def _step(job: Job, progress: Progress, loaded: LoadedStep, log: MetricsLog | No
     return None
 
 
-def _is_bad(engine: Engine, outcome: StepOutcome) -> bool:
-    """With loss scaling an overflowing gradient is ordinary: the scaler skips the update and lowers the scale."""
-    bad = outcome.nonfinite
-    return any(name.startswith("loss") for name in bad) if engine.scaler is not None else bool(bad)
-
-
 def _compare(job: Job, progress: Progress, loaded: LoadedStep, counts: Mapping[str, int]) -> None:
     difference = compare_with_one_by_one(
         job.engine, loaded.batches, counts, alone_of(job.data, epoch=progress.epoch),
         epoch=progress.epoch, precision=job.config.precision,
     )  # fmt: skip
     job.say(f"step {progress.step}: true batches differ from one by one by {difference:.1e}")
-
-
-def _nonfinite(
-    job: Job, progress: Progress, loaded: LoadedStep, outcome: StepOutcome, log: MetricsLog | None
-) -> Progress | None:
-    """What the policy says about a step that is not finite. The parameters have not been touched."""
-    ids = [i for batch in loaded.batches for i in batch.sample_ids]
-    what = f"step {progress.step} is not finite ({', '.join(outcome.nonfinite)}); samples {ids[:16]}"
-    job.say(what)
-    progress.nonfinite_in_row += 1
-    policy, limit = job.config.nonfinite, job.config.nonfinite_limit
-    if policy == "roll_back" and progress.rollbacks < limit:
-        return _roll_back(job, progress, log)
-    if policy == "skip" or (policy == "skip_then_raise" and progress.nonfinite_in_row < limit):
-        return None
-    raise RunError(
-        f"step {progress.step} is not finite; the model was not updated",
-        seen=f"{', '.join(outcome.nonfinite)} from samples {ids[:16]}{' ...' if len(ids) > 16 else ''}",
-        do="look at these samples and at the learning rate; nonfinite='skip' or 'roll_back' would go on without them",
-    )
-
-
-def _roll_back(job: Job, progress: Progress, log: MetricsLog | None) -> Progress:
-    """The last good checkpoint once more, without the step whose samples are not finite."""
-    found = resume_run(job.run.checkpoints, job.engine) if job.run is not None else None
-    if found is None:
-        raise RunError(
-            f"step {progress.step} is not finite, and there is no checkpoint to roll back to",
-            seen="no good checkpoint",
-            do="give `out` and a smaller save_every, or use nonfinite='skip'",
-        )
-    back = found[0]
-    back.skipped_steps = sorted({*progress.skipped_steps, progress.step})
-    back.rollbacks = progress.rollbacks + 1
-    job.say(f"rolled back to step {back.step}; step {progress.step} will be passed over")
-    return back
 
 
 def _record(
@@ -321,14 +252,7 @@ def _record(
         **quarantine_record(job.engine.guard),
     }
     job.records.append(record)
-    _tell(job, log, record)
-
-
-def _tell(job: Job, log: MetricsLog | None, record: Record) -> None:
-    if log is not None:
-        log.write(record["step"], {k: v for k, v in record.items() if k != "step"})
-    for watch in job.watches:
-        watch.record(record)
+    job.tell(log, record)
 
 
 def _tokens_and_cells(job: Job, loaded: LoadedStep) -> tuple[int, int]:
@@ -338,56 +262,3 @@ def _tokens_and_cells(job: Job, loaded: LoadedStep) -> tuple[int, int]:
     )
     tokens, cells = sum_over_ranks(numbers).tolist()
     return int(tokens), int(cells)
-
-
-def _after_step(job: Job, progress: Progress, log: MetricsLog | None) -> None:
-    """Validation, the end, a request to stop, and the checkpoint of all that."""
-    is_end_of_epoch = progress.step_in_epoch == 0
-    is_last = progress.step >= job.num_steps
-    is_best = _validate(job, progress, log) if _is_due(job.config.validate_every, progress, is_end_of_epoch) else False
-    wants_stop = _agree(job, job.stop.requested is not None)
-    if is_last:
-        progress.is_done, progress.why = True, ALL_DONE
-    elif wants_stop:
-        progress.is_done, progress.why = True, str(job.stop.requested or f"{ASKED} on another rank")
-    due = is_best or progress.is_done or _is_due(job.config.save_every, progress, is_end_of_epoch)
-    if job.run is not None and due:
-        if log is not None:
-            log.sync()
-        saved = _resumable(progress)
-        save_run(
-            job.run.checkpoints, job.engine, saved, fingerprint=job.run.fingerprint, keep=job.config.keep, best=is_best
-        )
-
-
-def _resumable(progress: Progress) -> Progress:
-    """What a checkpoint says: an interruption is not the end of the run."""
-    is_over = progress.is_done and not progress.why.startswith(ASKED)
-    return Progress(**{**progress.as_dict(), "is_done": is_over, "why": progress.why if is_over else ""})
-
-
-def _is_due(every: int | None, progress: Progress, is_end_of_epoch: bool) -> bool:
-    return is_end_of_epoch if every is None else progress.step % every == 0
-
-
-def _agree(job: Job, mine: bool) -> bool:
-    """True if any rank was asked to stop: all stop after the same step."""
-    flag = torch.tensor(float(mine), device=job.engine.device)
-    return bool(sum_over_ranks(flag) > 0)
-
-
-def _validate(job: Job, progress: Progress, log: MetricsLog | None) -> bool:
-    """The loss of the validation samples; True if it is the best so far."""
-    if job.data.validation is None:
-        return False
-    measured = measure_by_reading(job.data.validation, job.data.fields, what="validation dataset")
-    terms = evaluate_loss(job.engine, job.data.validation, measured, job.data.fields, job.config.plan_config())
-    total = sum(terms.values())
-    is_best = progress.improve(total, min_delta=job.config.min_delta)
-    named = {f"validation/{name}": value for name, value in terms.items()}
-    _tell(job, log, {"step": progress.step, "validation_loss": total, **named})
-    job.say(f"step {progress.step}: validation loss {total:.4f}" + (" (best)" if is_best else ""))
-    patience = job.config.patience
-    if patience is not None and progress.validations_without_improvement >= patience:
-        progress.is_done, progress.why = True, f"validation has not improved {patience} times"
-    return is_best

@@ -13,7 +13,7 @@ from truebatch.errors import RunError, TruebatchError
 from truebatch.training.reducing import num_ranks, rank
 from truebatch.training.runs import Run, open_run
 
-MAY_CHANGE = ("devices", "workers", "keep", "epochs", "max_steps", "track", "save_every")
+MAY_CHANGE = ("devices", "workers", "keep", "epochs", "max_steps", "track", "save_every", "stuck_seconds")
 """Settings of `TrainConfig` that another start of the same run may have: none of them changes a step."""
 
 

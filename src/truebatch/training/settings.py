@@ -81,6 +81,8 @@ class TrainConfig:
     """Couplings between samples that are accepted by name; the log then says 'equal in distribution'."""
     track: tuple[str, ...] = ()
     """Trackers that get every record, by name: tensorboard, wandb, swanlab, trackio, mlflow, and so on."""
+    stuck_seconds: float | None = 1800.0
+    """A run without a finished step for this long is reported with all stacks and exits with 75; None never."""
     limit: int | None = None
     """Train on the first samples only: a quick try."""
 
@@ -176,6 +178,7 @@ def _check_rates(config: TrainConfig) -> None:
         "weight_decay": config.weight_decay,
         "min_delta": config.min_delta,
         "max_grad_norm": config.max_grad_norm,
+        "stuck_seconds": config.stuck_seconds,
     }
     wrong = {k: v for k, v in numbers.items() if v is not None and not (math.isfinite(v) and v >= 0)}
     if wrong or config.min_learning_rate > config.learning_rate:

@@ -16,8 +16,9 @@ from truebatch.errors import ConfigError, RunError
 from truebatch.system import System
 from truebatch.training.checkpoints import load_checkpoint
 from truebatch.training.durable import read_json, write_json
+from truebatch.training.job import TrainResult
 from truebatch.training.keeping import best_step, list_checkpoints
-from truebatch.training.loop import TrainResult, train
+from truebatch.training.loop import train
 from truebatch.training.opening import opened_run
 from truebatch.training.place import find_place
 from truebatch.training.reducing import num_ranks, rank

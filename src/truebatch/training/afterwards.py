@@ -1,0 +1,66 @@
+"""What follows a step: validation, the end, a request to stop, and the checkpoint of all that."""
+
+from __future__ import annotations
+
+import torch
+
+from truebatch.training.evaluating import evaluate_loss
+from truebatch.training.job import ALL_DONE, ASKED, Job
+from truebatch.training.metrics import MetricsLog
+from truebatch.training.progress import Progress
+from truebatch.training.reducing import sum_over_ranks
+from truebatch.training.saving import save_run
+from truebatch.training.task import measure_by_reading
+
+
+def finish_step(job: Job, progress: Progress, log: MetricsLog | None) -> None:
+    """Validation, the end, a request to stop, and the checkpoint of all that."""
+    is_end_of_epoch = progress.step_in_epoch == 0
+    is_last = progress.step >= job.num_steps
+    is_best = _validate(job, progress, log) if _is_due(job.config.validate_every, progress, is_end_of_epoch) else False
+    wants_stop = _agree(job, job.stop.requested is not None)
+    if is_last:
+        progress.is_done, progress.why = True, ALL_DONE
+    elif wants_stop:
+        progress.is_done, progress.why = True, str(job.stop.requested or f"{ASKED} on another rank")
+    due = is_best or progress.is_done or _is_due(job.config.save_every, progress, is_end_of_epoch)
+    if job.run is not None and due:
+        if log is not None:
+            log.sync()
+        saved = _resumable(progress)
+        save_run(
+            job.run.checkpoints, job.engine, saved, fingerprint=job.run.fingerprint, keep=job.config.keep, best=is_best
+        )
+
+
+def _resumable(progress: Progress) -> Progress:
+    """What a checkpoint says: an interruption is not the end of the run."""
+    is_over = progress.is_done and not progress.why.startswith(ASKED)
+    return Progress(**{**progress.as_dict(), "is_done": is_over, "why": progress.why if is_over else ""})
+
+
+def _is_due(every: int | None, progress: Progress, is_end_of_epoch: bool) -> bool:
+    return is_end_of_epoch if every is None else progress.step % every == 0
+
+
+def _agree(job: Job, mine: bool) -> bool:
+    """True if any rank was asked to stop: all stop after the same step."""
+    flag = torch.tensor(float(mine), device=job.engine.device)
+    return bool(sum_over_ranks(flag) > 0)
+
+
+def _validate(job: Job, progress: Progress, log: MetricsLog | None) -> bool:
+    """The loss of the validation samples; True if it is the best so far."""
+    if job.data.validation is None:
+        return False
+    measured = measure_by_reading(job.data.validation, job.data.fields, what="validation dataset")
+    terms = evaluate_loss(job.engine, job.data.validation, measured, job.data.fields, job.config.plan_config())
+    total = sum(terms.values())
+    is_best = progress.improve(total, min_delta=job.config.min_delta)
+    named = {f"validation/{name}": value for name, value in terms.items()}
+    job.tell(log, {"step": progress.step, "validation_loss": total, **named})
+    job.say(f"step {progress.step}: validation loss {total:.4f}" + (" (best)" if is_best else ""))
+    patience = job.config.patience
+    if patience is not None and progress.validations_without_improvement >= patience:
+        progress.is_done, progress.why = True, f"validation has not improved {patience} times"
+    return is_best

@@ -1,0 +1,66 @@
+"""A run as its parts see it: all that is settled before the first step, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from truebatch.planning.measured import Measured
+from truebatch.training.law import Coupling
+from truebatch.training.metrics import MetricsLog
+from truebatch.training.runs import Run
+from truebatch.training.settings import TrainConfig
+from truebatch.training.signals import EXIT_INTERRUPTED, StopFlag
+from truebatch.training.step import Engine
+from truebatch.training.task import TrainData
+from truebatch.training.watchdog import Watchdog
+from truebatch.training.watching import Watch
+
+Record = dict[str, Any]
+ALL_DONE = "all steps are done"
+ASKED = "asked to stop"
+"""How the reason of an interrupted run begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """How a run ended."""
+
+    step: int
+    records: Sequence[Record]
+    """One for every step of this process's part of the run; earlier ones stand in metrics.jsonl."""
+    best_loss: float | None
+    why: str
+    is_interrupted: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """0 when done; 75 when interrupted and a second start goes on."""
+        return EXIT_INTERRUPTED if self.is_interrupted else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Job:
+    """Everything a run needs, settled before its first step."""
+
+    engine: Engine
+    data: TrainData
+    measured: Measured
+    config: TrainConfig
+    num_steps: int
+    couplings: Sequence[Coupling]
+    run: Run | None
+    stop: StopFlag
+    say: Callable[[str], None]
+    watches: Sequence[Watch] = ()
+    records: list[Record] = field(default_factory=list)
+    dog: Watchdog | None = None
+    """Told of every step: a run that no longer moves is reported with its stacks."""
+
+    def tell(self, log: MetricsLog | None, record: Record) -> None:
+        """One record to the log and to whoever watches."""
+        if log is not None:
+            log.write(record["step"], {k: v for k, v in record.items() if k != "step"})
+        for watch in self.watches:
+            watch.record(record)

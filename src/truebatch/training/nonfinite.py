@@ -1,0 +1,55 @@
+"""A step that is NaN or infinite: found before the update, its samples named, and then what the policy says."""
+
+from __future__ import annotations
+
+from truebatch.errors import RunError
+from truebatch.tensors.loader import LoadedStep
+from truebatch.training.job import Job
+from truebatch.training.metrics import MetricsLog
+from truebatch.training.progress import Progress
+from truebatch.training.saving import resume_run
+from truebatch.training.step import Engine, StepOutcome
+
+
+def is_bad(engine: Engine, outcome: StepOutcome) -> bool:
+    """With loss scaling an overflowing gradient is ordinary: the scaler skips the update and lowers the scale."""
+    bad = outcome.nonfinite
+    return any(name.startswith("loss") for name in bad) if engine.scaler is not None else bool(bad)
+
+
+def handle_nonfinite(
+    job: Job, progress: Progress, loaded: LoadedStep, outcome: StepOutcome, log: MetricsLog | None
+) -> Progress | None:
+    """What the policy says about a step that is not finite. The parameters have not been touched."""
+    ids = [i for batch in loaded.batches for i in batch.sample_ids]
+    what = f"step {progress.step} is not finite ({', '.join(outcome.nonfinite)}); samples {ids[:16]}"
+    job.say(what)
+    progress.nonfinite_in_row += 1
+    policy, limit = job.config.nonfinite, job.config.nonfinite_limit
+    if policy == "roll_back" and progress.rollbacks < limit:
+        return _roll_back(job, progress, log)
+    if policy == "skip" or (policy == "skip_then_raise" and progress.nonfinite_in_row < limit):
+        return None
+    raise RunError(
+        f"step {progress.step} is not finite; the model was not updated",
+        seen=f"{', '.join(outcome.nonfinite)} from samples {ids[:16]}{' ...' if len(ids) > 16 else ''}",
+        do="look at these samples and at the learning rate; nonfinite='skip' or 'roll_back' would go on without them",
+    )
+
+
+def _roll_back(job: Job, progress: Progress, log: MetricsLog | None) -> Progress:
+    """The last good checkpoint once more, without the step whose samples are not finite."""
+    found = resume_run(job.run.checkpoints, job.engine) if job.run is not None else None
+    if found is None:
+        raise RunError(
+            f"step {progress.step} is not finite, and there is no checkpoint to roll back to",
+            seen="no good checkpoint",
+            do="give `out` and a smaller save_every, or use nonfinite='skip'",
+        )
+    back = found[0]
+    if log is not None:
+        log.cut_after(back.step)
+    back.skipped_steps = sorted({*progress.skipped_steps, progress.step})
+    back.rollbacks = progress.rollbacks + 1
+    job.say(f"rolled back to step {back.step}; step {progress.step} will be passed over")
+    return back
