@@ -19,24 +19,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from truebatch.bench.training_attention import explore_attention
 from truebatch.bench.training_ways import Way, all_ways, compare_gradients, trl_way
-from truebatch.bench.training_work import (
-    SHAPES,
-    Shape,
-    Work,
-    attention_flops_per_pair,
-    build_model,
-    make_work,
-    matrix_flops_per_token,
-)
+from truebatch.bench.training_work import Work, make_work
 from truebatch.hf.heads import head_of
+from truebatch.hf.shapes import SHAPES, Shape, attention_flops_per_pair, build_model, matrix_flops_per_token
 from truebatch.planning.distributions import Distribution
 
 FIRST_WAYS = ("one by one", "HF default, 8", "HF group_by_length, 8", "ours packed", "uniform")
@@ -359,7 +352,7 @@ def _environment(config: TrainingBenchConfig) -> dict[str, Any]:
     name = torch.cuda.get_device_name() if config.device == "cuda" else platform.machine()
     return {
         "date": datetime.now(UTC).date().isoformat(), "hardware": name, "threads": torch.get_num_threads(),
-        "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
+        "torch": torch.__version__, "transformers": version("transformers"), "python": platform.python_version(),
         "config": asdict(config), "dtype": str(_dtype(config.device)),
     }  # fmt: skip
 

@@ -78,7 +78,8 @@ def _rule_of(model: Any) -> LogitRule:
 def _is_all(model: nn.Module, layer: OutputLayer, input_ids: Tensor) -> bool:
     """Whether the rule turns what goes into the layer into the logits that come out of the model."""
     cells = input_ids[:1, :PROBED_CELLS]
-    with _evaluating(model), torch.no_grad():
+    # Eager: compiled layers would be compiled once more for these few cells.
+    with _evaluating(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         seen: list[tuple[Tensor, Tensor]] = []
         hook = layer.linear.register_forward_hook(lambda _, given, out: seen.append((given[0], out)))
         try:

@@ -1,0 +1,99 @@
+"""The loss from hidden states is the loss from logits, for the models where it is used; others keep their logits."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.hf.cuts import packed, padded
+from truebatch.hf.heads import head_of
+from truebatch.hf.objectives import HeadObjective
+from truebatch.hf.outputlayer import find_output_layer, output_layer_of
+from truebatch.hf.samples import make_samples
+from truebatch.hf.tiny import tiny_model
+
+LENGTHS = [5, 19, 9, 24, 3]
+IN_CHUNKS = ["llama", "gpt2", "gemma2", "qwen2", "phi3", "opt", "cohere", "granite", "gemma3_text", "gpt_neox", "phi"]
+MASKED = ["bert", "roberta", "modernbert"]
+CASES = [*((name, "causal_lm") for name in IN_CHUNKS), *((name, "masked_lm") for name in MASKED)]
+
+
+def loss_and_gradient(model, objective, batch):
+    model.zero_grad()
+    (total,) = objective.sums(model, batch).values()
+    (total / 10).backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return total.detach(), grads
+
+
+def loud(name, kind):
+    """Settings that a rule nobody applied would show in."""
+    model = tiny_model(name, kind)
+    for key, value in (("final_logit_softcapping", 0.7), ("logit_scale", 0.4), ("logits_scaling", 3.0)):
+        if getattr(model.config, key, None) is not None:
+            setattr(model.config, key, value)
+            for part in model.modules():
+                if hasattr(part, key):
+                    setattr(part, key, value)
+    return model
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_the_loss_in_chunks_is_the_loss_of_all_logits(case):
+    model = loud(*case)
+    head, samples = head_of(model), make_samples(model, LENGTHS)
+    for batch in (padded(head, samples, range(5)), packed(head, samples, range(5), extra=4)):
+        if case[0] == "opt" and batch.segments.layout == "packed":
+            continue  # it counts positions by itself
+        assert output_layer_of(model, batch["input_ids"]) is not None
+        results = [loss_and_gradient(model, HeadObjective(head=head, in_chunks=x), batch) for x in (True, False)]
+        (found, grads), (wanted, wanted_grads) = results
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+        assert grads.keys() == wanted_grads.keys()
+        largest = max(float(g.norm()) for g in wanted_grads.values())
+        for name, grad in wanted_grads.items():
+            assert float((grads[name] - grad).norm()) <= 1e-6 * largest, name
+
+
+def test_a_model_that_does_more_to_its_logits_keeps_them_whole(monkeypatch):
+    model = tiny_model("llama")
+    head, samples = head_of(model), make_samples(model, LENGTHS)
+    batch = padded(head, samples, range(5))
+    plain = type(model).forward
+
+    def forward(self, **given):
+        output = plain(self, **given)
+        output.logits = output.logits.roll(1, -1)
+        return output
+
+    forward.__signature__ = __import__("inspect").signature(plain)
+    monkeypatch.setattr(type(model), "forward", forward)
+    assert output_layer_of(model, batch["input_ids"]) is None
+    found, wanted = (HeadObjective(head=head, in_chunks=x).sums(model, batch)["nll"] for x in (True, False))
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("change", ["subclass", "hook", "own forward"])
+def test_an_output_layer_that_is_not_a_plain_linear_one_is_left_alone(change):
+    class Adapted(nn.Linear):
+        pass
+
+    model = tiny_model("llama")
+    assert find_output_layer(model) is not None
+    if change == "subclass":
+        model.lm_head = Adapted(*reversed(model.lm_head.weight.shape), bias=False)
+    elif change == "hook":
+        model.lm_head.register_forward_hook(lambda _, given, out: out * 2)
+    else:
+        model.lm_head.forward = lambda hidden: hidden
+    assert find_output_layer(model) is None
+
+
+def test_the_probe_leaves_the_model_as_it_was():
+    model = tiny_model("llama").train()
+    model.model.layers[0].eval()
+    before = [part.training for part in model.modules()]
+    output_layer_of(model, torch.arange(9)[None])
+    assert [part.training for part in model.modules()] == before
+    assert not model.lm_head._forward_hooks
+    assert "forward" not in vars(model.lm_head)
+    assert model(input_ids=torch.arange(4)[None]).logits.shape[-1] == model.config.vocab_size

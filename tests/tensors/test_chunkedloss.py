@@ -1,0 +1,107 @@
+"""A loss made chunk by chunk is the loss of all logits, and so are its gradients."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from truebatch.tensors import chunkedloss
+from truebatch.tensors.chunkedloss import LogitRule, chunked_nll
+
+RULES = [LogitRule(), LogitRule(scale=0.3), LogitRule(softcap=2.0), LogitRule(scale=1.7, softcap=5.0)]
+
+
+def make(cells, width=16, vocabulary=40, *, dtype=torch.float64, seed=0):
+    chance = torch.Generator().manual_seed(seed)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=chance, dtype=dtype).requires_grad_()
+        for shape in ((cells, width), (vocabulary, width), (vocabulary,))
+    )
+    labels = torch.randint(0, vocabulary, (cells,), generator=chance)
+    labels[torch.rand(cells, generator=chance) < 0.3] = -100
+    return hidden, weight, bias, labels
+
+
+def whole(hidden, weight, bias, labels, rule):
+    logits = functional.linear(hidden, weight, bias) * rule.scale
+    logits = logits if rule.softcap is None else rule.softcap * torch.tanh(logits / rule.softcap)
+    return functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@given(cells=st.integers(1, 40), at_once=st.integers(1, 2000), seed=st.integers(0, 9))
+@settings(deadline=None, max_examples=15)
+def test_chunks_change_neither_loss_nor_gradient(rule, cells, at_once, seed):
+    *parts, labels = make(cells, seed=seed)
+    wanted = whole(*parts, labels, rule)
+    found = chunked_nll(parts[0], parts[1], labels, bias=parts[2], rule=rule, logits_at_once=at_once)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    pairs = zip(torch.autograd.grad(found / 7, parts), torch.autograd.grad(wanted / 7, parts), strict=True)
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_the_form_for_compilers_gives_the_same(rule):
+    hidden, weight, bias, labels = (part.detach() for part in make(30))
+    logits = functional.linear(hidden, weight, bias)
+    plain, fused = (
+        run(logits, labels, rule.softcap) for run in (chunkedloss._chunk_loss, chunkedloss._fused_chunk_loss)
+    )
+    for one, other in zip(plain, fused, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_nothing_frozen_gets_a_gradient_and_no_gradient_means_no_work():
+    hidden, weight, bias, labels = make(9)
+    weight.requires_grad_(False)
+    chunked_nll(hidden, weight, labels, bias=bias.detach()).backward()
+    assert hidden.grad is not None
+    assert weight.grad is None
+    with torch.no_grad():
+        assert not chunked_nll(hidden, weight, labels).requires_grad
+
+
+def test_under_autocast_the_parameters_keep_their_dtype_and_the_sum_is_fp32():
+    *parts, labels = make(50, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = chunked_nll(parts[0], parts[1], labels, bias=parts[2], logits_at_once=400)
+        wanted = whole(*parts, labels, LogitRule())
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, wanted.float(), rtol=1e-3, atol=0)
+    for one, other in zip(torch.autograd.grad(found, parts), torch.autograd.grad(wanted, parts), strict=True):
+        assert one.dtype == torch.float32
+        assert float((one - other).norm() / other.norm()) < 1e-2
+
+
+def test_in_half_precision_many_chunks_are_as_near_to_the_truth_as_one_matrix_product():
+    *exact, labels = make(512, dtype=torch.float64)
+    half = [part.detach().bfloat16().requires_grad_() for part in exact]
+    truth = torch.autograd.grad(whole(*[p.double() for p in half], labels, LogitRule()) / 3, half)
+    plain = torch.autograd.grad(whole(*half, labels, LogitRule()).float() / 3, half)
+    chunked = torch.autograd.grad(chunked_nll(half[0], half[1], labels, bias=half[2], logits_at_once=640) / 3, half)
+    for one, other, right in zip(chunked, plain, truth, strict=True):
+        distances = [float((part.double() - right.double()).norm() / right.double().norm()) for part in (one, other)]
+        assert distances[0] <= 1.5 * distances[1] + 1e-3
+
+
+def test_no_tensor_ever_holds_all_logits():
+    hidden, weight, bias, labels = make(64, vocabulary=1000, dtype=torch.float32)
+    sizes = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(
+                part.numel() for part in torch.utils._pytree.tree_leaves(out) if isinstance(part, torch.Tensor)
+            )
+            return out
+
+    with Watch():
+        chunked_nll(hidden, weight, labels, bias=bias, logits_at_once=8000).backward()
+    assert max(sizes) == max(8 * 1000, weight.numel())
+
+
+def test_a_chunk_holds_a_power_of_two_of_cells():
+    assert [chunkedloss._cells_of_chunk(100, 10, n) for n in (5, 10, 79, 80, 10_000)] == [1, 1, 4, 8, 100]
