@@ -112,6 +112,13 @@ def test_the_loss_is_that_of_the_models_own_forward_one_by_one(folder, task):
     assert losses() == pytest.approx([one_by_one(task)], rel=1e-6)
 
 
+def test_computing_activations_again_changes_nothing(folder):
+    assert train("causal_lm", "--set", "train.learning_rate=1e-2", "--out", "kept") == 0
+    more = ["--set", "train.gradient_checkpointing=true", "--set", "train.learning_rate=1e-2", "--out", "again"]
+    assert train("causal_lm", *more) == 0
+    assert losses("again") == losses("kept")
+
+
 def test_the_question_is_never_learned(folder):
     """The same questions with other answers: only what the answers say may move the loss of the answers."""
     write_lines(folder / "causal_lm.jsonl", [chat("what is the colour of the grass", "blue")] * 8)
