@@ -246,6 +246,9 @@ def test_validation_survives_and_gives_the_same_loss():
         with armed(f"step.validation:oom:{nth}"):
             assert evaluate_loss(engine, samples, measured, TEXT_FIELDS, config) == pytest.approx(quiet, rel=1e-6)
     assert engine.guard.recoveries == visits["step.validation"] == 2
+    limited = engine_of(engine.model, Limited(NextToken(), 30), TEXT_FIELDS)
+    with pytest.raises(SampleTooLarge, match="validation sample 1 does not fit"):
+        evaluate_loss(limited, samples, measured, TEXT_FIELDS, config)
 
 
 def test_a_step_that_cannot_be_loaded_is_loaded_once_more():

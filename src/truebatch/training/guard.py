@@ -135,7 +135,7 @@ def run_guarded(
         run: forward (and backward) of all micro-batches, from nothing; called again after `clear`.
         clear: drops what a broken try has left in gradients.
         is_sharded: every forward is a collective, so no rank may split alone: the lowered budget is saved instead.
-        is_step: whether a try without trouble counts as a clean step.
+        is_step: False in validation: it says nothing about steps, and no policy leaves its samples out.
 
     Raises:
         SampleTooLarge: a sample did not fit alone, twice or in the last try.
@@ -155,7 +155,9 @@ def run_guarded(
         free_memory(device)
         restore_random(before)
         guard.recoveries += 1
-        _refuse_hopeless(guard, attempt, done, failed_alone, is_last=number == most, is_sharded=is_sharded)
+        if is_sharded:
+            _save_and_restart(guard, attempt.batch, done)
+        _lower_or_refuse(guard, attempt.batch, done, failed_alone, is_last=number == most, is_step=is_step)
     raise AssertionError("the last try succeeds or raises")
 
 
@@ -186,45 +188,45 @@ def _try(run: Run[T], attempt: Attempt) -> tuple[T] | str:
     return said
 
 
-def _refuse_hopeless(
-    guard: Guard, attempt: Attempt, said: str, failed_alone: set[int], *, is_last: bool, is_sharded: bool
+def _lower_or_refuse(
+    guard: Guard, batch: MicroBatch, said: str, failed_alone: set[int], *, is_last: bool, is_step: bool
 ) -> None:
     """Lower the budget for the next try, or raise where no smaller cut can help."""
-    batch = attempt.batch
-    what = f"a micro-batch of {batch.num_samples:,} samples and {cells_of(batch):,} cells ran out of memory ({said})"
-    if is_sharded:
-        guard.lower(batch)
-        _save_and_restart(guard, what)
     if batch.num_samples > 1:
         guard.lower(batch)
-        guard.say(f"{what}; the step runs again with at most {guard.cells:,} cells a micro-batch")
+        guard.say(f"{_what(batch, said)}; the step runs again with at most {guard.cells:,} cells a micro-batch")
         return
     alone = batch.sample_ids[0] if batch.sample_ids else -1
     if is_last or alone in failed_alone:
-        raise too_large(alone, cells_of(batch), said)
+        raise _too_large(alone, cells_of(batch), said, is_step=is_step)
     failed_alone.add(alone)
-    guard.say(f"{what}; the step runs again with memory freed")
+    guard.say(f"{_what(batch, said)}; the step runs again with memory freed")
 
 
-def too_large(sample_id: int, cells: int, said: str) -> SampleTooLarge:
-    """The error that names a sample which does not fit alone."""
+def _what(batch: MicroBatch, said: str) -> str:
+    return f"a micro-batch of {batch.num_samples:,} samples and {cells_of(batch):,} cells ran out of memory ({said})"
+
+
+def _too_large(sample_id: int, cells: int, said: str, *, is_step: bool) -> SampleTooLarge:
     error = SampleTooLarge(
-        f"sample {sample_id} does not fit into memory, even alone",
+        f"{'sample' if is_step else 'validation sample'} {sample_id} does not fit into memory, even alone",
         seen=f"{cells:,} cells; {said}",
-        do="shorten or leave out this sample, set gradient_checkpointing, or set oom='quarantine' to go on without it",
+        do="shorten this sample or leave it out, or set gradient_checkpointing"
+        + ("; oom='quarantine' goes on without it" if is_step else ""),
     )
     error.sample_id = sample_id
     return error
 
 
-def _save_and_restart(guard: Guard, what: str) -> None:
+def _save_and_restart(guard: Guard, batch: MicroBatch, said: str) -> None:
+    guard.lower(batch)
     if guard.folder is not None:
         write_json(guard.folder / BUDGET, {"cells": guard.cells})
     saved = f"start the run again: it goes on with at most {guard.cells:,} cells a micro-batch"
     unsaved = f"give `out`, so that the lowered budget can be kept, or plan with cells={guard.cells}"
     raise RestartError(
         "memory ran out, and with sharded parameters a rank cannot split its micro-batches alone",
-        seen=what,
+        seen=_what(batch, said),
         do=unsaved if guard.folder is None else saved,
     )
 
