@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from truebatch.tensors.chunkedloss import LogitRule
+from truebatch.tensors.compiling import as_written
 
 PROBED_CELLS = 8
 _EXACT, _HALF = 1e-5, 3e-2
@@ -78,8 +79,7 @@ def _rule_of(model: Any) -> LogitRule:
 def _is_all(model: nn.Module, layer: OutputLayer, input_ids: Tensor) -> bool:
     """Whether the rule turns what goes into the layer into the logits that come out of the model."""
     cells = input_ids[:1, :PROBED_CELLS]
-    # Eager: compiled layers would be compiled once more for these few cells.
-    with _evaluating(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    with _evaluating(model), torch.no_grad(), as_written():  # not compiled once more for these few cells
         seen: list[tuple[Tensor, Tensor]] = []
         hook = layer.linear.register_forward_hook(lambda _, given, out: seen.append((given[0], out)))
         try:

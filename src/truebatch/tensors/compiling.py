@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from truebatch.errors import ConfigError
 
+BACKEND = "inductor"
+"""The compiler of torch that is used unless another is named."""
 
-def compile_layers(model: nn.Module, *, backend: str = "inductor") -> int:
+
+def compile_layers(model: nn.Module, *, backend: str | None = None) -> int:
     """Compile every layer of the model's lists of layers, in place, for fixed shapes; how many layers that is.
 
     Layers alike share one compilation, so it takes a small part of the time a whole model takes. What lies around them
@@ -23,7 +28,7 @@ def compile_layers(model: nn.Module, *, backend: str = "inductor") -> int:
             do="leave compile out, or call torch.compile on the model yourself",
         )
     for layer in layers:
-        layer.compile(dynamic=False, backend=backend)
+        layer.compile(dynamic=False, backend=backend or BACKEND)
     return len(layers)
 
 
@@ -31,6 +36,13 @@ def uncompile_layers(model: nn.Module) -> None:
     """Run the layers as written again."""
     for layer in repeated_layers(model):
         layer._compiled_call_impl = None
+
+
+@contextmanager
+def as_written() -> Iterator[None]:
+    """While open, compiled layers run as written, for rows of other shapes than they were compiled for."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def has_compiled_layers(model: nn.Module) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, tee
 from typing import Literal
 
@@ -16,7 +16,7 @@ import torch
 
 from truebatch.errors import ConfigError, DataError
 from truebatch.planning.plan import Plan
-from truebatch.planning.rows import Ints, Rows
+from truebatch.planning.rows import Ints, Rows, longest_first
 from truebatch.planning.samples import Samples
 from truebatch.tensors.field import Field, Side, check_fields
 from truebatch.tensors.microbatch import MicroBatch
@@ -46,6 +46,8 @@ class LoaderConfig:
     """Where padded rows have their padding."""
     slots: int | None = None
     """Entries of the segment table of packed rows, for shapes that never change."""
+    row_cells: int | None = None
+    """Cells of every packed row, for shapes that never change; as many as its samples need, or the plan says."""
 
     def __post_init__(self) -> None:
         for name, least in (("workers", 0), ("prefetch", 1), ("restarts", 0)):
@@ -114,7 +116,7 @@ def load_steps(
         side=config.side,
         slots=config.slots,
     )
-    steps = _plan_steps(plan, rank, ranks, start_step)
+    steps = _plan_steps(plan, rank, ranks, start_step, config.row_cells)
     return _load_with_workers(steps, recipe, config) if config.workers else _load_here(steps, recipe, config)
 
 
@@ -125,13 +127,23 @@ class _PlannedStep:
     counts: Mapping[str, int]
 
 
-def _plan_steps(plan: Plan, rank: int, ranks: int | None, start_step: int) -> Iterator[_PlannedStep]:
+def _plan_steps(
+    plan: Plan, rank: int, ranks: int | None, start_step: int, row_cells: int | None
+) -> Iterator[_PlannedStep]:
     first = 0
     for step in range(start_step, plan.num_steps):
-        mine = plan.step(step, ranks=ranks)[rank]
+        mine = [_lay(plan, rows, row_cells) for rows in plan.step(step, ranks=ranks)[rank]]
         tasks = [_task(plan.samples, rows, first + index, step, index) for index, rows in enumerate(mine)]
         first += len(tasks)
         yield _PlannedStep(step, tasks, plan.step_counts(step))
+
+
+def _lay(plan: Plan, rows: Rows, row_cells: int | None) -> Rows:
+    """Packed rows the longest sample first, as attention kernels like them, and as wide as asked for."""
+    if rows.layout != "packed" or not rows.num_rows:
+        return rows
+    laid = longest_first(rows, plan.planned_lengths(rows.ids))
+    return laid if row_cells is None else replace(laid, width=row_cells)
 
 
 def _task(samples: Samples, rows: Rows, number: int, step: int, index: int) -> Task:

@@ -112,7 +112,7 @@ def _find_keys_and_places(noise: NoiseKeys, axis: str) -> tuple[Tensor, Tensor]:
     keys = _set_keys(noise, rows.outer) if rows.outer else noise.keys
     owner = torch.repeat_interleave(
         torch.arange(len(keys), device=keys.device),
-        torch.tensor(rows.lengths, dtype=torch.int64, device=keys.device),
+        torch.tensor(rows.lengths, dtype=torch.int64).to(keys.device, non_blocking=True),
         output_size=sum(rows.lengths),
     )
     return rows.put_tokens(keys[owner]), rows.positions
@@ -121,7 +121,7 @@ def _find_keys_and_places(noise: NoiseKeys, axis: str) -> tuple[Tensor, Tensor]:
 def _set_keys(noise: NoiseKeys, outer: str) -> Tensor:
     """The inner level of a nested field: a key for every set of every sample, from its place in the sample."""
     rows = noise.batch.rows(outer)
-    sizes = torch.tensor(rows.lengths, dtype=torch.int64, device=noise.keys.device)
+    sizes = torch.tensor(rows.lengths, dtype=torch.int64).to(noise.keys.device, non_blocking=True)
     owner = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes, output_size=sum(rows.lengths))
     place = rows.take_tokens(rows.positions)
     return _mix(noise.keys[owner] + (place + 1) * _STRIDE)

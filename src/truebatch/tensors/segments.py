@@ -111,6 +111,12 @@ def packed_segments(
     )
 
 
+def most_segments(lengths: Lengths, cells: int) -> int:
+    """Segments that a packed row of `cells` cells has at most, whichever of these samples lie in it."""
+    shortest_first = np.cumsum(np.sort(_checked_lengths(lengths)))
+    return int(np.searchsorted(shortest_first, cells, side="right")) + cells // PADDING_PIECE + 1
+
+
 def padded_segments(lengths: Lengths, width: int | None = None, side: Side = "right") -> Segments:
     """One sample a row [B, width], padded on `side`; `width` defaults to the longest sample."""
     sizes = _checked_lengths(lengths)

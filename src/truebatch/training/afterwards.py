@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-
 from truebatch.training.evaluating import evaluate_loss
 from truebatch.training.job import ALL_DONE, ASKED, Job
 from truebatch.training.metrics import MetricsLog
 from truebatch.training.progress import Progress
-from truebatch.training.reducing import sum_over_ranks
+from truebatch.training.reducing import most_over_ranks
 from truebatch.training.saving import save_run
 from truebatch.training.task import measure_by_reading
 
@@ -45,8 +43,7 @@ def _is_due(every: int | None, progress: Progress, is_end_of_epoch: bool) -> boo
 
 def _agree(job: Job, mine: bool) -> bool:
     """True if any rank was asked to stop: all stop after the same step."""
-    flag = torch.tensor(float(mine), device=job.engine.device)
-    return bool(sum_over_ranks(flag) > 0)
+    return most_over_ranks(int(mine), job.engine.device) > 0
 
 
 def _validate(job: Job, progress: Progress, log: MetricsLog | None) -> bool:

@@ -10,6 +10,7 @@ from truebatch.objective import add_counts
 from truebatch.planning.measured import Measured
 from truebatch.planning.plan import build_plan
 from truebatch.planning.settings import PlanConfig
+from truebatch.tensors.compiling import as_written
 from truebatch.tensors.field import Field
 from truebatch.tensors.loader import LoadedStep, LoaderConfig, load_steps
 from truebatch.tensors.microbatch import MicroBatch
@@ -29,7 +30,8 @@ def evaluate_loss(
     was_training = engine.model.training
     engine.model.eval()
     try:
-        return _whole_loss(engine, load_steps(plan, dataset, fields, rank=rank(), config=LoaderConfig()))
+        with as_written():  # these rows are made to measure
+            return _whole_loss(engine, load_steps(plan, dataset, fields, rank=rank(), config=LoaderConfig()))
     finally:
         engine.model.train(was_training)
 

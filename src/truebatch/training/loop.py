@@ -16,8 +16,10 @@ from truebatch.objective import Objective
 from truebatch.planning.measured import Measured
 from truebatch.planning.plan import Plan, build_plan
 from truebatch.planning.settings import PlanConfig
+from truebatch.tensors.compiling import as_written, compile_layers
 from truebatch.tensors.loader import LoadedStep, LoaderConfig, load_steps
 from truebatch.tensors.noise import name_purposes
+from truebatch.tensors.segments import most_segments
 from truebatch.training.afterwards import finish_step
 from truebatch.training.checking import compare_with_one_by_one
 from truebatch.training.guard import Guard, steady_steps
@@ -30,7 +32,7 @@ from truebatch.training.optimising import Group, check_terms, make_groups
 from truebatch.training.place import find_place, move_model
 from truebatch.training.progress import Progress
 from truebatch.training.quarantine import open_guard, quarantine_record
-from truebatch.training.reducing import is_sharded, num_ranks, rank, sum_over_ranks
+from truebatch.training.reducing import is_sharded, num_ranks, rank, sum_numbers
 from truebatch.training.runs import Run, RunState, write_status
 from truebatch.training.saving import resume_run
 from truebatch.training.settings import TrainConfig
@@ -64,6 +66,8 @@ def train(
     couplings = refuse_couplings(model.train(), config.allow)
     place = find_place(config)
     move_model(model, place, config)
+    if config.compile:
+        compile_layers(model)
     name_purposes(model)
     data = first_samples(data, config.limit)
     measured = data.measured or measure_by_reading(data.samples, data.fields)
@@ -104,7 +108,8 @@ def default_group(model: nn.Module, config: TrainConfig) -> Group:
         raise ConfigError(
             "nothing can be trained", seen="no parameter has requires_grad", do="unfreeze some parameters"
         )
-    optimiser = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=config.weight_decay)
+    fused = all(p.is_cuda for p in trained)  # one kernel instead of many, where there is one
+    optimiser = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=config.weight_decay, fused=fused)
     return Group(optimiser=optimiser, max_grad_norm=config.max_grad_norm, schedule=config.lr_schedule())
 
 
@@ -171,7 +176,7 @@ def _status(job: Job, state: RunState, progress: Progress, *, exit_code: int | N
 def _epoch(job: Job, progress: Progress, plan: Plan, log: MetricsLog | None) -> Progress:
     open_at = partial(
         load_steps, plan, job.data.samples, job.data.fields, rank=rank(), transform=job.data.transform,
-        config=LoaderConfig(workers=job.config.workers, pin_memory=_pins(job)),
+        config=_loader_config(job),
     )  # fmt: skip
     steps = steady_steps(lambda at: open_at(start_step=at), progress.step_in_epoch, device=job.engine.device)
     try:
@@ -190,8 +195,14 @@ def _epoch(job: Job, progress: Progress, plan: Plan, log: MetricsLog | None) -> 
     return progress
 
 
-def _pins(job: Job) -> bool:
-    return job.engine.device.type == "cuda"
+def _loader_config(job: Job) -> LoaderConfig:
+    """Compiled layers get rows of one width and tables of one size; everything else is made to measure."""
+    pins = job.engine.device.type == "cuda"
+    config = job.config
+    if not config.compile or config.cells is None:
+        return LoaderConfig(workers=config.workers, pin_memory=pins)
+    slots = most_segments(job.measured.lengths, config.cells)
+    return LoaderConfig(workers=config.workers, pin_memory=pins, slots=slots, row_cells=config.cells)
 
 
 def _step(job: Job, progress: Progress, loaded: LoadedStep, log: MetricsLog | None) -> Progress | None:
@@ -224,10 +235,11 @@ def _step(job: Job, progress: Progress, loaded: LoadedStep, log: MetricsLog | No
 
 
 def _compare(job: Job, progress: Progress, loaded: LoadedStep, counts: Mapping[str, int]) -> None:
-    difference = compare_with_one_by_one(
-        job.engine, loaded.batches, counts, alone_of(job.data, epoch=progress.epoch),
-        epoch=progress.epoch, precision=job.config.precision,
-    )  # fmt: skip
+    with as_written():  # every sample alone has a shape of its own
+        difference = compare_with_one_by_one(
+            job.engine, loaded.batches, counts, alone_of(job.data, epoch=progress.epoch),
+            epoch=progress.epoch, precision=job.config.precision,
+        )  # fmt: skip
     job.say(f"step {progress.step}: true batches differ from one by one by {difference:.1e}")
 
 
@@ -257,8 +269,6 @@ def _record(
 
 def _tokens_and_cells(job: Job, loaded: LoadedStep) -> tuple[int, int]:
     rows = [b.rows() for b in loaded.batches if "cells" in b.axes]
-    numbers = torch.tensor(
-        [sum(sum(r.lengths) for r in rows), sum(r.shape[0] * r.shape[1] for r in rows)], device=job.engine.device
-    )
-    tokens, cells = sum_over_ranks(numbers).tolist()
-    return int(tokens), int(cells)
+    numbers = [sum(sum(r.lengths) for r in rows), sum(r.shape[0] * r.shape[1] for r in rows)]
+    tokens, cells = sum_numbers(numbers, job.engine.device)
+    return tokens, cells

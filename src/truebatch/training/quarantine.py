@@ -20,7 +20,7 @@ from truebatch.tensors.microbatch import MicroBatch
 from truebatch.tensors.splitting import leave_out, take_samples
 from truebatch.training.durable import to_json
 from truebatch.training.guard import Guard, SampleTooLarge, read_budget
-from truebatch.training.reducing import all_say, first_says, rank, sum_over_ranks
+from truebatch.training.reducing import all_say, first_says, most_over_ranks, rank, sum_numbers
 
 T = TypeVar("T")
 QUARANTINE = "quarantine.jsonl"
@@ -64,7 +64,7 @@ def _leave_out(
     out = [part for batch in batches for part in _those(guard, batch, ids)]
     removed = add_counts(count(part) for part in out)
     names = sorted(counts)
-    totals = sum_over_ranks(torch.tensor([removed.get(n, 0) for n in names], dtype=torch.int64, device=device)).tolist()
+    totals = sum_numbers([removed.get(n, 0) for n in names], device)
     return kept, {name: counts[name] - total for name, total in zip(names, totals, strict=True)}
 
 
@@ -82,7 +82,7 @@ def _try(
 
 
 def _any_rank(mine: bool, device: torch.device) -> bool:
-    return bool(sum_over_ranks(torch.tensor(float(mine), device=device)) > 0)
+    return most_over_ranks(int(mine), device) > 0
 
 
 def _note(guard: Guard, found: Sequence[tuple[int, str]]) -> None:

@@ -36,6 +36,13 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
+def sum_numbers(numbers: Sequence[int], device: torch.device) -> list[int]:
+    """Whole numbers of the host summed over ranks; a process alone does not wait for its device."""
+    if num_ranks() == 1:
+        return list(numbers)
+    return [int(n) for n in sum_over_ranks(torch.tensor(numbers, dtype=torch.int64, device=device)).tolist()]
+
+
 def most_over_ranks(number: int, device: torch.device) -> int:
     """The largest of the numbers that the ranks have."""
     if num_ranks() == 1:

@@ -58,6 +58,8 @@ class TrainConfig:
     precision: Precision = "fp32"
     gradient_checkpointing: bool = False
     """Compute activations again in backward instead of keeping them."""
+    compile: bool = False
+    """Compile the layers of the model, once, for packed rows of exactly `cells` cells."""
     seed: int = 0
     workers: int = 0
     """Processes that load samples."""
@@ -122,6 +124,7 @@ class TrainConfig:
                     f"{name} is not known", seen=f"{name}={getattr(self, name)!r}", do=f"use one of {get_args(choices)}"
                 )
         _check_rates(self)
+        _check_compile(self)
 
     def lr_schedule(self) -> Schedule:
         """The learning rate as a function of the step."""
@@ -168,6 +171,15 @@ def _check(name: str, value: object, *, least: int) -> None:
             f"{name} must be a whole number of at least {least}",
             seen=f"{name}={value!r}",
             do=f"give {name} as an integer, {least} or more",
+        )
+
+
+def _check_compile(config: TrainConfig) -> None:
+    if config.compile and (config.layout != "packed" or config.cells is None or config.true_batch == "off"):
+        raise ConfigError(
+            "compiled layers need rows of one shape",
+            seen=f"compile=True, layout={config.layout!r}, cells={config.cells}, true_batch={config.true_batch!r}",
+            do="set layout='packed' and cells, the width of every row, or leave compile out",
         )
 
 

@@ -22,7 +22,14 @@ from truebatch.training.failpoints import failpoint
 from truebatch.training.guard import Guard, run_guarded
 from truebatch.training.optimising import Group, clip_group, group_norm
 from truebatch.training.quarantine import run_without_quarantined
-from truebatch.training.reducing import is_sharded, names_over_ranks, num_ranks, reduce_gradients, sum_over_ranks
+from truebatch.training.reducing import (
+    is_sharded,
+    names_over_ranks,
+    num_ranks,
+    reduce_gradients,
+    sum_numbers,
+    sum_over_ranks,
+)
 from truebatch.training.updating import update_steadily
 
 
@@ -100,8 +107,7 @@ def _sum_counts(local: dict[str, int], device: torch.device) -> dict[str, int]:
     if num_ranks() == 1:
         return local
     names = names_over_ranks(local)
-    totals = torch.tensor([local.get(n, 0) for n in names], dtype=torch.int64, device=device)
-    return dict(zip(names, sum_over_ranks(totals).tolist(), strict=True))
+    return dict(zip(names, sum_numbers([local.get(n, 0) for n in names], device), strict=True))
 
 
 def take_gradients(
@@ -227,7 +233,8 @@ def apply_update(engine: Engine, outcome: StepOutcome) -> bool:
     """Clip and update every group; False if loss scaling skipped the update of some group."""
     scale = engine.scaler.get_scale() if engine.scaler is not None else 1.0
     for group in engine.groups:
-        norm = torch.tensor(outcome.grad_norm[group.name], dtype=torch.float32, device=engine.device)
+        # Filled on the device: a number copied to it would be waited for.
+        norm = torch.full((), outcome.grad_norm[group.name], dtype=torch.float32, device=engine.device)
         clip_group(group, norm)
         update_steadily(group.optimiser, partial(_update, engine, group), device=engine.device)
     if engine.scaler is not None:

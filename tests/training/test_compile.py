@@ -1,0 +1,95 @@
+"""Compiled layers train as written ones do, and ragged data never compiles anything again."""
+
+import numpy as np
+import pytest
+import torch
+
+from truebatch.errors import ConfigError
+from truebatch.hf.heads import head_of
+from truebatch.hf.objectives import HeadObjective
+from truebatch.hf.tiny import tiny_model
+from truebatch.tensors import compiling
+from truebatch.tensors.compiling import compile_layers, has_compiled_layers, repeated_layers, uncompile_layers
+from truebatch.tensors.segments import most_segments, packed_segments
+from truebatch.training.loop import train
+from truebatch.training.settings import TrainConfig
+from truebatch.training.task import TrainData
+
+CELLS = 40
+
+# The compiler of torch looks at the gradient of every tensor it is given, and warns of that itself.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    torch.compiler.reset()
+    seen = []
+
+    def count(graph, example_inputs):
+        seen.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(compiling, "BACKEND", count)
+    return seen
+
+
+def samples_of(vocabulary, number=24):
+    random = np.random.default_rng(0)
+    lengths = np.minimum(random.geometric(0.12, number), CELLS)
+    return [{"input_ids": random.integers(1, vocabulary, length), "labels": None} for length in lengths]
+
+
+def run(*, compiled, **settings):
+    model = tiny_model("llama")
+    head = head_of(model)
+    samples = [{**s, "labels": s["input_ids"]} for s in samples_of(model.config.vocab_size)]
+    data = TrainData(samples=samples, fields=head.fields, validation=samples[:5])
+    config = TrainConfig(
+        layout="packed", cells=CELLS, samples_per_step=8, epochs=2, learning_rate=1e-2, compile=compiled, **settings
+    )
+    result = train(model, HeadObjective(head=head), data, config)
+    return model, result
+
+
+def test_ragged_rows_compile_once_and_train_as_written_layers_do(graphs):
+    written, plain = run(compiled=False)
+    assert not graphs
+    model, result = run(compiled=True)
+    assert len(graphs) == 1
+    assert result.step == plain.step == 6
+    assert len({record["fill"] for record in result.records}) > 1
+    for (name, one), other in zip(model.named_parameters(), written.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_comparing_with_one_by_one_does_not_compile_every_sample(graphs):
+    run(compiled=True, true_batch="compare", compare_steps=1, max_steps=2)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("wrong", [{"layout": "padded"}, {"cells": None}, {"true_batch": "off"}])
+def test_rows_of_many_shapes_are_not_compiled(wrong):
+    with pytest.raises(ConfigError, match="one shape"):
+        TrainConfig(**{"layout": "packed", "cells": 64, "compile": True, **wrong})
+
+
+def test_layers_are_the_members_of_the_outermost_lists(graphs):
+    model = tiny_model("llama")
+    assert list(repeated_layers(model)) == list(model.model.layers)
+    assert compile_layers(model) == len(model.model.layers)
+    assert has_compiled_layers(model)
+    uncompile_layers(model)
+    assert not has_compiled_layers(model)
+    with pytest.raises(ConfigError, match="no list of layers"):
+        compile_layers(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize("cells", [40, 300, 1000])
+def test_no_row_has_more_segments_than_its_table_has_slots(cells):
+    lengths = [1, 1, 2, 3, 5, 8, 40, 13, 21]
+    slots = most_segments(lengths, cells)
+    for number in range(len(lengths) + 1):
+        chosen = sorted(lengths)[:number]
+        if sum(chosen) <= cells:
+            assert len(packed_segments(chosen, cells=cells, slots=slots).starts) == slots + 1
