@@ -16,7 +16,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -26,14 +26,25 @@ from typing import Any
 import torch
 
 from truebatch.bench.training_attention import explore_attention
+from truebatch.bench.training_table import ratios, table
+from truebatch.bench.training_timing import (
+    measure_peak,
+    num_compilations,
+    peak_gib,
+    pin_batch,
+    print_profile,
+    reset_peak_memory,
+    time_rounds,
+    time_update,
+)
 from truebatch.bench.training_ways import Way, all_ways, compare_gradients, trl_way
 from truebatch.bench.training_work import Work, make_work
+from truebatch.errors import ConfigError
 from truebatch.hf.heads import head_of
 from truebatch.hf.shapes import SHAPES, Shape, attention_flops_per_pair, build_model, matrix_flops_per_token
 from truebatch.planning.distributions import Distribution
 
 FIRST_WAYS = ("one by one", "HF default, 8", "HF group_by_length, 8", "ours packed", "uniform")
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +126,7 @@ class Measured:
 Say = Callable[[str], None]
 
 
-def run_training(config: TrainingBenchConfig, *, out: Path | None = None, say: Say = print) -> dict[str, Any]:
+def run_training(config: TrainingBenchConfig, *, out: Path | None = None, say: Say) -> dict[str, Any]:
     """Measure all cases; the result is written to `out` after every way, so that an interrupted run keeps its rows."""
     if config.device == "cpu":
         torch.set_num_threads(1)
@@ -124,7 +135,8 @@ def run_training(config: TrainingBenchConfig, *, out: Path | None = None, say: S
     result["peak_tflops"] = measure_peak(config.device)
     say(f"matrix peak {result['peak_tflops']:.1f} TFLOP/s")
     if config.device == "cuda":
-        result["attention"] = _kept(lambda: list(explore_attention(longest=config.longest, cells=config.cells)), result)
+        explore = lambda: list(explore_attention(longest=config.longest, cells=config.cells))  # noqa: E731
+        result["attention"] = _kept(explore, result) or []
         for row in result["attention"]:
             say(f"attention {row}")
     model: Any = None
@@ -164,7 +176,7 @@ def _measure_case(
         "mean": float(work.lengths.mean()), "uniform_length": work.uniform_length, "tokens": work.tokens,
         "parameters": sum(p.numel() for p in model.parameters()),
     }  # fmt: skip
-    update = _time_update(model, device)
+    update = time_update(model, device)
     if case.all_ways:
         result["equality"] = compare_gradients(model, work, device)
     ways = all_ways(model, work, device=device, backend=config.backend)
@@ -199,7 +211,7 @@ def _measure_way(
 ) -> Measured:
     device = torch.device(config.device)
     most = max(way.most // config.thinned, 1)
-    batches = [_pinned(b, device) for b in list(way.batches())[:most]]
+    batches = [pin_batch(b, device) for b in list(way.batches())[:most]]
     if not batches:
         raise ValueError(f"no micro-batch for {way.name}")
     tokens, cells = sum(map(way.tokens, batches)), sum(map(way.cells, batches))
@@ -207,67 +219,19 @@ def _measure_way(
     with way.around():
         for batch in [*batches[:2], *batches[:2]]:
             way.run(batch)
-        frames = _num_compilations()
-        _reset_peak(device)
-        rounds = _rounds(way, batches, device, seconds=config.way_seconds)
+        frames = num_compilations()
+        reset_peak_memory(device)
+        rounds = time_rounds(way, batches, device, seconds=config.way_seconds)
         if config.profile and case.endswith("chat") and way.name.startswith(("ours packed", "uniform")):
             print_profile(f"{case}: {way.name}", way, batches[:2])
     took = statistics.median(rounds)
     rate = tokens / took
     step = config.step_tokens / rate + update
     return Measured(
-        case=case, way=way.name, tokens_per_second=config.step_tokens / step, peak_gib=_peak(device),
+        case=case, way=way.name, tokens_per_second=config.step_tokens / step, peak_gib=peak_gib(device),
         fill=tokens / cells, share_of_peak=0.0, seconds_per_update=update, rounds=[tokens / t for t in rounds],
-        updating_each=tokens / (took + update * len(batches)), compilations=_num_compilations() - frames,
+        updating_each=tokens / (took + update * len(batches)), compilations=num_compilations() - frames,
     )  # fmt: skip
-
-
-def _rounds(way: Way, batches: Sequence[Any], device: torch.device, *, seconds: float) -> list[float]:
-    """Seconds of every round over all micro-batches: at least two rounds, at most nine."""
-    took: list[float] = []
-    began = time.monotonic()
-    while len(took) < 2 or (len(took) < 9 and time.monotonic() - began < seconds):
-        took.append(_timed(lambda: _run_all(way, batches), device))
-    return took
-
-
-def _run_all(way: Way, batches: Sequence[Any]) -> None:
-    for batch in batches:
-        way.run(batch)
-
-
-def _timed(work: Callable[[], Any], device: torch.device) -> float:
-    if device.type != "cuda":
-        began = time.process_time()  # CPU seconds: other work on the machine does not count
-        work()
-        return time.process_time() - began
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize()
-    first.record()
-    work()
-    last.record()
-    torch.cuda.synchronize()
-    return float(first.elapsed_time(last)) / 1e3
-
-
-def _time_update(model: Any, device: torch.device) -> float:
-    """Seconds of one AdamW update of all parameters, in place on zero gradients; its states stay allocated."""
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=0.0, fused=device.type == "cuda")
-    optimiser.step()
-    model.optimiser_of_benchmark = [optimiser]  # a list, so that it is no module; kept for the peak of memory
-    return statistics.median(_timed(optimiser.step, device) for _ in range(3))
-
-
-def measure_peak(device: str) -> float:
-    """TFLOP/s of a large matrix product: bf16 on a card, fp32 on a CPU."""
-    size, dtype = (8192, torch.bfloat16) if device == "cuda" else (1024, torch.float32)
-    one, other = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    for _ in range(3):
-        one @ other
-    times = [_timed(lambda: [one @ other for _ in range(10)], torch.device(device)) for _ in range(5)]
-    return 10 * 2 * size**3 / statistics.median(times) / 1e12
 
 
 def _share(model: Any, shape: Shape, work: Work, row: Measured, peak_tflops: float) -> float:
@@ -276,76 +240,8 @@ def _share(model: Any, shape: Shape, work: Work, row: Measured, peak_tflops: flo
     return row.tokens_per_second * flops / (peak_tflops * 1e12)
 
 
-def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Case -> what the figures to reach are about."""
-    found: dict[str, dict[str, float]] = {}
-    for case in dict.fromkeys(row["case"] for row in rows):
-        of = {row["way"]: row for row in rows if row["case"] == case}
-        speed = {way: row["tokens_per_second"] for way, row in of.items()}
-        best = "ours packed, compiled" if "ours packed, compiled" in speed else "ours packed"
-        pairs = [("ours packed", "uniform"), ("ours packed, compiled", "uniform, compiled")]
-        pairs += [(way, other) for way in dict.fromkeys([best, "ours packed"]) for other in
-                  ("HF default, 8", "HF group_by_length, 8", "one by one", "HF packed, sdpa")]  # fmt: skip
-        here = {f"{a} / {b}": speed[a] / speed[b] for a, b in pairs if a in speed and b in speed}
-        if best in of and "HF default, 8" in of and of["HF default, 8"]["peak_gib"]:
-            here[f"memory, {best} / HF default, 8"] = of[best]["peak_gib"] / of["HF default, 8"]["peak_gib"]
-        found[case] = here
-    return found
-
-
-def table(result: dict[str, Any]) -> list[str]:
-    """The ratios first, then the rows."""
-    lines = []
-    for case, found in result["ratios"].items():
-        lines += ["", case, *(f"  {ratio:8.3f}  {name}" for name, ratio in found.items())]
-        lines.append(f"  {'way':26}{'tokens/s':>12}{'of peak':>9}{'GiB':>8}{'fill':>7}{'recompiled':>12}")
-        for row in result["rows"]:
-            if row["case"] == case:
-                lines.append(
-                    f"  {row['way']:26}{row['tokens_per_second']:12,.0f}{row['share_of_peak']:9.1%}"
-                    f"{row['peak_gib']:8.1f}{row['fill']:7.1%}{row['compilations']:12}"
-                )
-    return [*lines, *(f"left out: {what}" for what in result["left_out"])]
-
-
-def print_profile(title: str, way: Way, batches: Sequence[Any]) -> None:
-    """The operations that take most of the time of one way."""
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    on_card = torch.cuda.is_available()
-    kinds += [torch.profiler.ProfilerActivity.CUDA] if on_card else []
-    with torch.profiler.profile(activities=kinds) as profile:
-        _run_all(way, batches)
-        if on_card:
-            torch.cuda.synchronize()
-    order = "self_device_time_total" if on_card else "self_cpu_time_total"
-    sys.stdout.write(f"\nprofile of {title}, {len(batches)} micro-batches\n")
-    sys.stdout.write(profile.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=70) + "\n")
-
-
-def _pinned(batch: Any, device: torch.device) -> Any:
-    if device.type != "cuda":
-        return batch
-    if isinstance(batch, tuple):
-        return tuple(part.pin_memory() for part in batch)
-    return {k: v.pin_memory() for k, v in batch.items()} if isinstance(batch, dict) else batch.pin_memory()
-
-
-def _num_compilations() -> int:
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
 def _dtype(device: str) -> torch.dtype:
     return torch.bfloat16 if device == "cuda" else torch.float32
-
-
-def _reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-
-def _peak(device: torch.device) -> float:
-    return torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
 
 
 def _environment(config: TrainingBenchConfig) -> dict[str, Any]:
@@ -363,25 +259,46 @@ def _write(result: dict[str, Any], out: Path | None) -> None:
         out.write_text(json.dumps(result, indent=1) + "\n")
 
 
+def make_config(
+    *, device: str, only: str = "", seconds: float | None = None, quick: bool = False, profile: bool = False
+) -> TrainingBenchConfig:
+    """Full sizes for a card and tiny ones for a CPU; `only` names cases, with commas."""
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise ConfigError("this device cannot be measured", seen=f"device={device!r}", do="use cpu, or cuda on a card")
+    sizes: dict[str, Any] = dict(TINY_SIZES) if device == "cpu" else {"cases": FULL}
+    if seconds is not None:
+        sizes["seconds"] = seconds
+    if quick:
+        sizes |= {"thinned": 4, "way_seconds": 0.0, **({"backend": "eager"} if device == "cpu" else {})}
+    known = {f"{case.shape}/{case.lengths}": case for case in sizes["cases"]}
+    wanted = [name.strip() for name in only.split(",") if name.strip()] or list(known)
+    unknown = sorted(set(wanted) - set(known))
+    if unknown:
+        raise ConfigError("there is no such case", seen=f"{unknown}", do=f"use {', '.join(known)}")
+    return TrainingBenchConfig(
+        device=device, profile=profile, **{**sizes, "cases": tuple(known[name] for name in wanted)}
+    )
+
+
 def main() -> None:
     """The command line of this file alone, for machines where the package is not installed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--seconds", type=float, default=None)
+    parser.add_argument("--out", type=Path, default=None, help="write all rows as JSON")
+    parser.add_argument("--seconds", type=float, default=None, help="nothing begins after this time")
     parser.add_argument("--only", default="", help="cases such as llama-1.1b/chat, with commas")
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
     parser.add_argument("--quick", action="store_true", help="few and short rounds: a dry run")
     args = parser.parse_args()
-    sizes = dict(TINY_SIZES) if args.device == "cpu" else {}
-    if args.seconds is not None:
-        sizes["seconds"] = args.seconds
-    if args.quick:
-        sizes |= {"thinned": 4, "way_seconds": 0.0, **({"backend": "eager"} if args.device == "cpu" else {})}
-    cases = sizes.get("cases", FULL)
-    wanted = tuple(case for case in cases if not args.only or f"{case.shape}/{case.lengths}" in args.only.split(","))
-    config = TrainingBenchConfig(device=args.device, profile=args.profile, **{**sizes, "cases": wanted})
-    run_training(config, out=args.out, say=lambda line: print(line, flush=True))  # noqa: T201
+    config = make_config(
+        device=args.device, only=args.only, seconds=args.seconds, quick=args.quick, profile=args.profile
+    )
+    run_training(config, out=args.out, say=_say)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

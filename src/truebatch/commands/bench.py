@@ -58,3 +58,30 @@ def show_census(
         fresh=fresh,
     )
     return finish(run_census(config), json_file=json_file, markdown_file=markdown_file)
+
+
+@bench_app.command("training", short_help="Training speed on ragged data, ours and others', against even data.")
+def show_training(
+    device: Annotated[str, typer.Option(help="cpu (tiny models, one thread) or cuda (full sizes).")] = "cpu",
+    only: Annotated[str, typer.Option(help="Only these cases, such as llama-1.1b/chat; several with commas.")] = "",
+    seconds: Annotated[float | None, typer.Option(help="Nothing begins after this time.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few and short rounds: a dry run.")] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Print where the time goes.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows as JSON.")] = None,
+) -> int:
+    """Train in every way on the same samples: one by one, as Hugging Face does, and as truebatch does.
+
+    Nothing is downloaded: models have random weights, samples random tokens of real lengths.
+
+    Examples:
+
+      truebatch bench training --quick --only llama-tiny/chat
+
+      truebatch bench training --device cuda --json docs/results/training_cuda.json
+    """
+    # Imported here so that `truebatch --help` answers at once.
+    from truebatch.bench.training import make_config, run_training
+
+    config = make_config(device=device, only=only, seconds=seconds, quick=quick, profile=profile)
+    run_training(config, out=json_file, say=typer.echo)
+    return 0
