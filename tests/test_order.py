@@ -72,6 +72,7 @@ ORDER = [
     "hf.outputlayer",
     "hf.losses",
     "hf.runs",
+    "hf.refusing",
     "hf.attention",
     "hf.inputs",
     "hf.images",

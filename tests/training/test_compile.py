@@ -3,12 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from truebatch.errors import ConfigError
+from truebatch.errors import AttentionError, ConfigError
 from truebatch.hf.heads import head_of
 from truebatch.hf.objectives import HeadObjective
 from truebatch.hf.tiny import tiny_model
+from truebatch.planning.rows import packed_row
 from truebatch.tensors import compiling
+from truebatch.tensors.collating import collate
 from truebatch.tensors.compiling import compile_layers, has_compiled_layers, repeated_layers, uncompile_layers
 from truebatch.tensors.segments import most_segments, packed_segments
 from truebatch.training.loop import train
@@ -93,3 +96,32 @@ def test_no_row_has_more_segments_than_its_table_has_slots(cells):
         chosen = sorted(lengths)[:number]
         if sum(chosen) <= cells:
             assert len(packed_segments(chosen, cells=cells, slots=slots).starts) == slots + 1
+
+
+def test_what_packed_attention_refuses_is_refused_with_compiled_layers_too(graphs, monkeypatch):
+    model = tiny_model("mistral")
+    for layer in model.model.layers:
+        monkeypatch.delattr(layer.self_attn, "sliding_window", raising=False)
+    head = head_of(model)
+    samples = samples_of(model.config.vocab_size)
+    samples = [{**s, "labels": s["input_ids"]} for s in samples]
+    plain = type(model.model.layers[0].self_attn).forward
+
+    def forward(self, *args, **given):
+        attend = ALL_ATTENTION_FUNCTIONS["truebatch"]
+        monkeypatch.setitem(
+            ALL_ATTENTION_FUNCTIONS._global_mapping,
+            "truebatch",
+            lambda *a, sliding_window=None, **k: attend(*a, **k),
+        )
+        try:
+            return plain(self, *args, **given)
+        finally:
+            monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "truebatch", attend)
+
+    monkeypatch.setattr(type(model.model.layers[0].self_attn), "forward", forward)
+    compile_layers(model)
+    batch = collate(samples[:2], packed_row(np.arange(2), CELLS * 2), head.fields)
+    with pytest.raises(AttentionError, match="sliding-window"):
+        HeadObjective(head=head).sums(model, batch)
+    assert not graphs

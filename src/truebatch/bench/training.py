@@ -23,6 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from truebatch.bench.training_attention import explore_attention
@@ -83,6 +84,8 @@ class TrainingBenchConfig:
     """Time for the rounds of one way, warming up not counted."""
     seconds: float = 480.0
     """No case and no way begins after this time; what was left out is named."""
+    round_tokens: int = 0
+    """A round of every way has at least so many real tokens, if it is not 0; otherwise a number set for each way."""
     thinned: int = 1
     """A round has this many times fewer micro-batches: for trying the benchmark out."""
     backend: str = "inductor"
@@ -98,8 +101,8 @@ class TrainingBenchConfig:
 
 
 TINY_SIZES: dict[str, Any] = {
-    "cells": 2048, "longest": 512, "step_tokens": 16384, "samples": 256, "way_seconds": 1.0, "backend": "aot_eager",
-    "seconds": 240.0, "cases": TINY,
+    "cells": 2048, "longest": 512, "step_tokens": 16384, "samples": 256, "way_seconds": 8.0, "round_tokens": 8192,
+    "backend": "aot_eager", "seconds": 900.0, "cases": TINY,
 }  # fmt: skip
 
 
@@ -206,12 +209,21 @@ def _kept(measure: Callable[[], Any], result: dict[str, Any], name: str = "atten
         return None
 
 
+def _round_of(way: Way, config: TrainingBenchConfig) -> list[Any]:
+    """The micro-batches that are timed together."""
+    batches = list(way.batches())
+    if not config.round_tokens:
+        return batches[: max(way.most // config.thinned, 1)]
+    needed = config.round_tokens / config.thinned
+    tokens = np.cumsum([way.tokens(batch) for batch in batches])
+    return batches[: int(np.searchsorted(tokens, needed)) + 1]
+
+
 def _measure_way(
     model: Any, shape: Shape, work: Work, way: Way, config: TrainingBenchConfig, update: float, case: str
 ) -> Measured:
     device = torch.device(config.device)
-    most = max(way.most // config.thinned, 1)
-    batches = [pin_batch(b, device) for b in list(way.batches())[:most]]
+    batches = [pin_batch(b, device) for b in _round_of(way, config)]
     if not batches:
         raise ValueError(f"no micro-batch for {way.name}")
     tokens, cells = sum(map(way.tokens, batches)), sum(map(way.cells, batches))

@@ -51,8 +51,11 @@ class Work:
         return max(8 * round(self.pairs_per_token / 8), 8)
 
     def chunks(self, number: int, *, by_length: bool) -> list[MicroBatch]:
-        """Micro-batches of `number` samples as Hugging Face makes them: at random, or of similar length."""
-        order = np.arange(len(self.lengths))
+        """Micro-batches of `number` samples as Hugging Face makes them: at random, or of similar length.
+
+        The first of them hold the samples of the first packed rows, so that few of either have the same work.
+        """
+        order = np.concatenate([rows.ids for rows in self.rows])
         if by_length:
             window = number * GROUPED_OVER
             parts = [order[i : i + window] for i in range(0, len(order), window)]

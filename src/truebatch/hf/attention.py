@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from truebatch.errors import AttentionError
 from truebatch.hf.blockmask import block_mask_inputs
+from truebatch.hf.refusing import refuse_call, refuse_model, refuse_unknown_window
 from truebatch.hf.runs import (
     Run,
     close_run,
@@ -68,7 +69,7 @@ def use_packed_attention(model: PreTrainedModel) -> Iterator[None]:
     or mix two kinds of rows. For a vision-language model, pass its language model.
     """
     _register()
-    _refuse_model(model)
+    refuse_model(model)
     before = {"": model.config._attn_implementation}
     parts = {name: part._attn_implementation for name, part in _sub_configs(model).items()}
     before |= {name: attention for name, attention in parts.items() if attention is not None}
@@ -136,14 +137,14 @@ def packed_attention(
     )
     starts = options.get("cu_seq_lens_q")
     if starts is not None and torch.compiler.is_compiling():
-        _refuse_call(module, query, key, attention_mask)
+        refuse_call(module, query, key, attention_mask)
         return _compiled_inside_segments(query, key, value, rule, options).transpose(1, 2).contiguous(), None
     run = current_run()
     if starts is None and not (run is not None and run.is_packed):
         refuse_lost_table(module)
         return _whole_rows(module, query, key, value, attention_mask, rule, options), None
-    _refuse_call(module, query, key, attention_mask)
-    _refuse_unknown_window(module, run, options)
+    refuse_call(module, query, key, attention_mask)
+    refuse_unknown_window(module, run, options)
     out = _inside_segments(module, query, key, value, rule, run, options)
     return out.transpose(1, 2).contiguous(), None
 
@@ -291,58 +292,6 @@ def _whole_rows(
         device = query.device
         allowed = band_of(queries, keys, causal=rule.causal, window=None, device=device, first=keys - queries)
     return written_out_attention(query, key, value, allowed, rule).transpose(1, 2).contiguous()
-
-
-def _refuse_model(model: PreTrainedModel) -> None:
-    reason = _state_along_the_row(model)
-    if reason:
-        raise AttentionError(
-            "this model carries a state along the row, past the end of a sample",
-            seen=f"{type(model).__name__} {reason}",
-            do="plan the padded layout with right padding, or groups of equal length",
-        )
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise AttentionError(
-            "packed rows of an encoder and of a decoder need two tables",
-            seen=f"{type(model).__name__} is an encoder-decoder",
-            do="pack its encoder alone, or plan the padded layout",
-        )
-
-
-def _state_along_the_row(model: PreTrainedModel) -> str:
-    """What else than attention reaches from cell to cell, in words; empty if nothing does."""
-    if any(getattr(part, "_is_stateful", False) for part in model.modules()):
-        return "is stateful"
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or []) & {"conv", "linear_attention"}
-    if kinds:
-        return f"has layers of kind {sorted(kinds)}"
-    convolutions = [part for part in model.modules() if isinstance(part, nn.Conv1d)]
-    return "convolves along the row" if any(part.kernel_size[0] > 1 for part in convolutions) else ""
-
-
-def _refuse_call(module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None) -> None:
-    if query.shape[2] != key.shape[2] or getattr(module, "is_cross_attention", False):
-        raise AttentionError(
-            "packed attention is self-attention without a cache",
-            seen=f"{type(module).__name__} with {query.shape[2]} queries and {key.shape[2]} keys",
-            do="generate and cross-attend with padded rows; in training pass use_cache=False",
-        )
-    if attention_mask is not None:
-        raise AttentionError(
-            "packed attention was given a mask beside its segment table",
-            seen=f"{type(module).__name__} with a mask {list(attention_mask.shape)}",
-            do="leave attention_mask out of a packed call; padding is a segment of its own",
-        )
-
-
-def _refuse_unknown_window(module: nn.Module, run: Run | None, options: dict[str, Any]) -> None:
-    says = "sliding_window" in options or hasattr(module, "sliding_window")
-    if run is not None and run.windows and not says:
-        raise AttentionError(
-            "this model has sliding-window layers that do not say so to their attention",
-            seen=f"{type(module).__name__} gives no sliding_window, the model asked for windows {sorted(run.windows)}",
-            do="call it with block_mask_inputs(model, segments), or plan the padded layout",
-        )
 
 
 def _names_of(rule: Callable[..., Any]) -> list[str]:

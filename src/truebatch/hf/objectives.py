@@ -5,18 +5,21 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
+from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 
 from truebatch.hf.heads import Head, packed_attention_on
 from truebatch.hf.inputs import Route
 from truebatch.hf.losses import token_nll_in_chunks
 from truebatch.hf.outputlayer import OutputLayer, hidden_states_of, output_layer_of
-from truebatch.tensors.compiling import has_compiled_layers
+from truebatch.tensors.compiling import as_written, has_compiled_layers
 from truebatch.tensors.microbatch import MicroBatch
 
 _WITH_VOCABULARY = ("causal_lm", "masked_lm")
 """Heads whose logits are wide enough to be worth cutting."""
+_tried: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +55,7 @@ class HeadObjective:
         """
         if not batch.num_samples:
             return {self.head.loss.term: next(model.parameters()).sum() * 0.0}
+        self._try_as_written(model, batch)
         layer = self._output_layer(model, batch)
         if layer is not None:
             return {self.head.loss.term: self._sum_in_chunks(model, layer, batch)}
@@ -68,6 +72,14 @@ class HeadObjective:
     def outputs(self, model: nn.Module, batch: MicroBatch) -> dict[str, list[Tensor]]:
         """What the model says of every sample's real cells, in the order of `batch.sample_ids`."""
         return self.head.per_sample(self.head.run(model, batch, self.route(batch)), batch)
+
+    def _try_as_written(self, model: nn.Module, batch: MicroBatch) -> None:
+        """Once for a model with compiled layers: packed attention refuses what it must where it can look around."""
+        if model in _tried or self.route(batch) != "packed" or not has_compiled_layers(model):
+            return
+        with as_written(), torch.no_grad():
+            self.head.run(model, batch, "packed")
+        _tried.add(model)
 
     def _output_layer(self, model: nn.Module, batch: MicroBatch) -> OutputLayer | None:
         if not self.in_chunks or self.head.kind.name not in _WITH_VOCABULARY:
