@@ -7,6 +7,7 @@ from multiprocessing import active_children
 from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,7 +25,10 @@ from tests.tensors.texts import (
     two,
 )
 from truebatch.errors import BatchError, ConfigError, DataError, LoaderError
+from truebatch.planning.plan import build_plan
+from truebatch.planning.settings import PlanConfig
 from truebatch.tensors.collating import collate
+from truebatch.tensors.field import Field
 from truebatch.tensors.loader import LoaderConfig, load_steps
 
 
@@ -252,3 +256,20 @@ def test_pinned_micro_batches_are_the_same_and_reach_the_device(workers):
         for one, other in zip(here, pinned, strict=True):
             assert all(t.is_pinned() for t in other.fields.values() if t.numel())
             assert_same(other.to("cuda", non_blocking=True).to("cpu"), one)
+
+
+def test_packed_rows_come_the_longest_sample_first_and_as_wide_as_asked_for():
+    lengths = np.array([3, 9, 1, 7, 5, 2, 8, 4])
+    samples = [{"input_ids": np.arange(n)} for n in lengths]
+    plan = build_plan(lengths, PlanConfig(layout="packed", cells=16, samples_per_step=4))
+    config = LoaderConfig(row_cells=20, slots=12)
+    seen = []
+    for step in load_steps(plan, samples, [Field(name="input_ids")], config=config):
+        for batch in step:
+            assert batch.segments.shape == (1, 20)
+            assert len(batch.segments.starts) == 13
+            assert list(batch.rows().lengths) == sorted(batch.rows().lengths, reverse=True)
+            for i, ids in zip(batch.sample_ids, batch.per_sample(batch["input_ids"]), strict=True):
+                assert ids.tolist() == list(range(lengths[i]))
+            seen += batch.sample_ids
+    assert sorted(seen) == list(range(8))
