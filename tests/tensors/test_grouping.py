@@ -26,7 +26,7 @@ def plain(query, key, value, starts, causal, scale):
 
 
 def stand_in_forward(query, key, value, call):
-    assert int(call.starts.diff().max()) == call.longest
+    assert max(int(call.starts.diff().max()), 2) == call.longest
     assert (call.left, call.right) == ((-1, 0) if call.causal else (-1, -1))
     out = plain(query, key, value, call.starts, call.causal, call.scale)
     return out.contiguous(), query.new_zeros(query.shape[1], query.shape[0])

@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from truebatch.bench.training_attention import explore_attention
+from truebatch.bench.training_attention import explore_attention, explore_cudnn
 from truebatch.bench.training_table import ratios, table
 from truebatch.bench.training_timing import (
+    forget_models,
     measure_peak,
     num_compilations,
     peak_gib,
@@ -150,8 +151,8 @@ def run_training(config: TrainingBenchConfig, *, out: Path | None = None, say: S
             continue
         shape = SHAPES[case.shape]
         if built != case.shape:
-            del model
-            torch.compiler.reset()
+            model = None
+            forget_models()
             model = build_model(shape, longest=config.longest, device=config.device, dtype=_dtype(config.device))
             built = case.shape
         for row in _measure_case(model, shape, case, config, result, began):
@@ -163,6 +164,10 @@ def run_training(config: TrainingBenchConfig, *, out: Path | None = None, say: S
     _write(result, out)
     for line in table(result):
         say(line)
+    if config.device == "cuda":
+        result["attention"].append(explore_cudnn(longest=config.longest, cells=config.cells))
+        say(f"attention {result['attention'][-1]}")
+        _write(result, out)
     return result
 
 

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from truebatch.planning.distributions import example_lengths
-from truebatch.tensors.grouping import kernel_groups
+from truebatch.tensors.grouping import STEEPNESS, kernel_groups
 from truebatch.tensors.segments import Segments, packed_segments
 from truebatch.tensors.varlen import call_varlen
 
@@ -26,30 +26,44 @@ def explore_attention(*, longest: int, cells: int) -> Iterator[dict[str, Any]]:
     lengths = _row_of_lengths(longest, cells)
     length = max(8 * round(float((lengths**2).sum() / lengths.sum()) / 8), 8)
     even = (cells // length, length)
-    for name, backend in (
-        ("default", None),
-        ("cudnn", SDPBackend.CUDNN_ATTENTION),
-        ("flash", SDPBackend.FLASH_ATTENTION),
-    ):
-        parts = _parts(even[0] * even[1])
-        rows = tuple(part.view(*even, part.shape[1], WIDTH).transpose(1, 2) for part in parts)
-        yield _row(f"even rows of {length}, sdpa {name}", lambda r=rows, b=backend: _sdpa(r, b), parts)  # type: ignore[misc]
-    tables = {
-        "even rows, varlen": packed_segments([length] * even[0]),
-        "packed as planned, varlen, exact table": packed_segments(lengths, cells=cells),
-        "packed as planned, varlen, fixed table": packed_segments(lengths, cells=cells, slots=128, max_length=longest),
-    }
-    for name, segments in tables.items():
-        parts, table = _parts(segments.num_cells), segments.to("cuda")
-        yield _row(name, lambda p=parts, t=table: _varlen(p, t, t.max_length), parts)  # type: ignore[misc]
-    for name, order in (("as planned", lengths), ("longest first", np.sort(lengths)[::-1])):
-        segments = packed_segments(order, cells=cells, slots=2048)
-        parts, table, groups = _parts(cells), segments.to("cuda"), kernel_groups(segments)
-        row = _row(f"packed {name}, groups", lambda p=parts, t=table, g=groups: _varlen(p, t, g), parts)  # type: ignore[misc]
-        yield row | {"groups": groups.tolist(), "difference": _difference(parts, segments, groups)}
-    segments = packed_segments(lengths, cells=cells, slots=128, max_length=longest).to("cuda")
+    for backend in (None, SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+        yield _even_rows(even, backend)
+    yield _one_table("even rows, varlen", packed_segments([length] * even[0]))
+    yield _one_table("packed as planned, exact table", packed_segments(lengths, cells=cells))
+    fixed = packed_segments(lengths, cells=cells, slots=128, max_length=longest)
+    yield _one_table("packed as planned, fixed table of 128", fixed)
+    yield _in_groups("packed as planned, one group", packed_segments(lengths, cells=cells, slots=2048))
+    in_order = packed_segments(np.sort(lengths)[::-1], cells=cells, slots=2048)
+    for steepness in (2, 4, 8):
+        yield _in_groups(f"packed longest first, groups, steepness {steepness}", in_order, steepness)
+
+
+def explore_cudnn(*, longest: int, cells: int) -> dict[str, Any]:
+    """The ragged kernel of cuDNN, forward alone. To be tried last: a fault of the card ends the process."""
+    table = packed_segments(_row_of_lengths(longest, cells), cells=cells, slots=128, max_length=longest).to("cuda")
     parts = _parts(cells)
-    yield _row("packed, cudnn, forward alone", lambda: _cudnn(parts, segments), parts, backward=False)
+    return _row("packed, cudnn, forward alone", lambda: _cudnn(parts, table), parts, backward=False)
+
+
+def _even_rows(even: tuple[int, int], backend: SDPBackend | None) -> dict[str, Any]:
+    parts = _parts(even[0] * even[1])
+    rows = tuple(part.view(*even, part.shape[1], WIDTH).transpose(1, 2) for part in parts)
+    name = "default" if backend is None else backend.name
+    return _row(f"even rows of {even[1]}, sdpa {name}", lambda: _sdpa(rows, backend), parts)
+
+
+def _one_table(name: str, segments: Segments) -> dict[str, Any]:
+    parts, table = _parts(segments.num_cells), segments.to("cuda")
+    return _row(name, lambda: _varlen(parts, table, table.max_length), parts)
+
+
+def _in_groups(name: str, segments: Segments, steepness: int = STEEPNESS) -> dict[str, Any]:
+    parts, table = _parts(segments.num_cells), segments.to("cuda")
+    groups = kernel_groups(segments, steepness=steepness)
+    row = _row(name, lambda: _varlen(parts, table, groups), parts)
+    if row["ms"] is not None:
+        row |= {"groups": groups.tolist(), "difference": _difference(parts, segments, groups)}
+    return row
 
 
 def _row_of_lengths(longest: int, cells: int) -> Any:

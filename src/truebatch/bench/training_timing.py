@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 import time
@@ -90,6 +91,14 @@ def pin_batch(batch: Any, device: torch.device) -> Any:
 def num_compilations() -> int:
     """Graphs that torch compiled so far in this process."""
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def forget_models() -> None:
+    """Give back the memory of models that nobody holds, and what was compiled for them."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def reset_peak_memory(device: torch.device) -> None:

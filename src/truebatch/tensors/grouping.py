@@ -25,7 +25,7 @@ STEEPNESS = 4
 """A segment this many times shorter than the longest of its group begins a new group."""
 
 
-def kernel_groups(segments: Segments) -> Tensor:
+def kernel_groups(segments: Segments, *, steepness: int = STEEPNESS) -> Tensor:
     """[MOST_GROUPS, 5] int32 on the host: first and last segment, first and last cell, the longest; zeros if unused.
 
     Groups are consecutive segments, so only samples in order of falling length make more than one.
@@ -33,7 +33,7 @@ def kernel_groups(segments: Segments) -> Tensor:
     lengths = [length for length in segments.lengths if length]
     sizes = segments.sample_lengths
     is_falling = all(one >= other for one, other in pairwise(sizes))
-    cuts = _cuts(lengths, MOST_GROUPS if is_falling else 1)
+    cuts = _cuts(lengths, MOST_GROUPS if is_falling else 1, steepness)
     ends = np.cumsum([0, *lengths])
     table = np.zeros((MOST_GROUPS, 5), dtype=np.int32)
     for at, (first, last) in enumerate(pairwise(cuts)):
@@ -41,11 +41,11 @@ def kernel_groups(segments: Segments) -> Tensor:
     return torch.from_numpy(table)
 
 
-def _cuts(lengths: list[int], most: int) -> list[int]:
+def _cuts(lengths: list[int], most: int, steepness: int) -> list[int]:
     """Where groups begin, and the number of segments."""
     cuts, longest = [0], 0
     for at, length in enumerate(lengths):
-        if at and length * STEEPNESS < longest and len(cuts) < most:
+        if at and length * steepness < longest and len(cuts) < most:
             cuts.append(at)
             longest = length
         longest = max(longest, length)
@@ -159,7 +159,8 @@ _forward.register_autograd(_differentiate, setup_context=_keep_for_backward)
 
 
 def _used(groups: Tensor) -> list[list[int]]:
-    return [row for row in groups.tolist() if row[3] > row[2]]
+    # A bound of 1 would take the kernel's way for generation, with other layouts.
+    return [[*row[:4], max(row[4], 2)] for row in groups.tolist() if row[3] > row[2]]
 
 
 class KernelCall(NamedTuple):
