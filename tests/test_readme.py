@@ -32,12 +32,22 @@ def commands(file: Path) -> list[str]:
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda f: f.name)
 def test_the_ten_lines_plan_and_collate(readme):
-    (code,) = blocks(readme, "python")
+    code = blocks(readme, "python")[1]
     assert len([line for line in code.splitlines() if line.strip()]) <= 10
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     ids = [int(i) for i in re.findall(r"\d+", done.stdout.rpartition("(")[2])]
     assert sorted(ids) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda f: f.name)
+def test_the_check_of_a_users_own_model_finds_its_fault(readme):
+    done = subprocess.run(
+        [sys.executable, "-c", blocks(readme, "python")[0]], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("BROKEN")
+    assert "likely cause: " in done.stdout
 
 
 USER_CODE = """

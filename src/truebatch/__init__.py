@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _HOME: dict[str, str] = {
     "Field": "tensors.field",
+    "KeyedDropout": "tensors.noise",
     "Measured": "planning.measured",
     "MicroBatch": "tensors.microbatch",
     "Objective": "objective",
@@ -19,12 +20,19 @@ _HOME: dict[str, str] = {
     "PlanConfig": "planning.settings",
     "Rows": "planning.rows",
     "System": "system",
+    "TrainConfig": "training.settings",
+    "TrainData": "training.task",
     "TruebatchError": "errors",
+    "VerifyConfig": "proof.proving",
+    "assert_batchable": "proof.verification",
     "build_plan": "planning.plan",
+    "choose_layout": "proof.layouts",
     "collate": "tensors.collating",
     "load_plan": "planning.files",
+    "load_steps": "tensors.loader",
     "measure": "planning.measuring",
     "save_plan": "planning.files",
+    "train": "training.loop",
     "verify": "proof.verification",
 }
 
