@@ -65,6 +65,7 @@ FULL = (
 )  # fmt: skip
 TINY = (
     Case("llama-tiny", "chat", True), Case("llama-tiny", "patient"), Case("qwen2-tiny", "chat"),
+    Case("qwen2-tiny", "patient"),
     Case("bert-tiny", "chat"),
 )  # fmt: skip
 

@@ -135,9 +135,9 @@ def _chunk_loss(logits: Tensor, labels: Tensor, softcap: float | None) -> tuple[
     counts = labels != IGNORE
     at = torch.where(counts, labels, 0)[:, None]
     total = -torch.where(counts, log_p.gather(1, at)[:, 0], 0).sum()
-    grad = log_p.exp().scatter_add(1, at, torch.full_like(log_p[:, :1], -1.0))
-    grad = grad * counts[:, None]
-    grad = grad if slope is None else grad * slope
+    # In place: a chunk of logits is large, and nobody needs what is written over.
+    grad = log_p.exp_().scatter_add_(1, at, torch.full_like(log_p[:, :1], -1.0)).mul_(counts[:, None])
+    grad = grad if slope is None else grad.mul_(slope)
     return total, grad.to(logits.dtype)
 
 
