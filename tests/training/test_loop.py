@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -385,7 +386,12 @@ def test_a_run_that_no_longer_moves_is_reported_with_its_stacks():
         "train(model_of(), NextToken(), data(transform=hang), settings(stuck_seconds=1.0))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-W", "ignore", "-c", code],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
     )
     assert done.returncode == 75, done.stderr
     assert "rank 0" in done.stderr

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ def two(tmp_path_factory):
         subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.training.processes", str(folder)],
             env={**common, "RANK": str(r), "LOCAL_RANK": str(r)},
+            cwd=Path(__file__).parents[2],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
