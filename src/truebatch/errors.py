@@ -8,6 +8,7 @@
   - AttentionError     a mask or a segment table that attention would misread
   - LoaderError        a worker raised, died or hung while loading a named sample
   - LawError           a sample's result depends on what else is in its micro-batch
+  - NonFiniteError     a step is NaN or infinite; the model was not updated
   - RunError           a run folder is owned by another process, or was made with other settings
   - CheckpointError    a checkpoint cannot be written, or cannot be trusted
   - MemoryLimitError   a sample or an update does not fit into memory, however a step is cut
@@ -66,6 +67,10 @@ class LawError(TruebatchError):
     """A sample's result depends on what else is in its micro-batch."""
 
 
+class NonFiniteError(TruebatchError):
+    """A step is NaN or infinite; the model was not updated."""
+
+
 class RunError(TruebatchError):
     """A run folder cannot be used: owned by another process, made with other settings, or not writable."""
 
@@ -89,6 +94,6 @@ def exit_code_of(error: BaseException) -> int:
     """
     if isinstance(error, KeyboardInterrupt | RestartError):
         return 75
-    if isinstance(error, LawError):
+    if isinstance(error, LawError | NonFiniteError):
         return 1
     return 2 if isinstance(error, TruebatchError | OSError | MemoryError) else 70

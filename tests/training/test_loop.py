@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tests.tiny import TEXT_FIELDS, NextToken, TextModel, text_samples
-from truebatch.errors import ConfigError, LawError, RunError
+from truebatch.errors import ConfigError, LawError, NonFiniteError, RunError
 from truebatch.tensors.noise import KeyedDropout
 from truebatch.training.checkpoints import load_newest
 from truebatch.training.keeping import best_step, list_checkpoints
@@ -180,7 +180,7 @@ class Poisoned(NextToken):
 def test_a_bad_step_is_stopped_before_the_update_and_its_samples_named(tmp_path):
     model = model_of()
     with pytest.raises(
-        RunError, match=r"is not finite; the model was not updated[\s\S]*loss nll[\s\S]*samples \[.*\b6\b"
+        NonFiniteError, match=r"is not finite; the model was not updated[\s\S]*loss nll[\s\S]*samples \[.*\b6\b"
     ):
         train(model, Poisoned(6), data(), settings(), out=tmp_path / "run")
     assert torch.isfinite(weights(model)).all()
@@ -216,7 +216,7 @@ def test_too_many_bad_steps_in_a_row_raise():
         def sums(self, model, batch):
             return {"nll": super().sums(model, batch)["nll"] * math.nan}
 
-    with pytest.raises(RunError, match="step 2 is not finite"):
+    with pytest.raises(NonFiniteError, match="step 2 is not finite"):
         train(model_of(), Always(), data(), settings(nonfinite="skip_then_raise", nonfinite_limit=3))
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.tiny import TEXT_FIELDS, NextToken, TextModel, text_samples
-from truebatch.errors import RunError
+from truebatch.errors import NonFiniteError
 from truebatch.training.checkpoints import load_newest
 from truebatch.training.keeping import list_checkpoints
 from truebatch.training.loop import train
@@ -86,7 +86,7 @@ def test_no_nan_survives_as_good(source, policy, tmp_path):
     groups = [Group(optimiser=optimiser(model.parameters(), 0.1))]
     data = TrainData(samples=SAMPLES, fields=TEXT_FIELDS)
     goes_on = policy in ("skip", "roll_back") or (policy == "skip_then_raise" and source != "optimiser")
-    with nullcontext() if goes_on else pytest.raises(RunError, match="not finite"):
+    with nullcontext() if goes_on else pytest.raises(NonFiniteError, match="not finite"):
         train(model, objective(), data, config, groups=groups, out=tmp_path / "run")
     checkpoints = tmp_path / "run" / "checkpoints"
     good = load_newest(checkpoints)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,7 +114,12 @@ print(json.dumps({"errors": errors, "worst": worst, "most": most, "bound": most_
 @pytest.mark.parametrize("errors", [60, pytest.param(300, marks=pytest.mark.slow)])
 def test_real_errors_under_a_limit_of_the_system_change_nothing(errors):
     done = subprocess.run(
-        [sys.executable, "-c", REAL, str(errors), "12"], capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, "-c", REAL, str(errors), "12"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

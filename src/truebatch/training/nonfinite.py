@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from truebatch.errors import RunError
+from truebatch.errors import NonFiniteError
 from truebatch.tensors.loader import LoadedStep
 from truebatch.training.job import Job
 from truebatch.training.metrics import MetricsLog
@@ -30,7 +30,7 @@ def handle_nonfinite(
         return _roll_back(job, progress, log)
     if policy == "skip" or (policy == "skip_then_raise" and progress.nonfinite_in_row < limit):
         return None
-    raise RunError(
+    raise NonFiniteError(
         f"step {progress.step} is not finite; the model was not updated",
         seen=f"{', '.join(outcome.nonfinite)} from samples {ids[:16]}{' ...' if len(ids) > 16 else ''}",
         do="look at these samples and at the learning rate; nonfinite='skip' or 'roll_back' would go on without them",
@@ -41,7 +41,7 @@ def _roll_back(job: Job, progress: Progress, log: MetricsLog | None) -> Progress
     """The last good checkpoint once more, without the step whose samples are not finite."""
     found = resume_run(job.run.checkpoints, job.engine) if job.run is not None else None
     if found is None:
-        raise RunError(
+        raise NonFiniteError(
             f"step {progress.step} is not finite, and there is no checkpoint to roll back to",
             seen="no good checkpoint",
             do="give `out` and a smaller save_every, or use nonfinite='skip'",
