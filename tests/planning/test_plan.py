@@ -201,3 +201,13 @@ def test_a_plan_describes_itself() -> None:
     assert "49 samples in 5 steps of samples_per_step=10" in str(plan)
     assert "<table>" in plan._repr_html_()
     assert "rank_imbalance" in plan._repr_html_()
+
+
+def test_a_row_of_far_more_cells_than_there_are_tokens_is_planned_like_one_that_just_holds_them() -> None:
+    lengths = np.array([5, 1, 9, 2, 2, 7])
+    fitting, vast = (
+        build_plan(lengths, PlanConfig(layout="packed", cells=cells, samples=4, micro_batches_per_step=2))
+        for cells in (int(lengths.sum()), 2**61)
+    )
+    assert fitting.num_steps == vast.num_steps
+    assert all(np.array_equal(fitting.step_sample_ids(s), vast.step_sample_ids(s)) for s in range(vast.num_steps))

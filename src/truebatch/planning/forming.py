@@ -66,8 +66,9 @@ def _pack(samples: Samples, ids: Ints, config: PlanConfig, epoch: int) -> tuple[
 
     Id and length travel in one number, because looking a length up for a random id is what costs most with many samples.
     """
-    capacity = config.row_cells
-    assert capacity is not None
+    assert config.row_cells is not None
+    # A row that could hold everything has room for every sample, however much larger it is; its table need not be.
+    capacity = min(config.row_cells, int(samples.lengths.sum(dtype=np.int64)))
     tagged = ids << LENGTH_BITS
     tagged |= samples.lengths if len(ids) == len(samples.lengths) else samples.lengths[ids]
     tagged = _filler_last(
