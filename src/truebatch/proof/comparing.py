@@ -140,6 +140,7 @@ def differences(whole: Whole, reference: Reference) -> list[Difference]:
 
 
 def _outputs_difference(whole: Whole, reference: Whole) -> Difference | None:
+    _check_names(whole.outputs, reference.outputs)
     found = [
         (relative(whole.outputs[name][i], expected, scale), name, i)
         for name, samples in reference.outputs.items()
@@ -150,6 +151,15 @@ def _outputs_difference(whole: Whole, reference: Whole) -> Difference | None:
         return None
     value, name, sample = max(found, key=lambda f: math.inf if math.isnan(f[0]) else f[0])
     return Difference("outputs", value, 0.0, f"{name} of sample {sample}", sample)
+
+
+def _check_names(given: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    if missing := sorted(expected.keys() - given.keys()):
+        raise BatchError(
+            "an output has no counterpart in the micro-batch",
+            seen=f"{', '.join(missing)} alone, but {', '.join(sorted(given)) or 'no outputs'} together",
+            do="return the same names for one sample and for several",
+        )
 
 
 def samples_over(whole: Whole, reference: Reference) -> set[int]:
@@ -166,9 +176,14 @@ def samples_over(whole: Whole, reference: Reference) -> set[int]:
 
 def scale_of(tensors: object) -> float:
     """The largest size of any number in these tensors: what a difference is relative to."""
-    sizes = [float(t.abs().max()) for t in list(tensors) if t.numel() and t.is_floating_point()]  # type: ignore[call-overload]
+    sizes = [float(t.abs().max()) for t in list(tensors) if t.numel() and is_inexact(t)]  # type: ignore[call-overload]
     finite = [s for s in sizes if math.isfinite(s)]
     return max(finite, default=1.0) or 1.0
+
+
+def is_inexact(tensor: Tensor) -> bool:
+    """True for real and complex numbers, which are rounded; whole numbers must be equal."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def relative(value: Tensor, expected: Tensor, scale: float) -> float:
@@ -180,10 +195,11 @@ def relative(value: Tensor, expected: Tensor, scale: float) -> float:
         return min((relative(v, e, scale) for v, e in _own_cells(value, expected)), default=math.inf, key=_nan_last)
     if value.numel() == 0:
         return 0.0
-    if not expected.is_floating_point():
+    if not is_inexact(expected):
         return 0.0 if torch.equal(value, expected.to(value.dtype)) else math.inf
-    same_inf = torch.isinf(expected) & (value.double() == expected.double())
-    gap = (value.double() - expected.double()).abs().masked_fill(same_inf, 0.0)
+    wide = torch.complex128 if expected.is_complex() or value.is_complex() else torch.float64
+    same_inf = torch.isinf(expected) & (value.to(wide) == expected.to(wide))
+    gap = (value.to(wide) - expected.to(wide)).abs().masked_fill(same_inf, 0.0)
     return float(gap.max()) / scale
 
 

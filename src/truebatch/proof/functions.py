@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ from truebatch.errors import BatchError
 from truebatch.objective import add_counts
 from truebatch.proof.arrangements import Piece
 from truebatch.proof.comparing import Whole, add_sums, by_sample, gradient_of, step_loss
-from truebatch.proof.outputs import PerSample, named_tensors, split_list
+from truebatch.proof.outputs import PerSample, as_tensors, named_tensors, split_list
 from truebatch.proof.subjects import Outcome, read_result
 
 Sample = Any
@@ -36,8 +37,8 @@ class ListSubject:
     def run(self, piece: Piece, samples: Sequence[Sample] | None = None) -> Outcome:
         """Call the function on the samples of one piece, in their order."""
         source = self.samples if samples is None else samples
-        chosen = [source[int(i)] for i in piece.rows.ids]
-        value = self.function(chosen)
+        chosen = [copy.deepcopy(source[int(i)]) for i in piece.rows.ids]  # a function may pad its samples in place
+        value = as_tensors(self.function(chosen))
         return read_result(value, lambda rest: _split(rest, len(chosen)), len(chosen), stand_in=False)
 
     def with_model(self, model: nn.Module) -> ListSubject:
@@ -46,25 +47,49 @@ class ListSubject:
 
 
 def run_one_by_one(
-    one: Callable[[Sample], Any], samples: Sequence[Sample], model: nn.Module | None, *, stand_in: bool
+    one: Callable[[Sample], Any], samples: Sequence[Sample], model: nn.Module | None, *, batched: Whole, stand_in: bool
 ) -> Whole:
-    """The original: every sample through the one-sample function, the step put together from them."""
+    """The original: every sample through the one-sample function, the step put together from them.
+
+    `batched` is what the batched function gave for the same samples alone: where it has one number a sample, a single
+    number is that output and no loss, and a number that it has only once is none of its outputs.
+    """
+    names = set(batched.outputs)
     with torch.set_grad_enabled(model is not None):
-        outcomes = [read_result(one(sample), _as_one, 1, stand_in=stand_in) for sample in samples]
+        values = [as_tensors(one(copy.deepcopy(sample))) for sample in samples]
+        outcomes = [
+            read_result(v, lambda rest: _as_one(rest, names), 1, stand_in=stand_in, number_is_loss=not names)
+            for v in values
+        ]
         counts = add_counts(o.counts for o in outcomes)
         sums = add_sums(outcomes)
         grads = gradient_of(model, sums, counts)
     return Whole(by_sample([o.outputs for o in outcomes], list(range(len(samples)))), step_loss(sums, counts), grads)
 
 
-def _as_one(value: Any) -> PerSample:
+def _as_one(value: Any, names: set[str]) -> PerSample:
     """A single result, as it is; `relative` allows for a leading axis of one sample."""
-    return {name: [tensor] for name, tensor in named_tensors(value).items() if tensor.ndim}
+    return {name: [tensor] for name, tensor in named_tensors(value).items() if tensor.ndim or name in names}
 
 
 def _split(value: Any, number: int) -> PerSample:
-    if isinstance(value, list | tuple) and len(value) == number:
+    if isinstance(value, list | tuple) and len(value) == number and not _is_outputs(value, number):
         return split_list(value)
+    if isinstance(value, Mapping):
+        lists = {k: v for k, v in value.items() if isinstance(v, list) and len(v) == number}
+        each = [{k: v[at] for k, v in lists.items()} for at in range(number)]
+        rest = {k: v for k, v in value.items() if k not in lists}
+        return {**split_list(each), **_split_tensors(rest, number)}
+    return _split_tensors(value, number)
+
+
+def _is_outputs(value: Sequence[Any], number: int) -> bool:
+    """True for a tuple of several outputs that happens to be as long as there are samples."""
+    tensors = named_tensors(value).values()
+    return isinstance(value, tuple) and number > 1 and all(t.shape[:1] == (number,) for t in tensors)
+
+
+def _split_tensors(value: Any, number: int) -> PerSample:
     tensors = {k: t for k, t in named_tensors(value).items() if t.ndim}
     wrong = {k: tuple(t.shape) for k, t in tensors.items() if t.shape[0] != number}
     if wrong or (isinstance(value, list | tuple) and not tensors):

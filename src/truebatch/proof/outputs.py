@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,10 +37,13 @@ def _joined(items: Any) -> dict[str, Tensor]:
 def split_output(value: Any, batch: MicroBatch) -> PerSample:
     """A result of a micro-batch as one tensor a sample; scalars (a loss) are left out.
 
-    A list with one entry a sample is taken as it is. A tensor must lie along an axis of the micro-batch.
+    A list with one entry a sample is taken as it is, and so is a tuple unless its tensors lie along an axis of the
+    micro-batch, as a tensor must.
     """
     if isinstance(value, list | tuple) and len(value) == batch.num_samples and batch.num_samples > 1:
-        return split_list(value)
+        tensors = named_tensors(value).values()
+        if isinstance(value, list) or any(t.ndim == 0 or sample_parts(t, batch) is None for t in tensors):
+            return split_list(value)
     out: PerSample = {}
     for name, tensor in named_tensors(value).items():
         if tensor.ndim == 0:
@@ -55,7 +59,7 @@ def split_list(values: Sequence[Any]) -> PerSample:
     """One result a sample, as a function over a list of samples gives them."""
     out: PerSample = {}
     for value in values:
-        for name, tensor in named_tensors(_tensors(value)).items():
+        for name, tensor in named_tensors(as_tensors(value)).items():
             out.setdefault(name, []).append(tensor)
     uneven = {name: len(parts) for name, parts in out.items() if len(parts) != len(values)}
     if uneven:
@@ -67,8 +71,17 @@ def split_list(values: Sequence[Any]) -> PerSample:
     return out
 
 
-def _tensors(value: Any) -> Any:
-    return torch.tensor(value) if isinstance(value, int | float) else value
+def as_tensors(value: Any) -> Any:
+    """The result of a user's function with its numbers, lists of numbers and NumPy arrays as tensors."""
+    if isinstance(value, Mapping):
+        return {key: as_tensors(part) for key, part in value.items()}
+    is_numbers = isinstance(value, list | tuple) and value and all(isinstance(v, int | float) for v in value)
+    if is_numbers or isinstance(value, int | float):
+        return torch.tensor(value)
+    if isinstance(value, list | tuple):
+        return (list if isinstance(value, list) else tuple)(as_tensors(part) for part in value)
+    is_array = isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc"
+    return torch.tensor(value) if is_array else value
 
 
 def _unsplittable(name: str, tensor: Tensor, batch: MicroBatch) -> BatchError:

@@ -6,7 +6,7 @@ subject -> a mode without noise -> one by one -> every arrangement -> leaks, cau
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,10 +70,13 @@ def prove(
     subject: Subject | ListSubject,
     config: VerifyConfig,
     *,
-    original: Whole | None = None,
+    original: Callable[[Mode, Whole], Whole] | None = None,
     chosen: Sequence[Arrangement] | None = None,
 ) -> VerifyReport:
-    """Run every arrangement of the subject's samples (or those `chosen`) and compare with one by one (or `original`)."""
+    """Run every arrangement of the subject's samples (or those `chosen`) and compare with one by one (or `original`).
+
+    `original` gets the mode and what the subject gave one by one, and returns what another function gives for the samples.
+    """
     lengths = subject.lengths
     _check_samples(lengths)
     singles = alone(lengths)
@@ -84,7 +87,8 @@ def prove(
         )
     problem, rounding = _unusable(one_by_one), ""
     with quieted(subject.model, mode):
-        reference = make_reference(subject, original or one_by_one, singles, config.tolerance)
+        expected = one_by_one if original is None else original(mode, one_by_one)
+        reference = make_reference(subject, expected, singles, config.tolerance)
         wanted = _wanted(subject, config) if chosen is None else list(chosen)
         runs = [singles, *wanted] if original is not None else wanted
         results = [_run_one(subject, arrangement, reference) for arrangement in runs]
@@ -300,11 +304,20 @@ def _nan_notes(subject: Subject, results: list[Result], reference: Reference) ->
     return ["NaN in the padding reaches the results (finite garbage does not: 0 * NaN is NaN): keep padding finite"]
 
 
+def _empty_proof(results: Sequence[Result]) -> str:
+    """Why results that are all equal prove nothing, if so."""
+    if not any(r.name != "alone" for r in results):
+        return "no arrangement was run: a function over a list of samples does its own padding, on the right to verify"
+    if not any(r.differences or r.verdict == "raised" for r in results):
+        return "nothing could be compared: no output or loss has a counterpart of the same name in the original"
+    return ""
+
+
 def _finish(report: VerifyReport, mode: Mode, reference: Reference, problem: str, rounding: str) -> VerifyReport:
     notes = [*report.notes, *([rounding] if rounding else [])]
     if mode == "eval":
         notes.append("randomness is left on in training mode (functional dropout or noise): compared in eval mode")
-    unproven = problem or ("" if report.results else "no arrangement was run")
+    unproven = problem or _empty_proof(report.results)
     return VerifyReport(
         report.results, report.causes, report.first_module, report.leaks, notes, unproven, mode, report.leak_visible,
         dict(reference.limits),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from truebatch.proof.arrangements import Arrangement
-from truebatch.proof.comparing import Runnable, Whole, floating_dtype, relative, run_whole, scale_of
+from truebatch.proof.comparing import Runnable, Whole, floating_dtype, is_inexact, relative, run_whole, scale_of
 
 Mode = Literal["train", "eval"]
 
@@ -69,6 +69,6 @@ def _same(first: Whole, again: Whole, limit: float) -> bool:
 
 
 def _is_close(a: Tensor, b: Tensor, limit: float) -> bool:
-    if not a.is_floating_point():
+    if not is_inexact(a):
         return torch.equal(a, b)
     return relative(a.nan_to_num(), b.nan_to_num(), scale_of([a])) <= limit

@@ -116,8 +116,15 @@ def callable_subject(
     return Subject(samples, fields, call, model or find_module(function), _is_causal(fields, causal))
 
 
-def read_result(value: Any, split: Callable[[Any], PerSample], num_samples: int, *, stand_in: bool = True) -> Outcome:
-    """Outputs and loss of a user's function.
+def read_result(
+    value: Any,
+    split: Callable[[Any], PerSample],
+    num_samples: int,
+    *,
+    stand_in: bool = True,
+    number_is_loss: bool = True,
+) -> Outcome:
+    """Outputs and loss of a user's function; a single number is a loss unless `number_is_loss` is False.
 
     `loss_sum` with `count` is a sum and what it is divided by. A plain `loss` is an average over the samples. Without
     either, the sum of the squared outputs stands in for a loss, so that gradients can be compared all the same.
@@ -125,11 +132,11 @@ def read_result(value: Any, split: Callable[[Any], PerSample], num_samples: int,
     parts = dict(value) if isinstance(value, Mapping) else {}
     if "loss_sum" in parts and "count" in parts:
         total, count = parts.pop("loss_sum"), parts.pop("count")
-        return Outcome(split(parts), {"loss": total}, {"loss": int(count)})
+        return Outcome(split(parts), {"loss": torch.as_tensor(total)}, {"loss": int(count)})
     loss = parts.pop("loss", None)
     if loss is not None:
-        return Outcome(split(parts), {"loss": loss * num_samples}, {"loss": num_samples})
-    if isinstance(value, Tensor) and value.ndim == 0:
+        return Outcome(split(parts), {"loss": torch.as_tensor(loss) * num_samples}, {"loss": num_samples})
+    if number_is_loss and isinstance(value, Tensor) and value.ndim == 0:
         return Outcome({}, {"loss": value * num_samples}, {"loss": num_samples})
     outputs = split(value)
     sums = _squares(outputs) if stand_in else {}

@@ -8,17 +8,19 @@ from typing import Any
 
 from torch import nn
 
-from truebatch.errors import ConfigError, LawError
+from truebatch.errors import BatchError, ConfigError, LawError, TruebatchError
 from truebatch.objective import Objective
 from truebatch.proof.comparing import Whole
 from truebatch.proof.functions import ListSubject, run_one_by_one
 from truebatch.proof.proving import VerifyConfig, prove
+from truebatch.proof.quiet import Mode, quieted
 from truebatch.proof.report import VerifyReport
 from truebatch.proof.subjects import Subject, callable_subject, find_module, model_subject
 from truebatch.system import System
 from truebatch.tensors.field import Field
 
 Samples = Sequence[Any]
+Original = Callable[[Mode, Whole], Whole]
 
 
 def verify(
@@ -44,7 +46,7 @@ def verify(
     """
     settings = config or VerifyConfig()
     if isinstance(subject, System):
-        return prove(_system_subject(subject, settings), settings)
+        return _proven(_system_subject(subject, settings), settings)
     if objective is not None and not isinstance(objective, Objective):
         objective, samples = None, objective if samples is None else samples
     if samples is None:
@@ -55,7 +57,21 @@ def verify(
         )
     if one is not None:
         return _verify_functions(subject, one, list(samples), fields, model, settings)
-    return prove(_subject(subject, objective, list(samples), fields, settings), settings)
+    return _proven(_subject(subject, objective, list(samples), fields, settings), settings)
+
+
+def _proven(subject: Subject | ListSubject, config: VerifyConfig, original: Original | None = None) -> VerifyReport:
+    """`prove`, with what the user's code raises before anything can be compared as an error that says so."""
+    try:
+        return prove(subject, config, original=original)
+    except TruebatchError:
+        raise
+    except Exception as error:
+        raise BatchError(
+            "a sample cannot be run alone, so there is nothing to compare with",
+            seen=f"{type(error).__name__}: {error}",
+            do="make it run on one sample at a time first; --debug (or the exception above) shows where it was raised",
+        ) from error
 
 
 def assert_batchable(*args: Any, **kwargs: Any) -> VerifyReport:
@@ -106,14 +122,14 @@ def _verify_functions(
     config: VerifyConfig,
 ) -> VerifyReport:
     found = model or find_module(batched) or find_module(one)
+
+    def original(mode: Mode, alone: Whole) -> Whole:
+        with quieted(found, mode):
+            return run_one_by_one(one, samples, found, batched=alone, stand_in=fields is not None)
+
     if fields is None:
-        return prove(ListSubject(samples, batched, found), config, original=_original(one, samples, found, False))
-    subject = callable_subject(batched, samples, fields, config.causal)
-    return prove(subject, config, original=_original(one, samples, found, True))
-
-
-def _original(one: Callable[[Any], Any], samples: list[Any], model: nn.Module | None, stand_in: bool) -> Whole:
-    return run_one_by_one(one, samples, model, stand_in=stand_in)
+        return _proven(ListSubject(samples, batched, found), config, original)
+    return _proven(callable_subject(batched, samples, fields, config.causal), config, original)
 
 
 def _system_subject(system: System, config: VerifyConfig) -> Subject:
