@@ -85,3 +85,12 @@ def test_classifiers_with_other_losses_are_cut_exactly_too(problem, term):
     found = gradient(model, objective, [padded(head, samples, [i]) for i in range(8)])
     assert objective.counts(padded(head, samples, [0, 1])) == {term: 4}
     assert float((found - whole).norm() / whole.norm()) <= 1e-6
+
+
+@pytest.mark.parametrize("case", HEADS, ids="-".join)
+def test_a_model_in_fp64_gets_its_loss_in_fp64(case):
+    model = tiny_model(*case).double()
+    head, samples = head_of(model), make_samples(model, LENGTHS)
+    batch = padded(head, samples, range(8))
+    _, sums = HeadObjective(head=head).outputs_and_sums(model, batch)
+    assert {total.dtype for total in sums.values()} == {torch.float64}

@@ -1,4 +1,4 @@
-"""Losses as sums, computed from logits in fp32: never a model's own, which averages over whatever it was given."""
+"""Losses as sums, from logits in fp32 or better: never a model's own, which averages over whatever it was given."""
 
 from __future__ import annotations
 
@@ -29,10 +29,15 @@ class Loss:
     count: Callable[[MicroBatch], int]
 
 
+def _wide(values: Tensor) -> Tensor:
+    """At least fp32: half precision is too coarse to be summed in."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
 def _token_nll(outputs: Outputs, batch: MicroBatch) -> Tensor:
     logits, labels = outputs["logits"], batch["labels"]
     return functional.cross_entropy(
-        logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+        _wide(logits.flatten(0, -2)), labels.flatten(), ignore_index=IGNORE, reduction="sum"
     )
 
 
@@ -49,17 +54,17 @@ def _num_labels(batch: MicroBatch) -> int:
 
 
 def _sample_nll(outputs: Outputs, batch: MicroBatch) -> Tensor:
-    return functional.cross_entropy(outputs["logits"].float(), batch["labels"], ignore_index=IGNORE, reduction="sum")
+    return functional.cross_entropy(_wide(outputs["logits"]), batch["labels"], ignore_index=IGNORE, reduction="sum")
 
 
 def _squared_error(outputs: Outputs, batch: MicroBatch) -> Tensor:
-    logits = outputs["logits"].float()
+    logits = _wide(outputs["logits"])
     return (logits - batch["labels"].view_as(logits)).square().sum()
 
 
 def _each_label(outputs: Outputs, batch: MicroBatch) -> Tensor:
-    logits = outputs["logits"].float()
-    return functional.binary_cross_entropy_with_logits(logits, batch["labels"].float(), reduction="sum")
+    logits = _wide(outputs["logits"])
+    return functional.binary_cross_entropy_with_logits(logits, batch["labels"].to(logits.dtype), reduction="sum")
 
 
 def _span_nll(outputs: Outputs, batch: MicroBatch) -> Tensor:
@@ -68,14 +73,14 @@ def _span_nll(outputs: Outputs, batch: MicroBatch) -> Tensor:
     for logits, *ends in zip(
         batch.per_sample(outputs["logits"]), batch["start_positions"], batch["end_positions"], strict=True
     ):
-        totals += [functional.cross_entropy(logits[:, i].float(), end) for i, end in enumerate(ends)]
+        totals += [functional.cross_entropy(_wide(logits[:, i]), end) for i, end in enumerate(ends)]
     return torch.stack(totals).sum()
 
 
 def _half_square(outputs: Outputs, batch: MicroBatch) -> Tensor:
     """A base model has no loss of its own; this one has a gradient that every real cell takes part in."""
     hidden = batch.rows().take_tokens(outputs["last_hidden_state"])
-    return 0.5 * hidden.float().square().sum()
+    return 0.5 * _wide(hidden).square().sum()
 
 
 LOSSES: Mapping[str, Loss] = {
