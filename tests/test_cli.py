@@ -178,6 +178,12 @@ def test_lengths_that_cannot_be_planned_are_refused(folder, capsys, array):
     assert "  do:" in capsys.readouterr().err
 
 
+def test_overflowing_lengths_are_named_and_not_a_limit_nobody_gave(folder, capsys):
+    np.save("bad.npy", np.array([3, 2**62]))
+    assert run(["plan", "--lengths", "bad.npy"]) == 2
+    assert "sample 1 has length" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("error", "code", "word"),
     [

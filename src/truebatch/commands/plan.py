@@ -150,8 +150,10 @@ def _measure(
 def _assume_cells(settings: Document, measured: Measured) -> str:
     if any(settings.values.get(name) for name in LIMITS):
         return ""
+    from truebatch.planning.samples import LONGEST
+
     longest = int(measured.lengths.max()) if len(measured.lengths) else 0
-    settings.values["cells"] = max(DEFAULT_CELLS, longest)
+    settings.values["cells"] = max(DEFAULT_CELLS, min(longest, LONGEST))  # a longer one is refused as a length
     return f"\nno limit given: --cells {settings.values['cells']} is assumed"
 
 
