@@ -114,7 +114,8 @@ def test_overlong_samples_are_refused_dropped_or_cut_and_counted(tmp_path):
     assert [s["input_ids"].tolist() for s in cut] == [whole[i]["input_ids"].tolist()[:most] for i in range(4)]
     with pytest.raises(DataError, match="no sample is left"):
         encode_file(encoder(max_length=1, overlong="drop"), file)
-    muted = encode_file(encoder(max_length=3, overlong="cut"), write_lines(tmp_path / "y.jsonl", chats(2)))
+    pairs = [{"prompt": "the sky " * n, "completion": "blue"} for n in (1, 30, 40)]
+    muted = encode_file(encoder(max_length=most, overlong="cut"), write_lines(tmp_path / "y.jsonl", pairs))
     assert "2 have nothing left to learn" in muted.notes[-1]
 
 

@@ -22,7 +22,7 @@ from truebatch.planning.datafiles import read_samples
 from truebatch.planning.measuring import content_hash
 from truebatch.planning.settings import Overlong
 
-WAY = "1"
+WAY = "2"
 """Raised whenever the same file would be encoded differently."""
 Sample = dict[str, Sequence[int]]
 Placed = tuple[str, Record]
@@ -76,6 +76,12 @@ def _encode(encoder: Encoder, path: Path, names: Sequence[str] | None) -> Encode
     encode = _ENCODERS[type(records[0][1])]
     samples = [(place, encode(encoder, record, place, names)) for place, record in records]
     kept, notes = _fit(encoder, samples, path)
+    if not any(label != IGNORE for sample in kept for label in _labels_of(sample)):
+        raise DataError(
+            f"{path} has nothing to learn from",
+            seen=f"{len(kept):,} samples without a label",
+            do="raise max_length, or check the texts",
+        )
     columns = make_columns(kept)
     return Encoded(columns, tuple(names), (*_described(encoder, records, kept, names), *notes))
 

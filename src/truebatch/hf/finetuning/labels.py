@@ -10,6 +10,8 @@ from typing import Any
 from truebatch.errors import DataError
 from truebatch.textfiles import nearest
 
+MOST_CLASSES = 1 << 20
+"""Every class gets a row of weights, also those nobody has: a larger number is something else, such as an id."""
 _UNNAMED = re.compile(r"LABEL_\d+")
 
 
@@ -19,6 +21,7 @@ def label_names(found: Sequence[str | int], known: Mapping[int, str], *, name: s
     Numbers are numbers. Texts get the model's numbers where it has names for all of them, else alphabetical ones.
     """
     if all(isinstance(label, int) for label in found):
+        _refuse_identifiers(found, name)
         names = tuple(str(number) for number in range(max(map(int, found), default=0) + 1))
         named = [known[number] for number in sorted(known)]
         names = tuple(named) if len(named) >= len(names) and not _is_unnamed(named) else names
@@ -40,6 +43,16 @@ def label_names(found: Sequence[str | int], known: Mapping[int, str], *, name: s
             do="check the field `label`",
         )
     return names
+
+
+def _refuse_identifiers(found: Sequence[str | int], name: str) -> None:
+    largest = max(map(int, found), default=0)
+    if largest >= MOST_CLASSES:
+        raise DataError(
+            f"{name} has a label that is too large to be the number of a class",
+            seen=f"label {largest:,}; classes are numbered from 0 to {MOST_CLASSES - 1:,} at most",
+            do="number the classes from 0, or write their names as texts",
+        )
 
 
 def _is_unnamed(names: Sequence[str]) -> bool:

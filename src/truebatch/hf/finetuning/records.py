@@ -5,6 +5,7 @@ messages, sharegpt, alpaca, prompt + completion -> Chat or Pair; text -> Plain; 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,11 +84,23 @@ def read_record(task: str, sample: Any, place: str) -> Record:
     """One line of data as a record; anything else raises `DataError` with its file and line."""
     if not isinstance(sample, Mapping):
         raise _error(f"{place} is not a JSON object", f"a {type(sample).__name__}: {str(sample)[:60]!r}", task)
+    _refuse_half_characters(sample, place)
     if task == "sequence_classification":
         return _labelled(sample, place, task)
     if task == "token_classification":
         return _tagged(sample, place, task)
     return _two_texts(sample, place, task) if task == "seq2seq" else _language(sample, place, task)
+
+
+def _refuse_half_characters(sample: Mapping[str, Any], place: str) -> None:
+    try:
+        json.dumps(sample, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place} holds half a character, which no tokenizer can read",
+            seen=f"a lone surrogate {error.object[error.start]!r} after {error.object[: error.start][-20:]!r}",
+            do="correct that line, or remove it",
+        ) from error
 
 
 def _language(sample: Mapping[str, Any], place: str, task: str) -> Record:
