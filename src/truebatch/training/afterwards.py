@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from truebatch.training.evaluating import evaluate_loss
 from truebatch.training.job import ALL_DONE, ASKED, Job
 from truebatch.training.metrics import MetricsLog
@@ -19,16 +21,18 @@ def finish_step(job: Job, progress: Progress, log: MetricsLog | None) -> None:
     wants_stop = _agree(job, job.stop.requested is not None)
     if is_last:
         progress.is_done, progress.why = True, ALL_DONE
-    elif wants_stop:
+    elif wants_stop and not progress.is_done:
         progress.is_done, progress.why = True, str(job.stop.requested or f"{ASKED} on another rank")
     due = is_best or progress.is_done or _is_due(job.config.save_every, progress, is_end_of_epoch)
     if job.run is not None and due:
         if log is not None:
             log.sync()
         saved = _resumable(progress)
-        save_run(
+        problem = save_run(
             job.run.checkpoints, job.engine, saved, fingerprint=job.run.fingerprint, keep=job.config.keep, best=is_best
         )
+        if problem:
+            job.say(f"step {progress.step}: {problem}")
 
 
 def _resumable(progress: Progress) -> Progress:
@@ -46,12 +50,20 @@ def _agree(job: Job, mine: bool) -> bool:
     return most_over_ranks(int(mine), job.engine.device) > 0
 
 
+def _beat(job: Job) -> Callable[[], None]:
+    """A long validation is not a stuck run."""
+    dog = job.dog
+    return (lambda: None) if dog is None else (lambda: dog.beat("validation"))
+
+
 def _validate(job: Job, progress: Progress, log: MetricsLog | None) -> bool:
     """The loss of the validation samples; True if it is the best so far."""
     if job.data.validation is None:
         return False
     measured = measure_by_reading(job.data.validation, job.data.fields, what="validation dataset")
-    terms = evaluate_loss(job.engine, job.data.validation, measured, job.data.fields, job.config.plan_config())
+    terms = evaluate_loss(
+        job.engine, job.data.validation, measured, job.data.fields, job.config.plan_config(), beat=_beat(job)
+    )
     total = sum(terms.values())
     is_best = progress.improve(total, min_delta=job.config.min_delta)
     named = {f"validation/{name}": value for name, value in terms.items()}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from truebatch.errors import DataError
 from truebatch.objective import add_counts
 from truebatch.planning.measured import Measured
 from truebatch.planning.plan import build_plan
@@ -23,25 +24,36 @@ from truebatch.training.step import Engine
 
 
 def evaluate_loss(
-    engine: Engine, dataset: Dataset, measured: Measured, fields: Sequence[Field], plan_config: PlanConfig
+    engine: Engine,
+    dataset: Dataset,
+    measured: Measured,
+    fields: Sequence[Field],
+    plan_config: PlanConfig,
+    *,
+    beat: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Every loss term over the whole dataset, in eval mode; the same on every rank, however it is cut."""
+    """Every loss term over the whole dataset, in eval mode; the same on every rank, however it is cut.
+
+    `beat` is called before each micro-batch. A dataset without anything to count raises `DataError`.
+    """
     plan = build_plan(measured.lengths, plan_config, ranks=num_ranks(), costs=measured.costs)
     was_training = engine.model.training
     engine.model.eval()
     try:
         with as_written():  # these rows are made to measure
-            return _whole_loss(engine, load_steps(plan, dataset, fields, rank=rank(), config=LoaderConfig()))
+            steps = load_steps(plan, dataset, fields, rank=rank(), config=LoaderConfig())
+            return _whole_loss(engine, steps, beat)
     finally:
         engine.model.train(was_training)
 
 
 @torch.no_grad()
-def _whole_loss(engine: Engine, steps: Iterable[LoadedStep]) -> dict[str, float]:
+def _whole_loss(engine: Engine, steps: Iterable[LoadedStep], beat: Callable[[], None]) -> dict[str, float]:
     totals: dict[str, torch.Tensor] = {}
     counts: dict[str, int] = {}
     for step in steps:
         for batch in step:
+            beat()
             if batch.num_samples == 0:
                 continue
             counts = add_counts([counts, engine.objective.counts(batch)])
@@ -81,6 +93,11 @@ def _divide(totals: dict[str, torch.Tensor], counts: dict[str, int], device: tor
     numbers = torch.tensor(
         [[float(totals.get(n, 0.0)), float(counts.get(n, 0))] for n in names], dtype=torch.float64, device=device
     )
-    return {
-        n: total / max(count, 1.0) for n, (total, count) in zip(names, sum_over_ranks(numbers).tolist(), strict=True)
-    }
+    summed = dict(zip(names, sum_over_ranks(numbers).tolist(), strict=True))
+    if not any(count for _total, count in summed.values()):
+        raise DataError(
+            "the validation dataset has nothing to measure a loss on",
+            seen=f"a count of 0 for {', '.join(names) or 'every term'}",
+            do="give validation samples with labels; a loss of 0 would pass for the best one",
+        )
+    return {name: total / max(count, 1.0) for name, (total, count) in summed.items()}

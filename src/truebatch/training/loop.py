@@ -27,7 +27,7 @@ from truebatch.training.job import ALL_DONE, ASKED, Job, Record, TrainResult
 from truebatch.training.law import refuse_couplings
 from truebatch.training.metrics import MetricsLog, open_metrics
 from truebatch.training.nonfinite import handle_nonfinite, is_bad
-from truebatch.training.opening import opened_run
+from truebatch.training.opening import check_data, opened_run
 from truebatch.training.optimising import Group, check_terms, make_groups
 from truebatch.training.place import find_place, move_model
 from truebatch.training.progress import Progress
@@ -85,6 +85,8 @@ def train(
     )
     num_steps = _num_steps(measured, plan_config, config)
     with opened_run(out, config) as run, catch_signals() as stop, _watched(config) as dog:
+        if run is not None and rank() == 0:
+            check_data(run, measured)
         open_guard(guard, None if run is None else run.folder, is_sharded=is_sharded(model))
         job = Job(
             engine=engine, data=data, measured=measured, config=config, num_steps=num_steps, couplings=couplings,
@@ -151,15 +153,27 @@ def _begin(job: Job) -> Progress:
     job.say(f"{job.num_steps:,} steps, {job.config.precision} on {job.engine.device}; equality: {equality}")
     found = resume_run(job.run.checkpoints, job.engine) if job.run is not None else None
     if found is None:
-        return Progress()
+        return Progress(num_steps=job.num_steps)
     progress, rejected = found
     for why in rejected:
         job.say(f"passed over a checkpoint: {why}")
     job.say(f"going on after step {progress.step}")
+    _note_steps(job, progress)
     is_stopped_early = progress.is_done and progress.step < job.num_steps and progress.why != ALL_DONE
     if not is_stopped_early:
         progress.is_done, progress.why = progress.step >= job.num_steps, "all steps were done before"
     return progress
+
+
+def _note_steps(job: Job, progress: Progress) -> None:
+    """Schedules know the number of steps: more of them change the learning rates of those to come."""
+    is_moving = any(group.schedule.shape != "constant" for group in job.engine.groups)
+    if progress.num_steps not in (0, job.num_steps) and is_moving:
+        job.say(
+            f"the run had {progress.num_steps:,} steps and now has {job.num_steps:,}: the steps to come get the "
+            "learning rates of the longer or shorter run, those done had others"
+        )
+    progress.num_steps = job.num_steps
 
 
 def _open_log(job: Job, progress: Progress) -> MetricsLog | None:

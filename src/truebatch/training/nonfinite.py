@@ -12,9 +12,14 @@ from truebatch.training.step import Engine, StepOutcome
 
 
 def is_bad(engine: Engine, outcome: StepOutcome) -> bool:
-    """With loss scaling an overflowing gradient is ordinary: the scaler skips the update and lowers the scale."""
+    """With loss scaling an overflowing gradient is ordinary: the scaler skips the update and lowers the scale.
+
+    Below a scale of 1 it is not the scale that makes it overflow, and no lower one would help.
+    """
     bad = outcome.nonfinite
-    return any(name.startswith("loss") for name in bad) if engine.scaler is not None else bool(bad)
+    if engine.scaler is None or not bad:
+        return bool(bad)
+    return any(name.startswith("loss") for name in bad) or engine.scaler.get_scale() < 1.0
 
 
 def handle_nonfinite(
@@ -24,6 +29,8 @@ def handle_nonfinite(
     ids = [i for batch in loaded.batches for i in batch.sample_ids]
     what = f"step {progress.step} is not finite ({', '.join(outcome.nonfinite)}); samples {ids[:16]}"
     job.say(what)
+    if (scaler := job.engine.scaler) is not None:
+        scaler.update(scaler.get_scale())  # The scale stays; gradients may be taken again, as after an update.
     progress.nonfinite_in_row += 1
     policy, limit = job.config.nonfinite, job.config.nonfinite_limit
     if policy == "roll_back" and progress.rollbacks < limit:
@@ -51,5 +58,7 @@ def _roll_back(job: Job, progress: Progress, log: MetricsLog | None) -> Progress
         log.cut_after(back.step)
     back.skipped_steps = sorted({*progress.skipped_steps, progress.step})
     back.rollbacks = progress.rollbacks + 1
+    back.num_steps = progress.num_steps
+    back.is_done, back.why = False, ""  # It was the end of a run that has since got more steps.
     job.say(f"rolled back to step {back.step}; step {progress.step} will be passed over")
     return back

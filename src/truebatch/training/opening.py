@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
 from truebatch.errors import RunError, TruebatchError
+from truebatch.planning.measured import Measured
+from truebatch.training.durable import read_json, write_json
 from truebatch.training.reducing import num_ranks, rank
 from truebatch.training.runs import Run, open_run
+from truebatch.training.settings import TrainConfig
 
 MAY_CHANGE = ("devices", "workers", "keep", "epochs", "max_steps", "track", "save_every", "stuck_seconds")
-"""Settings of `TrainConfig` that another start of the same run may have: none of them changes a step."""
+"""Settings of `TrainConfig` that another start of the same run may have: none of them changes the samples of a step.
+
+Learning rates of a schedule follow the number of steps; the run says so when that has changed.
+"""
+DATA = "data.json"
 
 
 @contextmanager
@@ -32,12 +42,38 @@ def opened_run(out: str | Path | Run | None, config: Any, *, fresh: bool = False
         return
     with ExitStack() as stack:
         try:
-            run = stack.enter_context(open_run(Path(out), config, fresh=fresh, may_change=names))
+            run = stack.enter_context(open_run(Path(out), _settled(config), fresh=fresh, may_change=names))
         except TruebatchError as error:
             _tell(error.wrong)
             raise
         _tell("")
         yield run
+
+
+def _settled(config: Any) -> Any:
+    """With `samples_per_step` as a number: its default follows `devices`, which another start may change."""
+    if isinstance(config, TrainConfig):
+        return replace(config, samples_per_step=config.num_samples_per_step())
+    inner = getattr(config, "train", None)
+    return replace(config, train=_settled(inner)) if isinstance(inner, TrainConfig) else config
+
+
+def check_data(run: Run, measured: Measured) -> None:
+    """A run goes on with the samples it began with: steps of other samples would be another run."""
+    lengths = hashlib.sha256(np.ascontiguousarray(measured.lengths, dtype=np.int64).tobytes()).hexdigest()
+    now = {"fingerprint": measured.fingerprint, "samples": len(measured.lengths), "lengths": lengths}
+    file = run.plan / DATA
+    if not file.exists():
+        run.plan.mkdir(exist_ok=True)
+        write_json(file, now)
+        return
+    then = read_json(file, max_bytes=1 << 20)
+    if any(now.get(name) != value for name, value in then.items()):
+        raise RunError(
+            "the data is not what this run began with",
+            seen=f"{now['samples']:,} samples now, {then.get('samples', 0):,} then, or other content or lengths",
+            do="bring the data (and its tokenizer) back, give another folder (--out), or begin anew (--fresh)",
+        )
 
 
 def _tell(problem: str) -> None:

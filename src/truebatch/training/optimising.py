@@ -44,6 +44,7 @@ class Group:
 
 def make_groups(groups: Sequence[Group], model: nn.Module) -> tuple[Group, ...]:
     """Check that every trainable parameter belongs to exactly one group, and remember the base learning rates."""
+    _refuse_closures(groups)
     names = [g.name for g in groups]
     if len(set(names)) != len(names) or not groups:
         raise ConfigError("every optimiser needs a name of its own", seen=f"names {names}", do="name them differently")
@@ -66,6 +67,16 @@ def make_groups(groups: Sequence[Group], model: nn.Module) -> tuple[Group, ...]:
             owners[id(p)] = group.name
     _refuse_forgotten(model, owners)
     return tuple(_with_rates(g) for g in groups)
+
+
+def _refuse_closures(groups: Sequence[Group]) -> None:
+    for group in groups:
+        if isinstance(group.optimiser, torch.optim.LBFGS):
+            raise ConfigError(
+                f"optimiser {group.name!r} takes the gradient of a step several times",
+                seen=type(group.optimiser).__name__,
+                do="use an optimiser that updates from one gradient, such as AdamW or SGD",
+            )
 
 
 def _refuse_forgotten(model: nn.Module, owners: Mapping[int, str]) -> None:

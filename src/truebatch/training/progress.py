@@ -22,6 +22,8 @@ class Progress:
     rollbacks: int = 0
     skipped_steps: list[int] = field(default_factory=list)
     """Steps that are passed over because their samples made the run roll back."""
+    num_steps: int = 0
+    """Steps the run is to have; another start may raise them. 0: not known."""
     is_done: bool = False
     why: str = ""
     """Why the run ended."""

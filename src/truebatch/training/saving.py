@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from truebatch.errors import CheckpointError
+from truebatch.errors import CheckpointError, TruebatchError
 from truebatch.training.checkpoints import Checkpoint, load_checkpoint, load_newest, save_checkpoint
 from truebatch.training.keeping import list_checkpoints, mark_best
 from truebatch.training.progress import Progress
@@ -23,21 +23,28 @@ from truebatch.training.states import optimisers_state, random_state, restore_op
 from truebatch.training.step import Engine
 
 
-def save_run(folder: Path, engine: Engine, progress: Progress, *, fingerprint: str, keep: int, best: bool) -> None:
-    """Write a checkpoint of this step (rank 0) and let the other ranks wait; mark it if it is the best so far."""
-    parts = _parts(engine, progress)
+def save_run(folder: Path, engine: Engine, progress: Progress, *, fingerprint: str, keep: int, best: bool) -> str:
+    """Write a checkpoint of this step (rank 0) and let the other ranks wait; mark it if it is the best so far.
+
+    Gives words for what is wrong with what was saved; empty when nothing is.
+    """
+    parts, problem = _parts(engine, progress), ""
     if rank() == 0 and not _is_saved(folder, progress.step, parts):
-        save_checkpoint(folder, Checkpoint(progress.step, parts, fingerprint), keep=keep)
+        problem = save_checkpoint(folder, Checkpoint(progress.step, parts, fingerprint), keep=keep).problem
     if rank() == 0 and best:
         mark_best(folder, progress.step, about={"loss": progress.best_loss})
     if num_ranks() > 1:
         dist.barrier()
+    return problem
 
 
 def _is_saved(folder: Path, step: int, parts: dict[str, Any]) -> bool:
     """A checkpoint of this very position need not be written twice (the best one, then the one of the epoch)."""
     newest = next((s for s in reversed(list_checkpoints(folder)) if s.step == step and s.is_good), None)
-    return newest is not None and load_checkpoint(newest.path).parts["progress"] == parts["progress"]
+    try:
+        return newest is not None and bool(load_checkpoint(newest.path).parts["progress"] == parts["progress"])
+    except TruebatchError:
+        return False  # Damaged, and passed over when the run was resumed: it is written anew.
 
 
 def _parts(engine: Engine, progress: Progress) -> dict[str, Any]:
@@ -83,6 +90,16 @@ def _check_frozen(engine: Engine, parts: Any) -> None:
             )
 
 
+def _check_dtypes(engine: Engine, saved: Any) -> None:
+    for name, value in engine.model.state_dict().items():
+        if name in saved and saved[name].dtype != value.dtype:
+            raise CheckpointError(
+                f"{name!r} has another dtype than in the checkpoint",
+                seen=f"{value.dtype} now, {saved[name].dtype} in the checkpoint",
+                do="build the model in the dtype the run began with, or start another run with --out",
+            )
+
+
 def resume_run(folder: Path, engine: Engine) -> tuple[Progress, tuple[str, ...]] | None:
     """Bring the newest good checkpoint back into the engine; None if there is none. Also why newer ones were passed over."""
     if not folder.is_dir():
@@ -95,6 +112,7 @@ def resume_run(folder: Path, engine: Engine) -> tuple[Progress, tuple[str, ...]]
 
 def restore(engine: Engine, parts: Any) -> Progress:
     """Bring a checkpoint's parts back into the engine, bit for bit."""
+    _check_dtypes(engine, parts["model"])
     with torch.no_grad():
         absent, extra = engine.model.load_state_dict(parts["model"], strict=False)
     frozen = frozen_parameters(engine.model)

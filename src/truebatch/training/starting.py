@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from truebatch.errors import ConfigError, RunError
+from truebatch.errors import ConfigError
 from truebatch.system import System
 from truebatch.training.checkpoints import load_checkpoint
 from truebatch.training.durable import read_json, write_json
@@ -27,7 +27,7 @@ from truebatch.training.settings import TrainConfig
 from truebatch.training.task import TrainData, first_samples
 from truebatch.training.watching import Watch
 
-DATA = "data.json"
+EXPORTED = "exported.json"
 MODEL = "model"
 """The folder of a run that holds the trained model, for use without truebatch."""
 
@@ -88,7 +88,6 @@ def train_system(system: System, config: Any, start: Start) -> TrainResult:
     with opened_run(start.out, config, fresh=start.fresh) as run:
         assert run is not None
         _say_where(run, say)
-        _check_data(run, data)
         result = train(
             model,
             system.objective(config),
@@ -100,7 +99,7 @@ def train_system(system: System, config: Any, start: Start) -> TrainResult:
             watches=start.watches,
         )
         if not result.is_interrupted and rank() == 0:
-            _export(system, config, model, run, is_new=bool(result.records))
+            _export(system, config, model, run, step=result.step)
         if num_ranks() > 1:
             dist.barrier()
     return result
@@ -123,31 +122,14 @@ def _say_where(run: Run, say: Callable[[str], None]) -> None:
     say(f"run: {run.folder}")
 
 
-def _check_data(run: Run, data: TrainData) -> None:
-    """A run goes on with the samples it began with: steps of other samples would be another run."""
-    if rank() > 0 or data.measured is None:
-        return
-    now = {"fingerprint": data.measured.fingerprint, "samples": len(data.measured.lengths)}
-    file = run.plan / DATA
-    if not file.exists():
-        run.plan.mkdir(exist_ok=True)
-        write_json(file, now)
-        return
-    then = read_json(file, max_bytes=1 << 20)
-    if then != now:
-        raise RunError(
-            "the data is not what this run began with",
-            seen=f"{now['samples']:,} samples now, {then.get('samples', 0):,} then, or other content",
-            do="bring the data back, give another folder (--out), or begin anew (--fresh)",
-        )
-
-
-def _export(system: System, config: Any, model: nn.Module, run: Run, *, is_new: bool) -> None:
+def _export(system: System, config: Any, model: nn.Module, run: Run, *, step: int) -> None:
     """Write the model of the best validation, or of the last step, in one move: a reader never sees half of it."""
     target, part = run.folder / MODEL, run.folder / f"{MODEL}.part"
-    if system.save is None or (target.exists() and not is_new):
-        return
     best = best_step(run.checkpoints)
+    # Written last: a kill between the end of the run and this leaves an older model, which is then replaced.
+    about, mark = {"step": step, "best": best}, run.plan / EXPORTED
+    if system.save is None or (target.exists() and mark.exists() and read_json(mark, max_bytes=1 << 16) == about):
+        return
     for saved in list_checkpoints(run.checkpoints):
         if saved.step == best and saved.is_good:
             model.load_state_dict(load_checkpoint(saved.path).parts["model"], strict=False)
@@ -156,3 +138,4 @@ def _export(system: System, config: Any, model: nn.Module, run: Run, *, is_new: 
     system.save(config, model, part)
     shutil.rmtree(target, ignore_errors=True)
     os.replace(part, target)
+    write_json(mark, about)

@@ -119,9 +119,14 @@ def take_gradients(
     if not is_sharded(engine.model):
         reduce_gradients([p for group in engine.groups for p in group.parameters])
     if engine.scaler is not None:
-        for group in engine.groups:
+        for group in _moved(engine):
             engine.scaler.unscale_(group.optimiser)
     return _outcome(engine, sums, counts)
+
+
+def _moved(engine: Engine) -> list[Group]:
+    """Groups that got a gradient in this step: loss scaling cannot do with those that got none."""
+    return [group for group in engine.groups if any(p.grad is not None for p in group.parameters)]
 
 
 def clear_gradients(engine: Engine) -> None:
@@ -232,12 +237,13 @@ def _outcome(engine: Engine, sums: Mapping[str, Tensor], counts: Mapping[str, in
 def apply_update(engine: Engine, outcome: StepOutcome) -> bool:
     """Clip and update every group; False if loss scaling skipped the update of some group."""
     scale = engine.scaler.get_scale() if engine.scaler is not None else 1.0
-    for group in engine.groups:
+    moved = _moved(engine)
+    for group in moved:
         # Filled on the device: a number copied to it would be waited for.
         norm = torch.full((), outcome.grad_norm[group.name], dtype=torch.float32, device=engine.device)
         clip_group(group, norm)
         update_steadily(group.optimiser, partial(_update, engine, group), device=engine.device)
-    if engine.scaler is not None:
+    if engine.scaler is not None and moved:
         engine.scaler.update()
         return bool(engine.scaler.get_scale() >= scale)
     return True
