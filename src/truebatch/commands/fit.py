@@ -1,0 +1,191 @@
+"""`truebatch fit`: how many samples fit, how fast they are, and the budget to set."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from truebatch.commands.train import RUNS, _checked, _document, _find_system, _settle
+from truebatch.errors import ConfigError
+
+# Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
+if TYPE_CHECKING:
+    from truebatch.training.sizing import Sizing
+
+GIB = 2**30
+CARDS = (15.0, 32.0, 80.0)
+RATE = (
+    "a larger budget never changes the result of a step; more samples_per_step does: fewer, less noisy updates, for "
+    "which the learning rate is usually raised (by the square root of the factor with AdamW, by the factor with SGD)"
+)
+
+
+def show_fit(
+    target: Annotated[str, typer.Argument(help="hf, the name of a system, package.module:name, or file.py:name.")],
+    config: Annotated[Path | None, typer.Option(help="A YAML file: the system's settings, and `train:`.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting, over the file.")
+    ] = None,
+    memory: Annotated[
+        list[float] | None, typer.Option(metavar="GIB", help="A memory size to judge for. Default: 15, 32 and 80.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder, for fit.json. Default: runs/NAME.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    model: Annotated[Path | None, typer.Option(help="hf: the folder of your model and tokenizer.")] = None,
+    data: Annotated[Path | None, typer.Option(help="hf: the samples to train on.")] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="hf: causal_lm, sequence_classification, token_classification or seq2seq."),
+    ] = None,
+    lora: Annotated[bool, typer.Option("--lora", help="hf: train an adapter (LoRA) and leave the model.")] = False,
+) -> int:
+    """Measure memory and speed of your model on your samples; give the largest safe budget of cells.
+
+    Forward and backward are run on one device, compiling left out; nothing is updated. On a CPU the tensors of training
+    are counted, against the memory that is free now.
+
+    Exit code 0: done. 1: the longest sample does not fit on this machine. 2: usage or configuration.
+
+    Examples:
+
+      truebatch fit hf --model ./my-model --data chats.jsonl --task causal_lm --memory 24
+
+      truebatch fit task.py:system --config run.yaml --set train.precision=bf16 --json
+    """
+    from truebatch.training.memoryfit import save_fit
+    from truebatch.training.sizing import HERE, size_system
+
+    texts = {"model": model, "data": data, "task": task}
+    given: dict[tuple[str, ...], Any] = {(name,): str(value) for name, value in texts.items() if value is not None}
+    given |= {("lora",): True} if lora else {}
+    limits = _limits(memory or CARDS)
+    system = _find_system(target)
+    document = _document(config, set_ or [], given)
+    folder = out or RUNS / system.name
+    is_layout_open = _settle(document, folder, fresh=False)
+    settings = _checked(system, document)
+    lines: list[str] = []
+    sizing = size_system(system, settings, memory=limits, is_layout_open=is_layout_open, say=lines.append)
+    written = save_fit(sizing.fit, folder)
+    following = _next(target, config, set_ or [], given, sizing, folder)
+    if as_json:
+        sys.stdout.write(json.dumps({**_plain(sizing), "lines": lines, "next": following}) + "\n")
+    else:
+        _print(sizing, lines, written, following)
+    return 0 if sizing.cells[HERE] >= sizing.longest else 1
+
+
+def _limits(memory: Any) -> dict[str, int]:
+    wrong = [size for size in memory if not (math.isfinite(size) and size > 0)]
+    if wrong:
+        raise ConfigError(
+            "a memory size is a number of GiB above 0", seen=f"--memory {wrong[0]}", do="for example --memory 24"
+        )
+    return {f"{size:g} GiB": int(size * GIB) for size in memory}
+
+
+def _next(
+    target: str,
+    file: Path | None,
+    overrides: list[str],
+    given: dict[tuple[str, ...], Any],
+    sizing: Sizing,
+    folder: Path,
+) -> str:
+    from truebatch.training.sizing import HERE
+
+    cells = sizing.cells[HERE]
+    if cells < sizing.longest:
+        return "a smaller model, train.gradient_checkpointing=true, train.precision=bf16, or --lora with hf"
+    parts = ["truebatch", "train", target, *(["--config", str(file)] if file is not None else [])]
+    settings = [*overrides, f"train.layout={sizing.layout}", f"train.cells={cells}"]
+    parts += [part for override in settings for part in ("--set", override)]
+    for path, value in given.items():
+        parts += [f"--{path[-1]}"] if value is True else [f"--{path[-1]}", str(value)]
+    return shlex.join([*parts, "--out", str(folder)])
+
+
+def _plain(sizing: Sizing) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        "layout": sizing.layout,
+        "limits": dict(sizing.limits),
+        "cells": dict(sizing.cells),
+        "longest": sizing.longest,
+        "shortest": sizing.shortest,
+        "uncertainty": sizing.fit.uncertainty,
+        "speedup": sizing.speedup,
+        "sizes": [
+            {**asdict(s), "fits": {name: s.worst_bytes <= limit for name, limit in sizing.limits.items()}}
+            for s in sizing.sizes
+        ],
+        "fit": sizing.fit.to_dict(),
+    }
+
+
+def _print(sizing: Sizing, lines: list[str], written: Path, following: str) -> None:
+    from truebatch.reports.tables import Table, print_table
+
+    fit = sizing.fit
+    lines = [
+        *lines,
+        f"{fit.facts['parameters']:,} parameters, {sizing.layout} rows, {fit.facts['precision']} on "
+        f"{fit.facts['device']}; samples of {sizing.shortest:,} to {sizing.longest:,} tokens",
+        f"model, gradients and optimiser: {_gib(fit.constant_bytes)} GiB; a forward and backward pass adds "
+        f"{fit.per_cell:,.0f} bytes a cell, {fit.per_pair:,.2f} a pair, {fit.per_sample:,.0f} a sample "
+        f"(+-{fit.uncertainty:.1%}, from {len(fit.points)} probes)",
+        "",
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
+    names = [_named(name, limit) for name, limit in sizing.limits.items()]
+    header = ("batch size", "samples/s", "GiB, typical", "GiB, longest", *names)
+    rows = tuple(
+        (
+            str(s.samples),
+            "-" if s.samples_per_second is None else f"{s.samples_per_second:,.1f}",
+            _gib(s.typical_bytes),
+            _gib(s.worst_bytes),
+            *("fits" if s.worst_bytes <= limit else "does not fit" for limit in sizing.limits.values()),
+        )
+        for s in sizing.sizes
+    )
+    budgets = ("largest safe cells=", "", "", "", *(_budget(n, sizing.longest) for n in sizing.cells.values()))
+    print_table(Table(header, (*rows, budgets)))
+    sys.stdout.write("\n" + "\n".join([*_advice(sizing), RATE, f"fit: {written}", f"next: {following}"]) + "\n")
+
+
+def _named(name: str, limit: int) -> str:
+    return name if name.endswith("GiB") else f"{name} ({_gib(limit)} GiB)"
+
+
+def _budget(cells: int, longest: int) -> str:
+    return f"{cells:,}" if cells >= longest else "none"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:,.4g}" if num_bytes >= GIB // 1000 else "<0.001"
+
+
+def _advice(sizing: Sizing) -> list[str]:
+    from truebatch.training.sizing import HERE, PAYS
+
+    lines = []
+    if sizing.speedup is not None:
+        verdict = "batching pays" if sizing.speedup >= PAYS else "batching does not pay on this machine"
+        lines.append(f"{verdict}: the fastest batch size runs {sizing.speedup:.2f} times the samples/s of batch size 1")
+    cells = sizing.cells[HERE]
+    if cells < sizing.longest:
+        lines.append(f"the longest sample ({sizing.longest:,} tokens) does not fit on this machine")
+    else:
+        lines.append(
+            f"largest safe budget here: train.cells={cells}, with a margin of {sizing.fit.uncertainty:.1%} for the "
+            "error of the fit; it holds for this model, layout and precision"
+        )
+    return lines

@@ -1,0 +1,238 @@
+"""`fit_memory`: run a few micro-batches of the user's own samples, and learn what any other would take.
+
+lengths -> a few shapes -> forward and backward of each, nothing left behind -> the line through the peaks
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from truebatch.errors import ConfigError, MemoryLimitError
+from truebatch.planning.rows import Ints, Layout, Rows, packed_row, padded_rows
+from truebatch.tensors.collating import collate
+from truebatch.tensors.microbatch import MicroBatch
+from truebatch.training.memory import added_bytes, held_bytes
+from truebatch.training.memoryfit import FIT, MemoryFit, Point, changed_facts, fit_points, load_fit
+from truebatch.training.outofmemory import free_memory, is_out_of_memory
+from truebatch.training.reducing import is_sharded
+from truebatch.training.settings import TrainConfig
+from truebatch.training.states import random_state, restore_random
+from truebatch.training.step import Engine, accumulate
+from truebatch.training.task import TrainData, measure_by_reading
+
+QUANTILES = (0.25, 0.75, 1.0)
+NUMBERS = (1, 2, 8, 32)
+MIXED = (4, 8, 16)
+MOST_TIMES_LONGEST = 8
+"""A probe of several samples has no more cells than this many of the longest sample."""
+STATES = {"AdamW": 2, "Adam": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad": 1, "RMSprop": 1}
+"""Tensors an optimiser holds for each parameter; others are taken to hold 2."""
+
+
+def fit_memory(engine: Engine, data: TrainData, config: TrainConfig, *, limit_bytes: int | None = None) -> MemoryFit:
+    """What micro-batches of these samples take on the engine's device, in the layout and precision of `config`.
+
+    Probes are made of the user's own samples. Parameters, buffers, gradients, optimisers and random generators are
+    afterwards as they were before.
+
+    Args:
+        limit_bytes: if given, two more probes go half way to this limit, so that the line need not reach as far.
+    """
+    _refuse_sharded(engine.model)
+    lengths = _lengths(data)
+    facts = fit_facts(engine.model, config, device=engine.device)
+    constant = _constant_bytes(engine)
+
+    def fitted(points: Sequence[Point]) -> MemoryFit:
+        return fit_points(points, resident_bytes=constant[0], optimiser_bytes=constant[1], facts=facts)
+
+    with untouched(engine):
+        points = _probe_all(engine, data, choose_probes(lengths), config.layout)
+        fit = fitted(points)
+        if limit_bytes is not None:
+            points += _probe_all(engine, data, _further(fit, lengths, limit_bytes), config.layout)
+            fit = fitted(points)
+    return fit
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    if is_sharded(model):
+        raise ConfigError(
+            "memory is measured on one device with whole parameters",
+            seen="sharded parameters",
+            do="fit before `fully_shard`, or set cells by hand",
+        )
+
+
+def _lengths(data: TrainData) -> Ints:
+    return (data.measured or measure_by_reading(data.samples, data.fields)).lengths
+
+
+def choose_probes(lengths: Ints) -> list[Ints]:
+    """Sample ids of every probe, the cheapest first: neighbours in length, and some as they come."""
+    order = np.argsort(lengths, kind="stable")
+    most = MOST_TIMES_LONGEST * int(lengths.max())
+    probes = []
+    for quantile in QUANTILES:
+        for number in NUMBERS:
+            ids = samples_near(order, round(quantile * (len(order) - 1)), number)
+            if number == 1 or number * int(lengths[ids].max()) <= most:
+                probes.append(ids)
+    drawn = np.random.default_rng(0).permutation(len(lengths))
+    probes += [drawn[:number] for number in MIXED if number <= MOST_TIMES_LONGEST or len(drawn) >= number]
+    return sorted(probes, key=lambda ids: len(ids) * int(lengths[ids].max()))
+
+
+def samples_near(order: Ints, place: int, number: int) -> Ints:
+    """`number` samples that end at a place of the order by length; the first one again where there are too few."""
+    chosen: Ints = order[np.maximum(np.arange(place - number + 1, place + 1), 0)]
+    return chosen
+
+
+def _further(fit: MemoryFit, lengths: Ints, limit_bytes: int) -> list[Ints]:
+    """Half of the largest budget, of middling samples and of the longest; none where probes went as far already."""
+    cells = fit.largest_cells(limit_bytes, longest=int(lengths.max()), shortest=int(lengths.min())) // 2
+    if cells <= max(point.cells for point in fit.points):
+        return []
+    order = np.argsort(lengths, kind="stable")
+    places = [len(order) // 2, len(order) - 1]
+    return [samples_near(order, at, max(1, cells // max(int(lengths[order[at]]), 1))) for at in places]
+
+
+def _probe_all(engine: Engine, data: TrainData, probes: Sequence[Ints], layout: Layout) -> list[Point]:
+    points: dict[tuple[int, int, int], Point] = {}
+    for at, ids in enumerate(probes):
+        batch, shape = make_batch(data, ids, layout)
+        if shape in points:
+            continue
+        if at == 0:
+            _probe(engine, batch)  # Workspaces that are made once, on first use, belong to no shape.
+        num_bytes = _probe(engine, batch)
+        if num_bytes is None:
+            break  # The next ones are larger.
+        points[shape] = Point(*shape, num_bytes)
+    if probes and not points:
+        raise MemoryLimitError(
+            "not even the shortest samples can be trained on this device",
+            seen=f"memory ran out for {shape[2]} sample(s) of {shape[0]:,} cells",
+            do="use a smaller model, lower precision, gradient_checkpointing or LoRA",
+        )
+    return list(points.values())
+
+
+def _probe(engine: Engine, batch: MicroBatch) -> int | None:
+    """The bytes a micro-batch adds; None if it does not fit."""
+    try:
+        return added_bytes(lambda: run_batch(engine, batch), device=engine.device)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    free_memory(engine.device)
+    return None
+
+
+def run_batch(engine: Engine, batch: MicroBatch) -> None:
+    """Forward and backward as a step does them, adding to the gradients that are there."""
+    accumulate(replace(engine, guard=None), [batch], engine.objective.counts(batch), epoch=0)
+
+
+def make_batch(data: TrainData, ids: Ints, layout: Layout) -> tuple[MicroBatch, tuple[int, int, int]]:
+    """The micro-batch of these samples, and its cells, pairs and samples."""
+    samples: list[Any] = [data.samples[int(i)] for i in ids]
+    if data.transform is not None:
+        samples = [data.transform(s, int(i), 0) for s, i in zip(samples, ids, strict=True)]
+    lengths = measure_by_reading(samples, data.fields).lengths
+    return collate(samples, _rows(ids, lengths, layout), data.fields), shape_of_lengths(lengths, layout)
+
+
+def _rows(ids: Ints, lengths: Ints, layout: Layout) -> Rows:
+    if layout == "packed":
+        return packed_row(ids, int(lengths.sum()))
+    return padded_rows(ids, int(lengths.max()))
+
+
+def shape_of_lengths(lengths: Ints, layout: Layout) -> tuple[int, int, int]:
+    """Cells, pairs and samples of one micro-batch of samples with these lengths."""
+    if layout == "packed":
+        return int(lengths.sum()), int(np.square(lengths).sum()), len(lengths)
+    width = int(lengths.max())
+    return len(lengths) * width, len(lengths) * width * width, len(lengths)
+
+
+@contextmanager
+def untouched(engine: Engine) -> Iterator[None]:
+    """While open, every trained parameter has a gradient to add to, as in the middle of a step; then all is as before."""
+    trained = [p for group in engine.groups for p in group.parameters]
+    gradients = [p.grad for p in trained]
+    buffers = [(buffer, buffer.clone()) for buffer in engine.model.buffers()]
+    generators = random_state()
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(trained, gradients, strict=True):
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        restore_random(generators)
+
+
+def _constant_bytes(engine: Engine) -> tuple[int, int]:
+    """What is there all the time: model with gradients, and the state of the optimisers, made yet or not."""
+    trained = [p for group in engine.groups for p in group.parameters]
+    resident = held_bytes([*engine.model.parameters(), *engine.model.buffers()]) + held_bytes(trained)
+    return resident, sum(_optimiser_bytes(group.optimiser) for group in engine.groups)
+
+
+def _optimiser_bytes(optimiser: torch.optim.Optimizer) -> int:
+    total = 0
+    for part in optimiser.param_groups:
+        for parameter in part["params"]:
+            state = [v for v in optimiser.state.get(parameter, {}).values() if isinstance(v, torch.Tensor)]
+            total += held_bytes(state) if state else _tensors_each(optimiser, part) * held_bytes([parameter])
+    return total
+
+
+def _tensors_each(optimiser: torch.optim.Optimizer, part: dict[str, Any]) -> int:
+    name = type(optimiser).__name__
+    if name == "SGD":
+        return int(bool(part["momentum"]))
+    return STATES.get(name, 2) + int(bool(part.get("amsgrad"))) + int(name == "RMSprop" and bool(part["momentum"]))
+
+
+def fit_facts(model: nn.Module, config: TrainConfig, *, device: torch.device) -> dict[str, Any]:
+    """What a fit holds for. A fit made with other facts says nothing about this model."""
+    named = list(model.named_parameters())
+    shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in named]
+    return {
+        "parameters": sum(p.numel() for _, p in named),
+        "trained": sum(p.numel() for _, p in named if p.requires_grad),
+        "dtypes": sorted({str(p.dtype).removeprefix("torch.") for _, p in named}),
+        "shapes": hashlib.blake2b(repr(shapes).encode(), digest_size=8).hexdigest(),
+        "precision": config.precision,
+        "layout": config.layout,
+        "gradient_checkpointing": config.gradient_checkpointing,
+        "device": device.type,
+    }
+
+
+def stale_fit_warnings(folder: Path, model: nn.Module, config: TrainConfig, *, device: torch.device) -> list[str]:
+    """What to say at the start of a run that has a budget and a fit of something else; nothing if the fit holds."""
+    fit = load_fit(folder) if config.cells is not None else None
+    if fit is None:
+        return []
+    changed = changed_facts(fit, fit_facts(model, config, device=device))
+    if not changed:
+        return []
+    return [f"the memory fit in {folder / FIT} no longer holds ({'; '.join(changed)}): run `truebatch fit` again"]

@@ -1,0 +1,207 @@
+"""Memory as a line with a floor: bytes = fixed + cells, pairs and samples, each at its price, and how sure that is.
+
+points -> prices that are never negative -> relative error of every point, also when it is left out -> largest budget
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from truebatch.errors import DataError
+from truebatch.training.durable import read_json, write_json
+
+Floats = NDArray[np.float64]
+FIT = "fit.json"
+LEAST_UNCERTAINTY = 0.01
+"""A line through as many points as it has prices looks perfect; nothing measured is."""
+ABOVE_FLOOR, LEAST_POINTS = 3.0, 6
+"""Where the line is what shows; and how many points there must be to leave the others out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One micro-batch that was run, and the bytes its forward and backward added to what was there."""
+
+    cells: int
+    pairs: int
+    samples: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryFit:
+    """What a micro-batch takes, for one model, precision, layout and kind of device."""
+
+    points: tuple[Point, ...]
+    floor: float
+    """Bytes even the smallest micro-batch adds: gradients of tables, say, are as large as the table."""
+    fixed: float
+    per_cell: float
+    per_pair: float
+    per_sample: float
+    uncertainty: float
+    """The largest relative error of a point above the floor: of the line, or of the line without that point."""
+    resident_bytes: int
+    """Parameters, buffers and gradients: there all the time."""
+    optimiser_bytes: int
+    """What the optimiser holds after its first update."""
+    facts: Mapping[str, Any]
+    """What the numbers hold for; see `fit_memory`."""
+
+    def added(self, cells: int, pairs: int, samples: int) -> float:
+        """Bytes that forward and backward of a micro-batch add, without a margin."""
+        line = self.fixed + self.per_cell * cells + self.per_pair * pairs + self.per_sample * samples
+        return max(self.floor, line)
+
+    def predict(self, cells: int, pairs: int, samples: int) -> int:
+        """Bytes at the peak of a step with this micro-batch, model and optimiser included, without a margin."""
+        return math.ceil(self.constant_bytes + self.added(cells, pairs, samples))
+
+    def predict_safely(self, cells: int, pairs: int, samples: int) -> int:
+        """As `predict`, with what a micro-batch adds raised by the uncertainty."""
+        return math.ceil(self.constant_bytes + (1 + self.uncertainty) * self.added(cells, pairs, samples))
+
+    @property
+    def constant_bytes(self) -> int:
+        """What is there whatever is run: model, gradients, optimiser."""
+        return self.resident_bytes + self.optimiser_bytes
+
+    def largest_cells(self, limit_bytes: int, *, longest: int, shortest: int) -> int:
+        """The largest budget of cells under which no micro-batch of these samples needs more than the limit.
+
+        The price of a cell depends on the length of its sample, `n * per_pair + per_sample / n`: a sum that is
+        largest at the longest or at the shortest sample, so those two are the worst case. 0 if nothing fits.
+        """
+        ends = (max(longest, 1), max(shortest, 1))
+        price = self.per_cell + max(n * self.per_pair + self.per_sample / n for n in ends)
+        left = (limit_bytes - self.constant_bytes) / (1 + self.uncertainty) - self.fixed
+        if left <= 0 or left + self.fixed < self.floor:
+            return 0
+        return math.floor(left / price) if price > 0 else max(point.cells for point in self.points)
+
+    @property
+    def residuals(self) -> tuple[float, ...]:
+        """Of every point: predicted over measured, minus 1."""
+        return tuple(self.added(p.cells, p.pairs, p.samples) / max(p.num_bytes, 1) - 1 for p in self.points)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when a fact does."""
+        return hashlib.blake2b(json.dumps(dict(self.facts), sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, with the residuals and the fingerprint beside."""
+        return {**asdict(self), "facts": dict(self.facts), "residuals": self.residuals, "fingerprint": self.fingerprint}
+
+
+def fit_points(
+    points: Sequence[Point], *, resident_bytes: int, optimiser_bytes: int, facts: Mapping[str, Any]
+) -> MemoryFit:
+    """The line through measured points, least squares of the relative errors, no price below zero."""
+    fit = MemoryFit(
+        points=tuple(points), **_line(points), uncertainty=0.0, resident_bytes=resident_bytes,
+        optimiser_bytes=optimiser_bytes, facts=dict(facts),
+    )  # fmt: skip
+    kept = _above_floor(points)
+    errors = [abs(error) for point, error in zip(points, fit.residuals, strict=True) if point in kept]
+    return replace(fit, uncertainty=max(LEAST_UNCERTAINTY, *errors, *_left_out_errors(fit, kept)))
+
+
+def _above_floor(points: Sequence[Point]) -> list[Point]:
+    floor = min(point.num_bytes for point in points)
+    above = [point for point in points if point.num_bytes > ABOVE_FLOOR * floor]
+    return above if len(above) >= LEAST_POINTS else list(points)
+
+
+def _line(points: Sequence[Point]) -> dict[str, float]:
+    """The floor is the cheapest point; the prices come from points well above it, where the line is what shows."""
+    floor = min(point.num_bytes for point in points)
+    prices = _solve(_above_floor(points))
+    names = ("fixed", "per_cell", "per_pair", "per_sample")
+    return {"floor": float(floor), **dict(zip(names, prices, strict=True))}
+
+
+def _left_out_errors(fit: MemoryFit, kept: Sequence[Point]) -> list[float]:
+    """How far the line through the others misses each point; none where too few are left."""
+    if len(kept) < LEAST_POINTS:
+        return []
+    errors = []
+    for at, point in enumerate(kept):
+        prices = _solve([*kept[:at], *kept[at + 1 :]])
+        line = max(fit.floor, float(_columns([point])[0] @ prices))
+        errors.append(abs(line / max(point.num_bytes, 1) - 1))
+    return errors
+
+
+def _solve(points: Sequence[Point]) -> tuple[float, ...]:
+    measured = np.array([max(p.num_bytes, 1) for p in points], dtype=np.float64)
+    return tuple(float(x) for x in solve_nonnegative(_columns(points) / measured[:, None], np.ones(len(points))))
+
+
+def _columns(points: Sequence[Point]) -> Floats:
+    return np.array([[1, p.cells, p.pairs, p.samples] for p in points], dtype=np.float64)  # [points, 4]
+
+
+def solve_nonnegative(columns: Floats, wanted: Floats) -> Floats:
+    """The x >= 0 with the smallest |columns @ x - wanted|: the best of all choices of columns that are not zero.
+
+    Exact, and quick for the few columns there are here.
+    """
+    number = columns.shape[1]
+    best, least = np.zeros(number), float(wanted @ wanted)
+    scale = np.linalg.norm(columns, axis=0)
+    scale[scale == 0] = 1.0
+    for size in range(1, number + 1):
+        for chosen in combinations(range(number), size):
+            part, _, _, _ = np.linalg.lstsq((columns / scale)[:, chosen], wanted, rcond=None)
+            if (part < 0).any():
+                continue
+            x = np.zeros(number)
+            x[list(chosen)] = part / scale[list(chosen)]
+            error = float(np.square(columns @ x - wanted).sum())
+            if error < least * (1 - 1e-9):  # An equal one with more columns is no better.
+                best, least = x, error
+    return best
+
+
+def save_fit(fit: MemoryFit, folder: Path) -> Path:
+    """Write `fit.json` into a run's folder, where training finds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / FIT, fit.to_dict())
+    return folder / FIT
+
+
+def load_fit(folder: Path) -> MemoryFit | None:
+    """The fit a run's folder holds; None without one."""
+    if not (folder / FIT).is_file():
+        return None
+    values = read_json(folder / FIT, max_bytes=1 << 20)
+    try:
+        kept = {name: values[name] for name in MemoryFit.__dataclass_fields__}
+        return MemoryFit(**{**kept, "points": tuple(Point(**point) for point in kept["points"])})
+    except (KeyError, TypeError) as error:
+        raise DataError(
+            f"{FIT} is not a memory fit",
+            seen=f"{folder / FIT}: {type(error).__name__}: {error}",
+            do="delete the file, or measure again with `truebatch fit`",
+        ) from error
+
+
+def changed_facts(fit: MemoryFit, facts: Mapping[str, Any]) -> list[str]:
+    """Which facts are not those of the fit, in words; empty if the fit still holds."""
+    names = [*fit.facts, *(name for name in facts if name not in fit.facts)]
+    return [
+        f"{name} was {fit.facts.get(name)!r}, is {facts.get(name)!r}"
+        for name in names
+        if fit.facts.get(name) != facts.get(name)
+    ]

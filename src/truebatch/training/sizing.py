@@ -1,0 +1,186 @@
+"""What batch sizes come to for a system: samples a second, bytes, and the largest budget for every memory size."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from truebatch.errors import ConfigError
+from truebatch.planning.rows import Ints, Layout
+from truebatch.system import System
+from truebatch.tensors.noise import name_purposes
+from truebatch.training.fitting import fit_memory, make_batch, run_batch, shape_of_lengths, untouched
+from truebatch.training.law import refuse_couplings
+from truebatch.training.loop import default_group
+from truebatch.training.memory import free_bytes_of
+from truebatch.training.memoryfit import MemoryFit
+from truebatch.training.optimising import make_groups
+from truebatch.training.place import find_place, move_model
+from truebatch.training.starting import system_data
+from truebatch.training.step import Engine
+from truebatch.training.task import TrainData
+
+HERE = "this machine"
+PAYS = 1.1
+"""Batching pays where it is at least this many times as fast as one by one."""
+CUDA_SHARE = 0.95
+"""What can be used of a card: the rest goes to the context of CUDA and to gaps between blocks."""
+LARGEST_SIZE, LARGEST_POOL = 1024, 64
+POOL_SECONDS = 3.0
+"""Time for one pass over the samples every batch size is timed with."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSize:
+    """A number of samples in one forward pass."""
+
+    samples: int
+    samples_per_second: float | None
+    """Measured, forward and backward; None if it was not run."""
+    typical_bytes: int
+    """Predicted for samples as they come."""
+    worst_bytes: int
+    """Predicted for the longest samples together, with the margin."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizing:
+    """All that `truebatch fit` shows."""
+
+    fit: MemoryFit
+    layout: Layout
+    limits: Mapping[str, int]
+    """Name of a memory size -> bytes that can be used of it."""
+    cells: Mapping[str, int]
+    """The largest safe budget for each; less than `longest` means that the longest sample does not fit."""
+    sizes: Sequence[BatchSize]
+    longest: int
+    shortest: int
+
+    @property
+    def speedup(self) -> float | None:
+        """The fastest size over one by one; None if only one was timed."""
+        speeds = [s.samples_per_second for s in self.sizes if s.samples_per_second is not None]
+        return max(speeds[1:]) / speeds[0] if len(speeds) > 1 else None
+
+
+def size_system(
+    system: System,
+    config: Any,
+    *,
+    memory: Mapping[str, int],
+    is_layout_open: bool = False,
+    say: Callable[[str], None] = lambda _line: None,
+) -> Sizing:
+    """Measure a system on this machine, on one device: its memory fit, and the table of batch sizes.
+
+    `memory` names further sizes in bytes. With `is_layout_open` the system chooses the layout, as in training.
+    """
+    _check(config)
+    config = replace(config, train=replace(config.train, devices=1, compile=False))
+    device = find_place(config.train).device
+    free = free_bytes_of(device)
+    data = system_data(system, config)
+    engine, config = _open(system, config, is_layout_open, say)
+    limits = {HERE: free, **memory}
+    if device.type == "cuda":
+        limits = {name: int(CUDA_SHARE * limit) for name, limit in limits.items()}
+    fit = fit_memory(engine, data, config.train, limit_bytes=limits[HERE] if device.type == "cuda" else None)
+    assert data.measured is not None
+    longest, shortest = int(data.measured.lengths.max()), max(1, int(data.measured.lengths.min()))
+    return Sizing(
+        fit=fit,
+        layout=config.train.layout,
+        limits=limits,
+        cells={n: fit.largest_cells(limit, longest=longest, shortest=shortest) for n, limit in limits.items()},
+        sizes=measure_sizes(engine, data, fit, layout=config.train.layout, limit_bytes=limits[HERE]),
+        longest=longest,
+        shortest=shortest,
+    )
+
+
+def _check(config: Any) -> None:
+    if config.train.true_batch == "off":
+        raise ConfigError(
+            "there is nothing to fit where samples run one at a time",
+            seen="train.true_batch='off'",
+            do="leave train.true_batch out",
+        )
+
+
+def _open(system: System, config: Any, is_layout_open: bool, say: Callable[[str], None]) -> tuple[Engine, Any]:
+    """The engine as training would have it, and the settings with the layout it would choose."""
+    place = find_place(config.train)
+    model = system.build_model(config)
+    if is_layout_open and system.choose_layout is not None:
+        layout, why = system.choose_layout(config, model)
+        say(why)
+        config = replace(config, train=replace(config.train, layout=layout))
+    refuse_couplings(model.train(), config.train.allow)
+    move_model(model, place, config.train)
+    name_purposes(model)
+    groups = system.groups(config, model) if system.groups is not None else None
+    engine = Engine(
+        model=model,
+        objective=system.objective(config),
+        groups=make_groups(groups or [default_group(model, config.train)], model),
+        device=place.device,
+        autocast=place.autocast,
+        scaler=place.scaler,
+        seed=config.train.seed,
+    )
+    return engine, config
+
+
+def measure_sizes(
+    engine: Engine, data: TrainData, fit: MemoryFit, *, layout: Layout, limit_bytes: int
+) -> list[BatchSize]:
+    """Every power of two up to the number of samples: timed where it fits and does not take long, predicted always."""
+    assert data.measured is not None
+    lengths = data.measured.lengths
+    drawn = np.random.default_rng(0).permutation(len(lengths))
+    numbers = [2**k for k in range(LARGEST_SIZE.bit_length()) if 2**k <= len(lengths)]
+    falling = np.sort(lengths)[::-1]
+    sizes = []
+    with untouched(engine):
+        pool = _pool(engine, data, drawn, layout)
+        for number in numbers:
+            worst = fit.predict_safely(*shape_of_lengths(falling[:number], layout))
+            typical = fit.predict(*shape_of_lengths(lengths[drawn[:number]], layout))
+            runs = number <= len(pool) and max(worst, typical) <= limit_bytes
+            speed = _speed(engine, data, pool, number, layout) if runs else None
+            sizes.append(BatchSize(number, speed, typical, worst))
+    return sizes
+
+
+def _pool(engine: Engine, data: TrainData, drawn: Ints, layout: Layout) -> Ints:
+    """The samples every size is timed with, so that all sizes do the same work: as many as there is time for."""
+    for _ in range(2):  # The first run is slow for reasons of its own.
+        seconds = _seconds(engine, data, [drawn[:1]], layout)
+    room = max(1, min(len(drawn), LARGEST_POOL, int(POOL_SECONDS / max(seconds, 1e-9))))
+    return drawn[: 2 ** (room.bit_length() - 1)]
+
+
+def _speed(engine: Engine, data: TrainData, pool: Ints, number: int, layout: Layout) -> float:
+    cuts = [pool[at : at + number] for at in range(0, len(pool), number)]
+    return len(pool) / min(_seconds(engine, data, cuts, layout) for _ in range(3))
+
+
+def _seconds(engine: Engine, data: TrainData, cuts: Sequence[Ints], layout: Layout) -> float:
+    """Forward and backward of these micro-batches, tensors made beforehand."""
+    batches = [make_batch(data, ids, layout)[0] for ids in cuts]
+    began = _now(engine.device)
+    for batch in batches:
+        run_batch(engine, batch)
+    return _now(engine.device) - began
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,84 @@
+"""`truebatch fit` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.hf.finetuning.folders import chats, model_folder, write_lines
+from truebatch.cli import run
+
+SYSTEM = f"{Path(__file__).parent / 'tasks.py'}:system"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "run.yaml").write_text("width: 12\ntrain:\n  samples_per_step: 4\n  max_steps: 2\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRUEBATCH_CACHE", str(tmp_path / "cache"))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def test_the_table_has_every_size_and_the_next_command_runs(folder, capsys):
+    assert run(["fit", SYSTEM, "--config", "run.yaml", "--memory", "0.00005", "--memory", "80"]) == 0
+    out = capsys.readouterr().out
+    rows = {line.split()[0]: line for line in out.splitlines() if line[:1].isdigit() and "fit" in line}
+    assert list(rows) == ["1", "2", "4", "8", "16"]
+    assert rows["16"].split()[-4:] == ["does", "not", "fit", "fits"]
+    assert "a larger budget never changes the result of a step" in out
+    assert "batching" in out
+    assert (folder / "runs/numbers/fit.json").is_file()
+    (following,) = [line for line in out.splitlines() if line.startswith("next: truebatch ")]
+    assert "train.cells=" in following
+    assert run(following.split()[2:]) == 0
+
+
+def test_json_holds_the_same_figures(folder, capsys):
+    assert run(["fit", SYSTEM, "--set", "train.layout=packed", "--memory", "1", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["layout"] == "packed"
+    assert list(said["limits"]) == ["this machine", "1 GiB"]
+    assert said["cells"]["1 GiB"] > said["longest"] == 29
+    sizes = said["sizes"]
+    assert all(a["worst_bytes"] <= b["worst_bytes"] for a, b in pairwise(sizes))
+    assert sizes[0]["samples_per_second"] > 0
+    assert sizes[0]["fits"] == {"this machine": True, "1 GiB": True}
+    assert said["fit"]["fingerprint"]
+
+
+def test_where_even_the_longest_sample_does_not_fit_the_check_fails(folder, capsys, monkeypatch):
+    monkeypatch.setattr("truebatch.training.sizing.free_bytes_of", lambda device: 9000)
+    assert run(["fit", SYSTEM, "--config", "run.yaml"]) == 1
+    out = capsys.readouterr().out
+    assert "the longest sample (29 tokens) does not fit on this machine" in out
+    assert "none" in out
+
+
+def test_a_model_of_hugging_face_is_fitted_in_the_layout_it_is_proven_for(folder, capsys):
+    model_folder(folder / "model")
+    write_lines(folder / "chats.jsonl", chats())
+    given = ["--model", "model", "--data", "chats.jsonl", "--task", "causal_lm"]
+    assert run(["fit", "hf", *given, "--memory", "1", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["layout"] == "packed"
+    assert any("proven equal" in line for line in said["lines"])
+    assert said["fit"]["facts"]["parameters"] > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wrong"),
+    [
+        (["fit", "nothing"], "there is no system 'nothing'"),
+        (["fit", SYSTEM, "--memory", "0"], "a memory size is a number of GiB above 0"),
+        (["fit", SYSTEM, "--set", "train.true_batch=off"], "nothing to fit where samples run one at a time"),
+        (["fit", SYSTEM, "--set", "train.cels=5"], "cels"),
+    ],
+)
+def test_mistakes_are_named_and_end_with_2(folder, capsys, arguments, wrong):
+    assert run(arguments) == 2
+    assert wrong in capsys.readouterr().err

@@ -1,0 +1,260 @@
+"""What the fit says about memory, against what really happens."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.tiny import TEXT_FIELDS, Attention, NextToken, TextModel, text_samples
+from truebatch.errors import DataError, MemoryLimitError
+from truebatch.training.fitting import (
+    choose_probes,
+    fit_facts,
+    fit_memory,
+    make_batch,
+    run_batch,
+    stale_fit_warnings,
+    untouched,
+)
+from truebatch.training.loop import default_group
+from truebatch.training.memory import added_bytes
+from truebatch.training.memoryfit import MemoryFit, Point, fit_points, load_fit, save_fit, solve_nonnegative
+from truebatch.training.optimising import Group, make_groups
+from truebatch.training.settings import TrainConfig
+from truebatch.training.step import Engine
+from truebatch.training.task import TrainData, measure_by_reading
+
+CPU = torch.device("cpu")
+LENGTHS = np.clip(np.random.default_rng(0).lognormal(3, 0.8, 200).astype(int), 2, 120).tolist()
+DATA = TrainData(samples=text_samples(LENGTHS), fields=TEXT_FIELDS)
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.attention, self.norm = Attention(dim, causal=True), nn.LayerNorm(dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x, axis):
+        x = self.attention(x, axis)
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Transformer(TextModel):
+    """As TextModel, with layers."""
+
+    def __init__(self, dim: int = 16, depth: int = 3) -> None:
+        super().__init__(dim=dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(depth))
+
+    def forward(self, batch):
+        x = self.tok(batch["input_ids"]) + self.pos(batch.positions)
+        for block in self.blocks:
+            x = block(x, batch.rows())
+        return self.head(self.attention(x, batch.rows()))
+
+
+def engine_of(model: nn.Module, config: TrainConfig) -> Engine:
+    return Engine(model=model, objective=NextToken(), groups=make_groups([default_group(model, config)], model))
+
+
+def line(*prices: float, resident: int = 1000, state: int = 500) -> MemoryFit:
+    """A fit of points that lie on a line exactly."""
+    shapes = [(n * rows, n * n * rows, rows) for n in (5, 20, 40, 80) for rows in (1, 3, 9, 27)]
+    points = [Point(c, p, s, round(prices[0] + prices[1] * c + prices[2] * p + prices[3] * s)) for c, p, s in shapes]
+    return fit_points(points, resident_bytes=resident, optimiser_bytes=state, facts={"precision": "fp32"})
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_shapes_nobody_probed_are_predicted_within_five_percent(layout):
+    torch.manual_seed(0)
+    config = TrainConfig(layout=layout)
+    engine = engine_of(Transformer(), config)
+    fit = fit_memory(engine, DATA, config)
+    rng = np.random.default_rng(1)
+    errors = []
+    with untouched(engine):
+        for number in (1, 5, 12, 20, 48):
+            batch, shape = make_batch(DATA, rng.choice(len(LENGTHS), number, replace=False), layout)
+            real = added_bytes(lambda batch=batch: run_batch(engine, batch), device=CPU) + fit.constant_bytes
+            errors.append(fit.predict(*shape) / real - 1)
+            assert shape not in [(p.cells, p.pairs, p.samples) for p in fit.points]
+            assert real <= fit.predict_safely(*shape)
+    assert max(map(abs, errors)) < 0.05, errors
+
+
+def test_a_fit_leaves_nothing_behind():
+    torch.manual_seed(0)
+    model = TextModel()
+    model.register_buffer("seen", torch.zeros(3))
+    config = TrainConfig()
+    engine = engine_of(model, config)
+    model.tok.weight.grad = torch.full_like(model.tok.weight, 2.0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    generator = torch.get_rng_state()
+    small = replace(DATA, samples=text_samples(LENGTHS[:6]))
+    fit_memory(engine, small, config)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert (model.tok.weight.grad == 2.0).all()
+    assert model.head.weight.grad is None
+    assert not engine.groups[0].optimiser.state
+    assert torch.equal(generator, torch.get_rng_state())
+
+
+def test_the_state_of_an_optimiser_is_known_before_it_is_made():
+    data = replace(DATA, samples=text_samples([3, 5]))
+    config = TrainConfig()
+    for make, tensors in (
+        (torch.optim.AdamW, 2),
+        (lambda ps: torch.optim.AdamW(ps, amsgrad=True), 3),
+        (lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9), 1),
+        (lambda ps: torch.optim.SGD(ps, lr=0.1), 0),
+    ):
+        model = TextModel()
+        num_bytes = sum(p.nbytes for p in model.parameters())
+        groups = make_groups([Group(optimiser=make(model.parameters()))], model)
+        fit = fit_memory(Engine(model=model, objective=NextToken(), groups=groups), data, config)
+        assert fit.optimiser_bytes == tensors * num_bytes
+        assert fit.resident_bytes == 2 * num_bytes
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(*[st.floats(-3, 3)] * 4), min_size=4, max_size=9), st.integers(0, 1000))
+def test_no_other_nonnegative_solution_is_better(rows, seed):
+    columns, wanted = np.array(rows)[:, :3], np.array(rows)[:, 3]
+    found = solve_nonnegative(columns, wanted)
+    assert (found >= 0).all()
+    error = np.square(columns @ found - wanted).sum()
+    others = np.random.default_rng(seed).exponential(size=(200, 3)) * np.random.default_rng(seed).choice(2, (200, 3))
+    near = np.maximum(found + np.random.default_rng(seed).normal(size=(200, 3)) * 0.05, 0)
+    for x in (*others, *near):
+        assert error <= np.square(columns @ x - wanted).sum() + 1e-6
+
+
+def test_prices_that_are_there_are_found():
+    fit = line(4000, 300, 7, 50)
+    assert [fit.per_cell, fit.per_pair, fit.per_sample] == pytest.approx([300, 7, 50], rel=0.02)
+    assert fit.predict(100, 2000, 4) == pytest.approx(1500 + 4000 + 30_000 + 14_000 + 200, rel=1e-3)
+    assert fit.uncertainty == 0.01
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.tuples(st.integers(0, 9000), st.integers(1, 900), st.integers(0, 20), st.integers(0, 5000)),
+    st.integers(1, 30),
+    st.integers(0, 60),
+    st.integers(10_000, 10_000_000),
+    st.integers(0, 2**32),
+)
+def test_no_micro_batch_under_the_largest_budget_needs_more_than_the_limit(prices, shortest, more, limit, seed):
+    longest = shortest + more
+    fit = line(*prices)
+    cells = fit.largest_cells(limit, longest=longest, shortest=shortest)
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        lengths = rng.integers(shortest, longest + 1, 200)
+        lengths = lengths[np.cumsum(lengths) <= cells]
+        width = int(rng.integers(shortest, longest + 1))
+        rows = cells // width
+        if len(lengths):
+            assert fit.predict_safely(int(lengths.sum()), int(np.square(lengths).sum()), len(lengths)) <= limit
+        if rows:
+            assert fit.predict_safely(rows * width, rows * width * width, rows) <= limit
+
+
+def test_the_largest_budget_is_not_far_below_what_fits():
+    fit = line(4000, 300, 7, 50)
+    limit = 50_000_000
+    cells = fit.largest_cells(limit, longest=64, shortest=4)
+    rows = cells // 64
+    assert fit.predict_safely(rows * 64, rows * 64 * 64, rows) > 0.99 * limit
+
+
+def test_nothing_fits_where_the_model_alone_is_too_large():
+    fit = line(4000, 300, 7, 50, resident=10**9)
+    assert fit.largest_cells(10**9, longest=64, shortest=4) == 0
+
+
+def test_points_off_the_line_make_the_fit_less_sure():
+    sure = line(4000, 300, 7, 50)
+    bent = [replace(p, num_bytes=int(p.num_bytes * 1.3)) if at == 10 else p for at, p in enumerate(sure.points)]
+    fit = fit_points(bent, resident_bytes=0, optimiser_bytes=0, facts={})
+    assert fit.uncertainty > 0.1
+
+
+def test_probes_come_from_the_samples_and_reach_the_longest():
+    lengths = np.array(LENGTHS)
+    probes = choose_probes(lengths)
+    widths = [int(lengths[ids].max()) for ids in probes]
+    assert max(widths) == lengths.max()
+    sizes = [len(ids) * width for ids, width in zip(probes, widths, strict=True)]
+    assert sizes == sorted(sizes)
+    assert all(len(ids) * width <= 16 * lengths.max() for ids, width in zip(probes, widths, strict=True))
+    for few in (1, 2, 3):
+        assert all(set(ids) <= set(range(few)) for ids in choose_probes(lengths[:few]))
+
+
+def test_running_out_of_memory_ends_the_probes_and_the_first_one_ends_the_fit():
+    class Greedy(NextToken):
+        most = 300
+
+        def sums(self, model, batch):
+            if batch["input_ids"].numel() > self.most:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return super().sums(model, batch)
+
+    config = TrainConfig()
+    engine = replace(engine_of(TextModel(), config), objective=Greedy())
+    fit = fit_memory(engine, DATA, config)
+    assert 100 < max(point.cells for point in fit.points) <= 300
+    Greedy.most = 1
+    with pytest.raises(MemoryLimitError, match="not even the shortest samples"):
+        fit_memory(engine, DATA, config)
+
+
+def test_a_fit_comes_back_from_its_file_and_damage_is_named(tmp_path):
+    fit = line(4000, 300, 7, 50)
+    save_fit(fit, tmp_path / "run")
+    again = load_fit(tmp_path / "run")
+    assert again == fit
+    assert again.fingerprint == fit.fingerprint
+    assert load_fit(tmp_path) is None
+    (tmp_path / "fit.json").write_text("{}")
+    with pytest.raises(DataError, match=r"fit\.json is not a memory fit"):
+        load_fit(tmp_path)
+
+
+def test_a_run_with_another_model_or_precision_than_the_fit_is_told(tmp_path):
+    model, config = TextModel(), TrainConfig(cells=100)
+    facts = fit_facts(model, config, device=CPU)
+    save_fit(replace(line(4000, 300, 7, 50), facts=facts), tmp_path)
+    assert stale_fit_warnings(tmp_path, model, config, device=CPU) == []
+    (said,) = stale_fit_warnings(tmp_path, model, replace(config, precision="bf16"), device=CPU)
+    assert "precision was 'fp32', is 'bf16'" in said
+    (said,) = stale_fit_warnings(tmp_path, TextModel(dim=32), config, device=CPU)
+    assert "parameters was" in said
+    assert stale_fit_warnings(tmp_path, TextModel(dim=32), TrainConfig(), device=CPU) == []
+
+
+def test_every_choice_of_columns_is_tried_by_hand():
+    columns, wanted = np.array([[1.0, 2, 0], [0, 1, 1], [1, 0, 3], [2, 1, 0]]), np.array([3.0, -1, 2, 1])
+    grid = np.arange(0, 3.01, 0.05)
+    best = min(np.square(columns @ np.array(x) - wanted).sum() for x in itertools.product(grid, repeat=3))
+    found = np.square(columns @ solve_nonnegative(columns, wanted) - wanted).sum()
+    assert found <= best <= found + 0.02
+
+
+def test_lengths_are_read_where_none_were_measured():
+    config = TrainConfig()
+    small = replace(DATA, samples=text_samples(LENGTHS[:5]))
+    engine = engine_of(TextModel(), config)
+    measured = replace(small, measured=measure_by_reading(small.samples, small.fields))
+    assert fit_memory(engine, small, config) == fit_memory(engine, measured, config)
