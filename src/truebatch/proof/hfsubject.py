@@ -13,7 +13,7 @@ from truebatch.hf.objectives import HeadObjective
 from truebatch.hf.samples import make_samples, plain_ids
 from truebatch.proof.subjects import Subject, model_subject
 
-DEFAULT_LENGTHS = (5, 70, 9, 2, 23, 12)
+DEFAULT_LENGTHS = (5, 70, 9, 2, 37, 13, 19, 24)
 """Short beside long; the longest is beyond the windows and chunks of small models."""
 
 

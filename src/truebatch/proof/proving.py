@@ -267,12 +267,15 @@ def _mask_error(subject: Subject, results: list[Result], singles: Arrangement) -
 
 
 def _is_flipped(subject: Subject, singles: Arrangement, results: list[Result], limit: float) -> bool:
-    """Exchange True and False where padding makes a difference, and look whether that mends it."""
-    failing = [r for r in results if r.name in ("right padded", "left padded") and r.is_over("outputs")]
-    if not failing:
+    """Exchange True and False in the masks, and look whether that mends it, with padding on either side.
+
+    On the right alone it proves nothing: a causal cell never looks there, so a right mask turned about agrees as well.
+    """
+    padded = [r for r in results if r.name in ("right padded", "left padded") and r.verdict != "raised"]
+    if not any(r.is_over("outputs") for r in padded):
         return False
     try:
-        return is_right_when_flipped(subject, singles, failing[0].arrangement.pieces[0], limit)
+        return all(is_right_when_flipped(subject, singles, r.arrangement.pieces[0], limit) for r in padded)
     except (RuntimeError, ValueError, IndexError):  # a model need not accept masks turned inside out
         return False
 
