@@ -148,3 +148,11 @@ def test_a_model_that_no_layout_saves_is_refused():
     torch.manual_seed(0)
     with pytest.raises(LawError, match=re.escape("no layout of this model equals one by one")):
         choose_layout(Mixing(), P.NextToken(), samples(), P.FIELDS)
+
+
+def test_gradient_checkpointing_is_proven_in_packed_rows_too():
+    model = tiny_model("llama", "causal_lm").train()
+    model.gradient_checkpointing_enable()
+    report = verify(model, random_samples(model))
+    assert report.ok, str(report)
+    assert not report.refused

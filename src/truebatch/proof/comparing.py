@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -35,6 +36,10 @@ class Runnable(Protocol):
 
     def run(self, piece: Piece, samples: Sequence[Any] | None = None) -> Outcome:
         """Run one micro-batch."""
+        ...
+
+    def held(self, piece: Piece) -> AbstractContextManager[None]:
+        """What must stay open until backward is over."""
         ...
 
     def with_model(self, model: nn.Module) -> Self:
@@ -83,7 +88,7 @@ class Reference:
 def run_whole(subject: Runnable, arrangement: Arrangement, *, gradient: bool = True) -> Whole:
     """Run every micro-batch of an arrangement and put the step together again."""
     wanted = gradient and subject.model is not None
-    with torch.set_grad_enabled(wanted):
+    with torch.set_grad_enabled(wanted), subject.held(arrangement.pieces[0]):
         outcomes = [subject.run(piece) for piece in arrangement.pieces]
         counts = add_counts(o.counts for o in outcomes)
         sums = add_sums(outcomes)

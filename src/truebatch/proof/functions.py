@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,6 +41,10 @@ class ListSubject:
         chosen = [copy.deepcopy(source[int(i)]) for i in piece.rows.ids]  # a function may pad its samples in place
         value = as_tensors(self.function(chosen))
         return read_result(value, lambda rest: _split(rest, len(chosen)), len(chosen), stand_in=False)
+
+    def held(self, piece: Piece) -> AbstractContextManager[None]:
+        """A function keeps nothing open."""
+        return nullcontext()
 
     def with_model(self, model: nn.Module) -> ListSubject:
         """A function keeps its own model; half precision is then compared by a given tolerance only."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,6 +48,8 @@ class Subject:
     """True if a token must not be moved by later ones."""
     plain_values: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Field -> whole numbers that may stand anywhere (no placeholders); by default those the samples have."""
+    hold: Callable[[Any, MicroBatch], AbstractContextManager[None]] | None = None
+    """What must stay open until backward is over, as the objective says: layers may be run again there."""
 
     @property
     def lengths(self) -> list[int]:
@@ -73,6 +75,10 @@ class Subject:
     def run(self, piece: Piece, samples: Sequence[Sample] | None = None) -> Outcome:
         """Collate and run one piece."""
         return self.call(self.model, self.micro_batch(piece, samples))
+
+    def held(self, piece: Piece) -> AbstractContextManager[None]:
+        """Open around forward and backward of an arrangement that begins with this piece."""
+        return nullcontext() if self.hold is None else self.hold(self.model, self.micro_batch(piece))
 
     def with_model(self, model: nn.Module) -> Subject:
         """The same samples through another model."""
@@ -100,7 +106,8 @@ def model_subject(
         outputs = split_output(values[0], batch) if len(values) == 1 else {}
         return Outcome(outputs, sums, objective.counts(batch))
 
-    return Subject(samples, fields, call, model, _is_causal(fields, causal))
+    hold = getattr(objective, "hold", None)
+    return Subject(samples, fields, call, model, _is_causal(fields, causal), hold=hold)
 
 
 def callable_subject(
