@@ -36,6 +36,19 @@ def test_the_table_has_every_size_and_the_next_command_runs(folder, capsys):
     (following,) = [line for line in out.splitlines() if line.startswith("next: truebatch ")]
     assert "train.cells=" in following
     assert run(following.split()[2:]) == 0
+    assert "no longer holds" not in capsys.readouterr().out
+
+
+def test_a_run_says_when_its_budget_was_measured_for_something_else(folder, capsys):
+    assert run(["fit", SYSTEM, "--config", "run.yaml"]) == 0
+    out = capsys.readouterr().out
+    (following,) = [line for line in out.splitlines() if line.startswith("next: truebatch ")]
+    changed = [*following.split()[2:], "--set", "width=14"]
+    assert run(changed) == 0
+    out = capsys.readouterr().out
+    assert "the memory fit in runs/numbers/fit.json no longer holds (parameters was 500, is 580" in out
+    assert run([*following.split()[2:], "--fresh", "--out", "elsewhere"]) == 0
+    assert "no longer holds" not in capsys.readouterr().out
 
 
 def test_json_holds_the_same_figures(folder, capsys):

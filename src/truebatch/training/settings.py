@@ -39,7 +39,7 @@ class TrainConfig:
     layout: Layout = "padded"
     """One sample a row, or samples end to end."""
     cells: int | None = None
-    """Most cells of one forward pass; `truebatch fit` will measure it."""
+    """Most cells of one forward pass; `truebatch fit` measures it."""
     pairs: int | None = None
     """Most query-key pairs of one forward pass."""
     true_batch: Switch = "on"

@@ -16,6 +16,7 @@ from truebatch.errors import ConfigError
 from truebatch.system import System
 from truebatch.training.checkpoints import load_checkpoint
 from truebatch.training.durable import read_json, write_json
+from truebatch.training.fitting import stale_fit_warnings
 from truebatch.training.job import TrainResult
 from truebatch.training.keeping import best_step, list_checkpoints
 from truebatch.training.loop import train
@@ -76,7 +77,7 @@ def train_system(system: System, config: Any, start: Start) -> TrainResult:
 
     `config` is an instance of `settings_type(system)`. Every rank calls this with the same arguments.
     """
-    find_place(config.train)
+    device = find_place(config.train).device
     say = start.say if rank() == 0 else (lambda _line: None)
     data = system_data(system, config)
     model = system.build_model(config)
@@ -88,6 +89,8 @@ def train_system(system: System, config: Any, start: Start) -> TrainResult:
     with opened_run(start.out, config, fresh=start.fresh) as run:
         assert run is not None
         _say_where(run, say)
+        for line in stale_fit_warnings(run.folder, model, config.train, device=device):
+            say(line)
         result = train(
             model,
             system.objective(config),
