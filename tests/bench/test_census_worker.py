@@ -42,7 +42,7 @@ def test_plain_transformers_packs_gpt_oss_wrongly_and_llama_rightly():
     assert plain == {"gpt_oss": "different", "llama": "equal"}
 
 
-def test_a_fault_that_only_long_rows_have_is_wrong_and_not_noticed():
+def test_a_fault_that_verify_cannot_meet_is_wrong_and_not_noticed():
     row = row_of("llama", build=with_fault)
     assert row["verdict"] == "wrong and not noticed"
     assert row["layouts"][row["chosen"]]["check"]["verdict"] == "different"

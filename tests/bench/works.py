@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from truebatch.bench.census_worker import examine
+from truebatch.bench.independent import LENGTHS
 from truebatch.hf.tiny import tiny_model
 
 EQUAL = {"verdict": "equal", "why": "", "chosen": "packed", "seconds": 0.0}
@@ -35,11 +36,11 @@ def planted(task):
 
 
 def with_fault(model_type, head):
-    """The last layer of a long row adds the mean of the whole row to each of its cells."""
+    """The last layer of a row as long as only the second check makes one adds its mean to each of its cells."""
     model = tiny_model(model_type, head)
-    model.model.layers[-1].mlp.register_forward_hook(_mix_long_rows)
+    model.model.layers[-1].mlp.register_forward_hook(_mix_rows_of_the_second_check)
     return model
 
 
-def _mix_long_rows(_module: nn.Module, _args: object, out: torch.Tensor) -> torch.Tensor:
-    return out + out.mean(dim=1, keepdim=True) if out.shape[1] > 60 else out
+def _mix_rows_of_the_second_check(_module: nn.Module, _args: object, out: torch.Tensor) -> torch.Tensor:
+    return out + out.mean(dim=1, keepdim=True) if out.shape[1] == sum(LENGTHS) else out

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 from tests.tiny import SETS_FIELDS, TEXT_FIELDS, NextToken, SetRisk, SetsModel, TextModel, set_samples, text_samples
-from truebatch.errors import RestartError, exit_code_of
+from tests.training.test_nonfinite import POLICIES, SOURCES
+from tests.training.test_nonfinite import SAMPLES as BAD_SAMPLES
+from truebatch.errors import NonFiniteError, RestartError, exit_code_of
 from truebatch.hf.heads import head_of
 from truebatch.hf.objectives import HeadObjective
 from truebatch.hf.samples import make_samples
@@ -21,6 +23,7 @@ from truebatch.hf.tiny import tiny_model
 from truebatch.planning.plan import build_plan
 from truebatch.planning.settings import PlanConfig
 from truebatch.tensors.loader import load_steps
+from truebatch.training.checkpoints import load_newest
 from truebatch.training.failpoints import armed
 from truebatch.training.guard import Guard, read_budget
 from truebatch.training.loop import train
@@ -167,6 +170,38 @@ def run(folder, steps, *, stop_after=None):
     return {"step": result.step, "exit_code": result.exit_code, "weights": weights.tolist()}
 
 
+def run_bad(folder, source, policy):
+    """A short run with something that is not finite; what it came to on this rank."""
+    kind, objective, optimiser = {**SOURCES, "one rank": (TextModel, BadOnOneRank, torch.optim.SGD)}[source]
+    torch.manual_seed(0)
+    model = kind()
+    config = TrainConfig(
+        epochs=1, samples_per_step=4, devices=num_ranks(), nonfinite=policy, nonfinite_limit=2, save_every=1, keep=9
+    )
+    groups = [Group(optimiser=optimiser(model.parameters(), 0.1))]
+    try:
+        train(model, objective(), TrainData(samples=BAD_SAMPLES, fields=TEXT_FIELDS), config, groups=groups, out=folder)
+        ended = "done"
+    except NonFiniteError:
+        ended = "raised"
+    good = load_newest(folder / "checkpoints")
+    saved = (
+        True if good is None else all(bool(torch.isfinite(t).all()) for t in good.checkpoint.parts["model"].values())
+    )
+    return {"ended": ended, "finite": all(bool(torch.isfinite(p).all()) for p in model.parameters()), "saved": saved}
+
+
+class BadOnOneRank(NextToken):
+    """NaN in the loss of rank 1 alone, in its second step."""
+
+    calls = 0
+
+    def sums(self, model, batch):
+        sums = super().sums(model, batch)
+        self.calls += 1
+        return {"nll": sums["nll"] * float("nan")} if rank() == 1 and self.calls == 2 else sums
+
+
 def main(out):
     dist.init_process_group("gloo")
     results = {}
@@ -180,6 +215,12 @@ def main(out):
     results["sharded"] = [(x, y, g.tolist()) for x, y, g in gradients("text", "padded", shard=True)]
     results |= out_of_memory()
     results["sharded, out of memory"] = sharded_out_of_memory(out / "sharded")
+    for source in (*SOURCES, "one rank"):
+        for policy in POLICIES:
+            mine = run_bad(out / f"bad {source} {policy}", source, policy)
+            every = [None, None]
+            dist.all_gather_object(every, mine)
+            results[f"bad {source} {policy}"] = every
     results["whole"] = run(out / "whole", 6)
     results["second part"] = run(out / "parts", 4)
     results["stopped"] = run(out / "stopped", 6, stop_after=1)

@@ -73,6 +73,17 @@ def test_every_head_has_one_gradient_on_one_process_and_on_two(two, name, layout
     assert relative(two[1][f"{name} {layout} {cells}"], whole) <= 1e-6
 
 
+@pytest.mark.parametrize("policy", processes.POLICIES)
+@pytest.mark.parametrize("source", [*processes.SOURCES, "one rank"])
+def test_nan_on_any_rank_is_met_by_all_ranks_alike(two, source, policy):
+    first, second = two[1][f"bad {source} {policy}"]
+    assert first == second  # the same decision, and the same parameters as far as finite goes
+    assert first["saved"]
+    if source != "optimiser":
+        assert first["finite"]
+        assert first["ended"] == ("raised" if policy == "raise" else "done")
+
+
 def test_sharded_parameters_get_the_same_gradient(two):
     for (loss, _, gradient), (want_loss, _, want) in zip(
         two[1]["sharded"], processes.gradients("text", "padded"), strict=True
