@@ -10,6 +10,9 @@ import pytest
 
 from tests.hf.finetuning.folders import chats, model_folder, write_lines
 from truebatch.cli import run
+from truebatch.commands.fit import _advice
+from truebatch.training.memoryfit import Point, fit_points
+from truebatch.training.sizing import HERE, BatchSize, Sizing
 
 SYSTEM = f"{Path(__file__).parent / 'tasks.py'}:system"
 
@@ -59,7 +62,7 @@ def test_json_holds_the_same_figures(folder, capsys):
     assert said["cells"]["1 GiB"] > said["longest"] == 29
     sizes = said["sizes"]
     assert all(a["worst_bytes"] <= b["worst_bytes"] for a, b in pairwise(sizes))
-    assert sizes[0]["samples_per_second"] > 0
+    assert sizes[0]["samples_per_second"] >= sizes[0]["slowest_per_second"] > 0
     assert sizes[0]["fits"] == {"this machine": True, "1 GiB": True}
     assert said["fit"]["fingerprint"]
 
@@ -95,3 +98,20 @@ def test_a_model_of_hugging_face_is_fitted_in_the_layout_it_is_proven_for(folder
 def test_mistakes_are_named_and_end_with_2(folder, capsys, arguments, wrong):
     assert run(arguments) == 2
     assert wrong in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("one", "four", "said"),
+    [
+        ((10.0, 9.0), (40.0, 30.0), "batching pays: the fastest batch size runs 3.00 to 4.44 times"),
+        ((10.0, 9.8), (10.2, 9.9), "batching does not pay on this machine"),
+        ((10.0, 1.8), (57.8, 8.7), "whether batching pays cannot be told"),
+    ],
+)
+def test_a_verdict_on_speed_is_given_only_where_all_passes_agree(one, four, said):
+    fit = fit_points([Point(1, 1, 1, 10)], resident_bytes=0, optimiser_bytes=0, facts={})
+    sizes = [BatchSize(1, *one, 0, 0), BatchSize(4, *four, 0, 0), BatchSize(8, None, None, 0, 0)]
+    sizing = Sizing(
+        fit=fit, layout="padded", limits={HERE: 9}, cells={HERE: 9}, sizes=sizes, longest=3, shortest=1
+    )  # fmt: skip
+    assert _advice(sizing)[0].startswith(said)

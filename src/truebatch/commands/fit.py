@@ -16,7 +16,7 @@ from truebatch.errors import ConfigError
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
-    from truebatch.training.sizing import Sizing
+    from truebatch.training.sizing import BatchSize, Sizing
 
 GIB = 2**30
 CARDS = (15.0, 32.0, 80.0)
@@ -149,7 +149,7 @@ def _print(sizing: Sizing, lines: list[str], written: Path, following: str) -> N
     rows = tuple(
         (
             str(s.samples),
-            "-" if s.samples_per_second is None else f"{s.samples_per_second:,.1f}",
+            _speed(s),
             _gib(s.typical_bytes),
             _gib(s.worst_bytes),
             *("fits" if s.worst_bytes <= limit else "does not fit" for limit in sizing.limits.values()),
@@ -159,6 +159,12 @@ def _print(sizing: Sizing, lines: list[str], written: Path, following: str) -> N
     budgets = ("largest safe cells=", "", "", "", *(_budget(n, sizing.longest) for n in sizing.cells.values()))
     print_table(Table(header, (*rows, budgets)))
     sys.stdout.write("\n" + "\n".join([*_advice(sizing), RATE, f"fit: {written}", f"next: {following}"]) + "\n")
+
+
+def _speed(size: BatchSize) -> str:
+    if size.samples_per_second is None or size.slowest_per_second is None:
+        return "-"
+    return f"{size.slowest_per_second:,.1f} to {size.samples_per_second:,.1f}"
 
 
 def _named(name: str, limit: int) -> str:
@@ -178,8 +184,13 @@ def _advice(sizing: Sizing) -> list[str]:
 
     lines = []
     if sizing.speedup is not None:
-        verdict = "batching pays" if sizing.speedup >= PAYS else "batching does not pay on this machine"
-        lines.append(f"{verdict}: the fastest batch size runs {sizing.speedup:.2f} times the samples/s of batch size 1")
+        least, most = sizing.speedup
+        verdict = "batching does not pay on this machine" if most < PAYS else "whether batching pays cannot be told"
+        verdict = "batching pays" if least >= PAYS else verdict
+        lines.append(
+            f"{verdict}: the fastest batch size runs {least:.2f} to {most:.2f} times the samples/s of batch size 1, "
+            "by the passes that were timed" + ("; the machine is busy" if least < PAYS <= most else "")
+        )
     cells = sizing.cells[HERE]
     if cells < sizing.longest:
         lines.append(f"the longest sample ({sizing.longest:,} tokens) does not fit on this machine")

@@ -30,7 +30,7 @@ PAYS = 1.1
 """Batching pays where it is at least this many times as fast as one by one."""
 CUDA_SHARE = 0.95
 """What can be used of a card: the rest goes to the context of CUDA and to gaps between blocks."""
-LARGEST_SIZE, LARGEST_POOL = 1024, 64
+LARGEST_SIZE, LARGEST_POOL, PASSES = 1024, 64, 3
 POOL_SECONDS = 3.0
 """Time for one pass over the samples every batch size is timed with."""
 
@@ -41,7 +41,9 @@ class BatchSize:
 
     samples: int
     samples_per_second: float | None
-    """Measured, forward and backward; None if it was not run."""
+    """Measured, forward and backward, in the fastest pass; None if it was not run."""
+    slowest_per_second: float | None
+    """The same in the slowest pass: far below the fastest where the machine was busy with something else."""
     typical_bytes: int
     """Predicted for samples as they come."""
     worst_bytes: int
@@ -63,10 +65,14 @@ class Sizing:
     shortest: int
 
     @property
-    def speedup(self) -> float | None:
-        """The fastest size over one by one; None if only one was timed."""
-        speeds = [s.samples_per_second for s in self.sizes if s.samples_per_second is not None]
-        return max(speeds[1:]) / speeds[0] if len(speeds) > 1 else None
+    def speedup(self) -> tuple[float, float] | None:
+        """The fastest size over one by one: at least, and at most, by the passes. None if only one size was timed."""
+        timed = [(s.slowest_per_second, s.samples_per_second) for s in self.sizes]
+        known = [(low, high) for low, high in timed if low is not None and high is not None]
+        if len(known) < 2:
+            return None
+        low, high = max(known[1:], key=lambda one: one[1])
+        return low / known[0][1], high / known[0][0]
 
 
 def size_system(
@@ -146,16 +152,14 @@ def measure_sizes(
     drawn = np.random.default_rng(0).permutation(len(lengths))
     numbers = [2**k for k in range(LARGEST_SIZE.bit_length()) if 2**k <= len(lengths)]
     falling = np.sort(lengths)[::-1]
-    sizes = []
+    worst = {n: fit.predict_safely(*shape_of_lengths(falling[:n], layout)) for n in numbers}
+    typical = {n: fit.predict(*shape_of_lengths(lengths[drawn[:n]], layout)) for n in numbers}
     with untouched(engine):
         pool = _pool(engine, data, drawn, layout)
-        for number in numbers:
-            worst = fit.predict_safely(*shape_of_lengths(falling[:number], layout))
-            typical = fit.predict(*shape_of_lengths(lengths[drawn[:number]], layout))
-            runs = number <= len(pool) and max(worst, typical) <= limit_bytes
-            speed = _speed(engine, data, pool, number, layout) if runs else None
-            sizes.append(BatchSize(number, speed, typical, worst))
-    return sizes
+        run = [n for n in numbers if n <= len(pool) and max(worst[n], typical[n]) <= limit_bytes]
+        speeds = _speeds(engine, data, pool, run, layout)
+    fastest, slowest = ({n: speed[at] for n, speed in speeds.items()} for at in (0, 1))
+    return [BatchSize(n, fastest.get(n), slowest.get(n), typical[n], worst[n]) for n in numbers]
 
 
 def _pool(engine: Engine, data: TrainData, drawn: Ints, layout: Layout) -> Ints:
@@ -166,9 +170,16 @@ def _pool(engine: Engine, data: TrainData, drawn: Ints, layout: Layout) -> Ints:
     return drawn[: 2 ** (room.bit_length() - 1)]
 
 
-def _speed(engine: Engine, data: TrainData, pool: Ints, number: int, layout: Layout) -> float:
-    cuts = [pool[at : at + number] for at in range(0, len(pool), number)]
-    return len(pool) / min(_seconds(engine, data, cuts, layout) for _ in range(3))
+def _speeds(
+    engine: Engine, data: TrainData, pool: Ints, numbers: Sequence[int], layout: Layout
+) -> dict[int, tuple[float, float]]:
+    """Samples a second of every size, fastest and slowest pass. Sizes take turns, so that a busy spell meets all."""
+    passes: dict[int, list[float]] = {n: [] for n in numbers}
+    for _ in range(PASSES):
+        for number in numbers:
+            cuts = [pool[at : at + number] for at in range(0, len(pool), number)]
+            passes[number].append(len(pool) / _seconds(engine, data, cuts, layout))
+    return {n: (max(speeds), min(speeds)) for n, speeds in passes.items()}
 
 
 def _seconds(engine: Engine, data: TrainData, cuts: Sequence[Ints], layout: Layout) -> float:
