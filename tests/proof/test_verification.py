@@ -116,6 +116,7 @@ def test_half_precision_is_measured_against_fp32():
     torch.manual_seed(0)
     report = verify(P.LanguageModel().bfloat16(), P.NextToken(), samples(), P.FIELDS)
     assert report.ok, str(report)
+    assert not any("would not be seen" in note for note in report.notes)
     torch.manual_seed(0)
     assert not verify(P.MaskIgnoredButCausal().bfloat16(), P.NextToken(), samples(), P.FIELDS).ok
 
@@ -320,6 +321,16 @@ def test_zeros_for_every_sample_prove_nothing():
     report = verify(Zero(), P.NextToken(), samples(), P.FIELDS)
     assert not report.ok
     assert "zero for every sample" in report.unproven
+
+
+def test_an_output_that_is_always_zero_beside_a_real_one_is_no_obstacle():
+    class Flagged(P.LanguageModel):
+        def forward(self, batch):
+            y = super().forward(batch)
+            return {"logits": y, "is_last": torch.zeros_like(y[..., 0])}
+
+    torch.manual_seed(0)
+    assert verify(Flagged(), samples=samples(), fields=(Field(name="input_ids"),)).ok
 
 
 @pytest.mark.parametrize("settings", [{"layout": "sideways"}, {"tolerance": -1.0}, {"tolerance": float("nan")}])

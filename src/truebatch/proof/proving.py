@@ -104,6 +104,8 @@ def prove(
     return _finish(report, mode, reference, problem, rounding)
 
 
+PLAIN_MOVE = 0.1
+"""A sample that moves itself this far shows any leak, however wide the limits of half precision are."""
 ROUNDING = 1e-3
 """Differences below this may be rounding, which the same model in fp64 tells from a fault."""
 
@@ -148,9 +150,9 @@ def _unusable(whole: Whole) -> str:
         bad = [i for i, t in samples.items() if t.is_floating_point() and bool(torch.isnan(t).any())]
         if bad:
             return f"{name!r} is NaN for sample {bad[0]} alone"
-        tensors = list(samples.values())
-        if all(not t.any() for t in tensors if t.numel()):
-            return f"{name!r} is zero for every sample alone: nothing was computed, or an exception was swallowed"
+    zero = [n for n, samples in whole.outputs.items() if all(not t.any() for t in samples.values() if t.numel())]
+    if zero and len(zero) == len(whole.outputs):
+        return f"{zero[0]!r} is zero for every sample alone: nothing was computed, or an exception was swallowed"
     if not whole.outputs and not whole.loss:
         return "the subject gave neither outputs nor a loss"
     return ""
@@ -203,7 +205,7 @@ def _explain(
     causes = name_causes(evidence) if suspicious else []
     notes = [*_notes(subject, singles, results), *_nan_notes(subject, results, reference)]
     own = min((test.own_move for test in leak_tests), default=0.0)
-    if leak_tests and own < 100 * limit:
+    if leak_tests and own < min(100 * limit, PLAIN_MOVE):
         notes.append(f"changing a sample moves its own result by {own:.1e} only: a leak that small would not be seen")
     return VerifyReport(results, causes, first, leaks, notes, leak_visible=own)
 
