@@ -22,6 +22,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "run.yaml").write_text("width: 12\ntrain:\n  samples_per_step: 4\n  max_steps: 2\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRUEBATCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")  # a narrow terminal gets the table one size below the other
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
