@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from truebatch.generation.settings import Generation
 from truebatch.objective import Objective
 from truebatch.planning.measuring import Measured
 from truebatch.planning.rows import Layout
@@ -34,10 +35,16 @@ class System:
     """Length, further costs and counts of every sample, without building a tensor."""
     build_model: Callable[[Any], nn.Module]
     objective: Callable[[Any], Objective]
-    evaluate: Callable[[Any, nn.Module, Dataset], Mapping[str, float]] | None = None
-    """Figures of a trained model on a dataset; None if the loss is all there is."""
+    train_type: type | None = None
+    """A subclass of `TrainConfig` with the defaults of this task; by default `TrainConfig` itself."""
     validation: Callable[[Any], Dataset | None] | None = None
     """Samples that are never trained on."""
+    test: Callable[[Any], Dataset | None] | None = None
+    """Samples that no choice was made on, for `evaluate`; by default those of `validation`."""
+    evaluate: Callable[[Any, nn.Module, Dataset, Path], Mapping[str, Any]] | None = None
+    """Figures of a trained model on a dataset; predictions and pictures go to the folder. None: the loss is all."""
+    generate: Callable[[Any, nn.Module, Sequence[str], Generation], Iterator[tuple[int, str]]] | None = None
+    """Text for prompts: the number of the prompt and what is new of its text, as it comes."""
     transform: Callable[[Any], Transform] | None = None
     """Augmentation keyed by sample id and epoch."""
     groups: Callable[[Any, nn.Module], Sequence[Any]] | None = None

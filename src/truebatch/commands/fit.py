@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from truebatch.commands.train import RUNS, _checked, _document, _find_system, _settle
+from truebatch.commands.train import RUNS, _checked, _document, _settle
 from truebatch.errors import ConfigError
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
@@ -58,6 +58,7 @@ def show_fit(
 
       truebatch fit task.py:system --config run.yaml --set train.precision=bf16 --json
     """
+    from truebatch.systems.finding import find_system
     from truebatch.training.memoryfit import save_fit
     from truebatch.training.sizing import HERE, size_system
 
@@ -65,7 +66,7 @@ def show_fit(
     given: dict[tuple[str, ...], Any] = {(name,): str(value) for name, value in texts.items() if value is not None}
     given |= {("lora",): True} if lora else {}
     limits = _limits(memory or CARDS)
-    system = _find_system(target)
+    system = find_system(target)
     document = _document(config, set_ or [], given)
     folder = out or RUNS / system.name
     is_layout_open = _settle(document, folder, fresh=False)

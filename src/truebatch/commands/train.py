@@ -97,10 +97,11 @@ def _check_words(resume: str, log_format: str) -> None:
 
 
 def _run(target: str, file: Path | None, overrides: list[str], given: dict[tuple[str, ...], Any], way: _Way) -> int:
+    from truebatch.systems.finding import find_system
     from truebatch.training.launching import check_ranks, launch, ranks_around, stop_with_parent
     from truebatch.training.trackers import check_trackers
 
-    system = _find_system(target)
+    system = find_system(target)
     document = _document(file, overrides, given)
     folder = way.out or RUNS / system.name
     is_layout_open = _settle(document, folder, fresh=way.fresh)
@@ -116,30 +117,6 @@ def _run(target: str, file: Path | None, overrides: list[str], given: dict[tuple
         return launch(_arguments(target, file, overrides, given, way, folder), config.train.devices, folder=folder)
     stop_with_parent()
     return _train(system, config, folder, way, is_layout_open=is_layout_open, again=target)
-
-
-def _find_system(target: str) -> System:
-    from truebatch.system import System
-    from truebatch.systems import SYSTEMS
-    from truebatch.targets import call_target, is_target, resolve_target
-    from truebatch.textfiles import nearest
-
-    if target not in SYSTEMS and not is_target(target):
-        raise ConfigError(
-            f"there is no system {target!r}{nearest(target, sorted(SYSTEMS))}",
-            seen=f"systems: {', '.join(sorted(SYSTEMS))}",
-            do="name one of them, or your own as package.module:name or file.py:name",
-        )
-    found = resolve_target(SYSTEMS.get(target, target))
-    if callable(found) and not isinstance(found, System):
-        found = call_target(target, found)
-    if not isinstance(found, System):
-        raise ConfigError(
-            f"{target} is not a system",
-            seen=f"a {type(found).__name__}",
-            do="name a truebatch.System, or a function without arguments that returns one",
-        )
-    return found
 
 
 def _document(file: Path | None, overrides: list[str], given: dict[tuple[str, ...], Any]) -> Document:
@@ -269,8 +246,13 @@ def _train(system: System, config: Any, folder: Path, way: _Way, *, is_layout_op
     show = make_show(way.log_format)
     trackers = Trackers(config.train.track, folder, plain_config(config))
     start = Start(
-        out=folder, fresh=way.fresh, is_layout_open=is_layout_open, say=show.say, watches=(show, trackers)
-    )  # fmt: skip
+        out=folder,
+        target=again,
+        fresh=way.fresh,
+        is_layout_open=is_layout_open,
+        say=show.say,
+        watches=(show, trackers),
+    )
     try:
         result = train_system(system, config, start)
     finally:

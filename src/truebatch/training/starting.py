@@ -14,6 +14,7 @@ from torch import nn
 
 from truebatch.errors import ConfigError
 from truebatch.system import System
+from truebatch.systems.finding import lasting_target
 from truebatch.training.checkpoints import load_checkpoint
 from truebatch.training.durable import read_json, write_json
 from truebatch.training.fitting import stale_fit_warnings
@@ -28,6 +29,8 @@ from truebatch.training.settings import TrainConfig
 from truebatch.training.task import TrainData, first_samples
 from truebatch.training.watching import Watch
 
+ABOUT = "run.json"
+"""The file of a run that names its system."""
 EXPORTED = "exported.json"
 MODEL = "model"
 """The folder of a run that holds the trained model, for use without truebatch."""
@@ -38,6 +41,8 @@ class Start:
     """How a run is started, beside its settings."""
 
     out: Path
+    target: str = ""
+    """What finds the system again (`find_system`), for `evaluate` and `generate`; by default its name."""
     fresh: bool = False
     """Move an earlier run in `out` aside and begin anew."""
     is_layout_open: bool = False
@@ -55,7 +60,8 @@ def settings_type(system: System) -> type[Any]:
             seen=f"config_type={getattr(kind, '__name__', kind)!r}",
             do="declare them with @dataclass(frozen=True, kw_only=True); `train` holds the settings of training",
         )
-    own = ("train", TrainConfig, field(default_factory=TrainConfig))
+    trained = system.train_type or TrainConfig
+    own = ("train", trained, field(default_factory=trained))
     is_frozen = bool(kind.__dataclass_params__.frozen)  # type: ignore[attr-defined]
     return make_dataclass(kind.__name__, [own], bases=(kind,), frozen=is_frozen, kw_only=True)
 
@@ -88,6 +94,8 @@ def train_system(system: System, config: Any, start: Start) -> TrainResult:
     groups = system.groups(config, model) if system.groups is not None else None
     with opened_run(start.out, config, fresh=start.fresh) as run:
         assert run is not None
+        if rank() == 0:
+            write_json(run.folder / ABOUT, {"system": lasting_target(start.target or system.name)})
         _say_where(run, say)
         for line in stale_fit_warnings(run.folder, model, config.train, device=device):
             say(line)

@@ -1,0 +1,62 @@
+"""`truebatch init`: a few files to start from, with the names and options people know from the system's note."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import truebatch
+from truebatch.errors import ConfigError
+from truebatch.textfiles import nearest
+
+SUFFIX = ".template"
+
+
+def show_init(
+    system: Annotated[str, typer.Argument(help="The name of a system that comes with truebatch.")],
+    out: Annotated[Path, typer.Option(help="The folder the files go to.")] = Path(),
+    force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
+) -> int:
+    """Write the starting files of a system into a folder; files that are there stay, unless --force is given.
+
+    Exit code 0: written. 2: there is no such system, or a file is in the way.
+
+    Examples:
+
+      truebatch init seqset_vae
+
+      truebatch init vl_reward --out my-benchmark
+    """
+    files = starting_files(system)
+    there = [name for name in files if (out / name).exists()]
+    if there and not force:
+        raise ConfigError(
+            "a file is in the way, nothing was written",
+            seen=", ".join(str(out / name) for name in there),
+            do="name another folder with --out, or write over them with --force",
+        )
+    for name, text in files.items():
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(text, encoding="utf-8")
+        sys.stdout.write(f"wrote {out / name}\n")
+    return 0
+
+
+def starting_files(system: str) -> dict[str, str]:
+    """The files of a system to start from: relative name and text."""
+    root = Path(truebatch.__file__).parent / "systems"
+    known = sorted({file.relative_to(root).parts[0] for file in root.rglob(f"*{SUFFIX}")})
+    if system not in known:
+        raise ConfigError(
+            f"there are no starting files for {system!r}{nearest(system, known)}",
+            seen=f"systems with starting files: {', '.join(known) or 'none'}",
+            do="name one of them",
+        )
+    folder = root / system / "starter"
+    return {
+        str(file.relative_to(folder)).removesuffix(SUFFIX): file.read_text(encoding="utf-8")
+        for file in sorted(folder.rglob(f"*{SUFFIX}"))
+    }

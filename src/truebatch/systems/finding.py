@@ -1,0 +1,37 @@
+"""From a word on the command line to a system: one of ours by name, or the user's own as `module:name`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from truebatch.errors import ConfigError
+from truebatch.system import System
+from truebatch.systems import SYSTEMS
+from truebatch.targets import call_target, is_target, resolve_target
+from truebatch.textfiles import nearest
+
+
+def find_system(target: str) -> System:
+    """The system a word names. What is no system raises `ConfigError` with the nearest name."""
+    if target not in SYSTEMS and not is_target(target):
+        raise ConfigError(
+            f"there is no system {target!r}{nearest(target, sorted(SYSTEMS))}",
+            seen=f"systems: {', '.join(sorted(SYSTEMS))}",
+            do="name one of them, or your own as package.module:name or file.py:name",
+        )
+    found = resolve_target(SYSTEMS.get(target, target))
+    if callable(found) and not isinstance(found, System):
+        found = call_target(target, found)
+    if not isinstance(found, System):
+        raise ConfigError(
+            f"{target} is not a system",
+            seen=f"a {type(found).__name__}",
+            do="name a truebatch.System, or a function without arguments that returns one",
+        )
+    return found
+
+
+def lasting_target(target: str) -> str:
+    """The same target for a process in another folder: the path of a file is made whole."""
+    place, colon, name = target.rpartition(":")
+    return f"{Path(place).resolve()}{colon}{name}" if place.endswith(".py") else target

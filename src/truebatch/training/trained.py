@@ -1,0 +1,112 @@
+"""A run that has trained something: its system, its settings, and the model with its best weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from truebatch.config import apply_override, check_config
+from truebatch.errors import CheckpointError, RunError
+from truebatch.system import System
+from truebatch.systems.finding import find_system
+from truebatch.training.checkpoints import Checkpoint, load_checkpoint, load_newest
+from truebatch.training.durable import read_json
+from truebatch.training.keeping import best_step, list_checkpoints
+from truebatch.training.runs import CONFIG
+from truebatch.training.starting import ABOUT, settings_type
+from truebatch.yamlfiles import read_yaml
+
+_MOST_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trained:
+    """What a run folder holds, ready to be used."""
+
+    folder: Path
+    system: System
+    config: Any
+    """An instance of `settings_type(system)`."""
+    model: nn.Module
+    """In eval mode."""
+    step: int
+    """After which the weights were saved."""
+
+
+def open_trained(folder: Path, overrides: Sequence[str] = ()) -> Trained:
+    """The model of a run with the weights of its best validation, or of its last good checkpoint.
+
+    `overrides` (`a.b=value`) change settings for this use only; the run stays as it is. Nothing is written.
+    """
+    system, config = open_settings(folder, overrides)
+    saved = _weights(folder)
+    model = system.build_model(config)
+    _load_weights(model, saved.parts["model"])
+    return Trained(folder, system, config, model.eval(), saved.step)
+
+
+def open_settings(folder: Path, overrides: Sequence[str] = ()) -> tuple[System, Any]:
+    """The system and the settings of a run, without its weights."""
+    if not (folder / CONFIG).is_file():
+        raise RunError(
+            f"{folder} is not a run", seen=f"no {CONFIG} in it", do="give the folder that `truebatch train` has named"
+        )
+    if not (folder / ABOUT).is_file():
+        raise RunError(
+            f"the run {folder} does not say which system made it",
+            seen=f"no {ABOUT} in it: it was made by train() in Python",
+            do="use your own code to load it, or train it with `truebatch train`",
+        )
+    system = find_system(str(read_json(folder / ABOUT, max_bytes=_MOST_BYTES)["system"]))
+    document = read_yaml(folder / CONFIG)
+    for override in overrides:
+        apply_override(document, override)
+    return system, check_config(settings_type(system), document)
+
+
+def _weights(folder: Path) -> Checkpoint:
+    """The checkpoint of the best validation if every byte of it is right, else the newest that is."""
+    checkpoints = folder / "checkpoints"
+    best = best_step(checkpoints)
+    for saved in list_checkpoints(checkpoints):
+        if saved.step == best and saved.is_good:
+            try:
+                return load_checkpoint(saved.path)
+            except CheckpointError:
+                break  # A damaged best checkpoint is passed over like any other; `load_newest` finds the next.
+    newest = load_newest(checkpoints)
+    if newest is None:
+        raise RunError(
+            f"the run {folder} has no checkpoint yet",
+            seen=f"nothing saved in {checkpoints}",
+            do="go on with its training: the same `truebatch train` command",
+        )
+    return newest.checkpoint
+
+
+def _load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    """All weights of a checkpoint into a model; only parameters that are never trained may be absent from it."""
+    try:
+        missing, unknown = model.load_state_dict(weights, strict=False)
+    except RuntimeError as error:  # Shapes that differ; the message of torch names them.
+        raise _foreign_weights(str(error)) from error
+    lost = [name for name in missing if _is_trained(model, name)]
+    if lost or unknown:
+        raise _foreign_weights(f"without weights: {lost[:3]}; without a place: {list(unknown)[:3]}")
+
+
+def _foreign_weights(seen: str) -> RunError:
+    return RunError(
+        "the weights of this run do not belong to the model its settings make",
+        seen=seen,
+        do="use the version of the code that made the run, or take back settings given with --set",
+    )
+
+
+def _is_trained(model: nn.Module, name: str) -> bool:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return name in parameters and parameters[name].requires_grad
