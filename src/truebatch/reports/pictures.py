@@ -1,0 +1,177 @@
+"""Pictures as SVG text: curves, heat maps, bars and histograms of one look, for reports and run folders.
+
+matplotlib is an extra and is imported when a picture is drawn. Text stays text, so that every script shows.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from truebatch.errors import ConfigError
+
+COLOURS = ("#2f6fb2", "#d1662b", "#3c8d57", "#8a5bb0", "#b8a02c", "#c4486b", "#4aa3a8", "#7a7a7a")
+FONTS = ("Noto Sans CJK SC", "Source Han Sans SC", "PingFang SC", "Microsoft YaHei", "WenQuanYi Zen Hei", "DejaVu Sans")
+_INK = "#7d8590"
+"""Read on a light and on a dark ground alike; the ground itself is left clear."""
+_SIZE = (6.4, 3.6)
+
+Points = tuple[Sequence[float], Sequence[float]]
+
+
+def curves(
+    lines: Mapping[str, Points], *, title: str, x: str, y: str, log_y: bool = False, marks: Mapping[str, float] = {}
+) -> str:
+    """Lines over one axis, by name. Points that are not finite are left out; `marks` are vertical lines with a name.
+
+    The first line is drawn widest, so that an equal one on top of it leaves both to be seen.
+    """
+    with _figure(title, x, y) as (axes, finished):
+        for number, (name, points) in enumerate(lines.items()):
+            xs, ys = _finite(points)
+            width = 3.2 if number == 0 and len(lines) > 1 else 1.5
+            style = "-" if number % 2 == 0 else "--"
+            axes.plot(xs, ys, style, color=COLOURS[number % len(COLOURS)], linewidth=width, label=_plain(name))
+        for name, place in marks.items():
+            axes.axvline(place, color=_INK, linestyle=":", linewidth=1)
+            axes.annotate(_plain(name), (place, 1), xycoords=("data", "axes fraction"), fontsize=7, color=_INK)
+        if log_y:
+            axes.set_yscale("log")
+        _legend(axes, len(lines))
+    return finished[0]
+
+
+def bars(values: Mapping[str, float], *, title: str, y: str) -> str:
+    """One bar a name, its value written on it."""
+    with _figure(title, "", y) as (axes, finished):
+        names = [_plain(name) for name in values]
+        drawn = axes.bar(range(len(names)), list(values.values()), color=COLOURS[0])
+        axes.bar_label(drawn, fmt="{:.3g}", fontsize=8, color=_INK)
+        axes.set_xticks(range(len(names)), names, rotation=20 if len(names) > 5 else 0)
+    return finished[0]
+
+
+def histogram(values: Sequence[float], *, title: str, x: str, y: str = "samples", bins: int = 40) -> str:
+    """How often values fall into each of `bins` equal ranges."""
+    with _figure(title, x, y) as (axes, finished):
+        axes.hist([value for value in values if math.isfinite(value)], bins=bins, color=COLOURS[0])
+    return finished[0]
+
+
+def heat_map(
+    values: Sequence[Sequence[float]],
+    *,
+    title: str,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    names: tuple[str, str] = ("", ""),
+) -> str:
+    """A table as colours, with the number in every cell of a small one; `names` are those of the columns and rows."""
+    with _figure(title, names[0], names[1]) as (axes, finished):
+        shown = axes.pcolormesh(values, cmap="viridis", edgecolors="none")  # Shapes: an image would be a data link.
+        axes.invert_yaxis()
+        axes.set_xticks([j + 0.5 for j in range(len(columns))], [_plain(c) for c in columns])
+        axes.set_yticks([i + 0.5 for i in range(len(rows))], [_plain(r) for r in rows])
+        axes.grid(visible=False)
+        axes.figure.colorbar(shown, ax=axes)
+        if len(rows) * len(columns) <= 150:
+            _write_cells(axes, values)
+    return finished[0]
+
+
+def load_matplotlib() -> ModuleType:
+    """matplotlib, drawing into memory; `ConfigError` with the command to install it where it is missing."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigError(
+            "pictures need matplotlib", seen=str(error), do="pip install 'truebatch[report]', or matplotlib itself"
+        ) from error
+    matplotlib.use("Agg")
+    return matplotlib
+
+
+@contextmanager
+def _figure(title: str, x: str, y: str) -> Iterator[tuple[Any, list[str]]]:
+    """Axes to draw on; the SVG is in the list after the block."""
+    matplotlib = load_matplotlib()
+    from matplotlib.figure import Figure
+
+    finished: list[str] = []
+    with matplotlib.rc_context(_look()):
+        figure = Figure(figsize=_SIZE, layout="constrained")
+        axes = figure.subplots()
+        axes.set_title(_plain(title))
+        axes.set_xlabel(_plain(x))
+        axes.set_ylabel(_plain(y))
+        yield axes, finished
+        finished.append(_svg(figure))
+
+
+def _look() -> dict[str, Any]:
+    # `svg.hashsalt` and no date: the same values give the same bytes.
+    ink = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), _INK)
+    return ink | {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "truebatch",
+        "font.family": list(FONTS),
+        "font.size": 9,
+        "axes.grid": True,
+        "grid.color": _INK,
+        "grid.alpha": 0.25,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlesize": 10,
+        "figure.facecolor": "none",
+        "axes.facecolor": "none",
+        "savefig.facecolor": "none",
+        "text.parse_math": False,
+    }
+
+
+def _svg(figure: Any) -> str:
+    held = io.StringIO()
+    log = logging.getLogger("matplotlib.font_manager")
+    before = log.level
+    # A font of the list that is not installed is no news: text stays text, and the viewer picks a font of its own.
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
+            figure.savefig(held, format="svg", metadata={"Date": None, "Creator": None})
+    finally:
+        log.setLevel(before)
+    text = held.getvalue()
+    text = text[text.index("<svg") :]
+    return re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL).strip() + "\n"
+
+
+def _legend(axes: Any, number: int) -> None:
+    if number > 1:
+        axes.legend(frameon=False, fontsize=8)
+
+
+def _write_cells(axes: Any, values: Sequence[Sequence[float]]) -> None:
+    flat = [value for row in values for value in row if math.isfinite(value)]
+    middle = (max(flat) + min(flat)) / 2 if flat else 0.0
+    for i, row in enumerate(values):
+        for j, value in enumerate(row):
+            ink = "black" if math.isfinite(value) and value > middle else "white"
+            axes.text(j + 0.5, i + 0.5, f"{value:.3g}", ha="center", va="center", fontsize=7, color=ink)
+
+
+def _finite(points: Points) -> Points:
+    kept = [(x, y) for x, y in zip(*points, strict=True) if math.isfinite(x) and math.isfinite(y)]
+    return [x for x, _ in kept], [y for _, y in kept]
+
+
+def _plain(text: str) -> str:
+    """Text that XML may hold: control characters become spaces."""
+    return "".join(c if c.isprintable() else " " for c in text)[:200]
