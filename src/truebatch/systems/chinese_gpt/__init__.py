@@ -1,0 +1,1 @@
+"""A small Chinese GPT, trained from scratch in true batches."""

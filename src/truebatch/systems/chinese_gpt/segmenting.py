@@ -1,0 +1,252 @@
+"""Text into words that join to the text again: the built-in way, jieba, or byte pairs.
+
+A segmenter is data: `describe()` is JSON, and `segmenter_from` makes the same one from it on another machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from truebatch.errors import ConfigError
+from truebatch.systems.chinese_gpt.characters import is_han, normalise, pieces_of
+from truebatch.systems.chinese_gpt.dictionary import learn_words
+
+Backend = Literal["builtin", "jieba", "bpe"]
+BPE_WORDS = 4000
+
+
+class Segmenter(Protocol):
+    """What cuts text into words."""
+
+    @property
+    def backend(self) -> Backend:
+        """Its name."""
+        ...
+
+    def cut(self, text: str) -> list[str]:
+        """The words of a text."""
+        ...
+
+    def join(self, words: Sequence[str]) -> str:
+        """The text of words: the way back."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """All that is needed to make it again, as JSON."""
+        ...
+
+
+@dataclass(frozen=True)
+class BuiltinSegmenter:
+    """The likeliest words of each run of Han characters, from the words of a dictionary and their counts."""
+
+    words: Mapping[str, int]
+    """Words of two characters and more."""
+    backend: Backend = field(default="builtin", init=False)
+
+    def cut(self, text: str) -> list[str]:
+        """Every run of Han characters along its likeliest path; characters outside the dictionary stand alone."""
+        return [
+            word for piece in pieces_of(normalise(text)) for word in (self._path(piece) if is_han(piece) else [piece])
+        ]
+
+    def join(self, words: Sequence[str]) -> str:
+        """Words end to end: blanks are words of their own."""
+        return "".join(words)
+
+    def describe(self) -> dict[str, Any]:
+        """The dictionary."""
+        return {"backend": self.backend, "words": dict(sorted(self.words.items()))}
+
+    @cached_property
+    def _scores(self) -> dict[str, float]:
+        total = sum(self.words.values()) + 1
+        return {word: math.log(n / total) for word, n in self.words.items()}
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self.words), default=1)
+
+    @cached_property
+    def _alone(self) -> float:
+        return -math.log(sum(self.words.values()) + 1)
+
+    def _path(self, run: str) -> list[str]:
+        """Right to left: the best score from each place on, and how long the word there is. Ties take the longer word."""
+        scores, alone = self._scores, self._alone
+        best, step = [0.0] * (len(run) + 1), [1] * len(run)
+        for i in range(len(run) - 1, -1, -1):
+            best[i] = alone + best[i + 1]
+            for n in range(2, min(self._longest, len(run) - i) + 1):
+                score = scores.get(run[i : i + n])
+                if score is not None and score + best[i + n] >= best[i]:
+                    best[i], step[i] = score + best[i + n], n
+        words, at = [], 0
+        while at < len(run):
+            words.append(run[at : at + step[at]])
+            at += step[at]
+        return words
+
+
+@dataclass(frozen=True)
+class JiebaSegmenter:
+    """The words of jieba's dictionary, without its guesses at unknown words."""
+
+    dictionary: str
+    """A hash of jieba's dictionary file: another one would cut otherwise."""
+    backend: Backend = field(default="jieba", init=False)
+
+    def cut(self, text: str) -> list[str]:
+        """Runs of Han characters go through jieba, the rest as in the built-in way."""
+        return [
+            word for piece in pieces_of(normalise(text)) for word in (self._cut(piece) if is_han(piece) else [piece])
+        ]
+
+    def join(self, words: Sequence[str]) -> str:
+        """Words end to end: blanks are words of their own."""
+        return "".join(words)
+
+    def describe(self) -> dict[str, Any]:
+        """Which dictionary."""
+        return {"backend": self.backend, "dictionary": self.dictionary}
+
+    @cached_property
+    def _jieba_cut(self) -> Callable[[str], list[str]]:
+        tokenizer = _import_jieba().Tokenizer()
+        return lambda run: list(tokenizer.cut(run, HMM=False))
+
+    def _cut(self, run: str) -> list[str]:
+        return self._jieba_cut(run)
+
+
+@dataclass(frozen=True)
+class BpeSegmenter:
+    """Byte pairs, merged as often as the corpus asks for: no text is ever unknown."""
+
+    definition: str
+    """The JSON of the package `tokenizers`."""
+    backend: Backend = field(default="bpe", init=False)
+
+    def cut(self, text: str) -> list[str]:
+        """The byte pairs of a text, written in the letters `tokenizers` has for bytes."""
+        tokens: list[str] = self._tokenizer.encode(normalise(text)).tokens
+        return tokens
+
+    def join(self, words: Sequence[str]) -> str:
+        """The text of byte pairs; half characters become the replacement character."""
+        text: str = self._tokenizer.decoder.decode(list(words))
+        return text
+
+    def describe(self) -> dict[str, Any]:
+        """The whole tokenizer."""
+        return {"backend": self.backend, "definition": self.definition}
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return _import_tokenizers().Tokenizer.from_str(self.definition)
+
+
+def learn_segmenter(texts: Sequence[str], backend: Backend = "builtin", *, dictionary: Path | None = None) -> Segmenter:
+    """The segmenter for a corpus. `dictionary` is a file for the built-in way: a word, optionally with a count, a line."""
+    if dictionary is not None and backend != "builtin":
+        raise ConfigError(
+            "only the built-in segmenter reads a dictionary file",
+            seen=f"backend={backend!r}, dictionary={str(dictionary)!r}",
+            do="set backend=builtin, or leave the dictionary out",
+        )
+    if backend == "jieba":
+        return JiebaSegmenter(_jieba_hash())
+    if backend == "bpe":
+        return BpeSegmenter(_train_bpe(texts))
+    if dictionary is not None:
+        return BuiltinSegmenter(read_dictionary(dictionary))
+    runs = [piece for text in texts for piece in pieces_of(normalise(text)) if is_han(piece)]
+    return BuiltinSegmenter(learn_words(runs))
+
+
+def segmenter_from(description: Mapping[str, Any]) -> Segmenter:
+    """The segmenter that gave this description. jieba must have the same dictionary it had then."""
+    backend = description["backend"]
+    if backend == "builtin":
+        return BuiltinSegmenter(dict(description["words"]))
+    if backend == "bpe":
+        return BpeSegmenter(str(description["definition"]))
+    now, then = _jieba_hash(), str(description["dictionary"])
+    if now != then:
+        raise ConfigError(
+            "jieba has another dictionary than the one this vocabulary was made with",
+            seen=f"hash {now} now, {then} then",
+            do="install the jieba the model was trained with, or train again",
+        )
+    return JiebaSegmenter(then)
+
+
+def read_dictionary(file: Path) -> dict[str, int]:
+    """Words and counts of a dictionary file, as jieba's are written: `word [count [tag]]`; without a count, 1."""
+    words: dict[str, int] = {}
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        parts = line.split()
+        if len(parts) > 1 and not parts[1].isdigit():
+            raise ConfigError(
+                f"{file}:{number} is no line of a dictionary", seen=repr(line[:40]), do="write `word` or `word count`"
+            )
+        if parts and len(parts[0]) > 1 and is_han(parts[0]):
+            words[parts[0]] = int(parts[1]) if len(parts) > 1 else 1
+    return words
+
+
+def _import_jieba() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Its own: an old way to find its files, and escapes in its patterns.
+        try:
+            jieba = importlib.import_module("jieba")
+        except ImportError as error:
+            raise ConfigError(
+                "the backend jieba needs the package of that name",
+                seen=str(error),
+                do="pip install jieba, or use backend=builtin, which needs nothing",
+            ) from error
+    jieba.setLogLevel("WARNING")
+    return jieba
+
+
+def _jieba_hash() -> str:
+    with _import_jieba().Tokenizer().get_dict_file() as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def _import_tokenizers() -> Any:
+    try:
+        return importlib.import_module("tokenizers")
+    except ImportError as error:
+        raise ConfigError(
+            "the backend bpe needs the package tokenizers",
+            seen=str(error),
+            do="pip install tokenizers, or use backend=builtin, which needs nothing",
+        ) from error
+
+
+def _train_bpe(texts: Sequence[str]) -> str:
+    t = _import_tokenizers()
+    tokenizer = t.Tokenizer(t.models.BPE())
+    tokenizer.pre_tokenizer = t.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = t.decoders.ByteLevel()
+    alphabet = t.pre_tokenizers.ByteLevel.alphabet()
+    trainer = t.trainers.BpeTrainer(vocab_size=BPE_WORDS, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([normalise(text) for text in texts], trainer)
+    return json.dumps(json.loads(tokenizer.to_str()), sort_keys=True, ensure_ascii=False)
+
+
+def bpe_words(segmenter: BpeSegmenter) -> list[str]:
+    """All byte pairs there are, most of them seen in the corpus: what makes no text unknown."""
+    known: dict[str, int] = segmenter._tokenizer.get_vocab()
+    return sorted(known)
