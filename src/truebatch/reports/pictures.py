@@ -80,7 +80,7 @@ def heat_map(
         axes.set_xticks([j + 0.5 for j in range(len(columns))], [_plain(c) for c in columns])
         axes.set_yticks([i + 0.5 for i in range(len(rows))], [_plain(r) for r in rows])
         axes.grid(visible=False)
-        axes.figure.colorbar(shown, ax=axes)
+        axes.figure.colorbar(shown, ax=axes).solids.set_rasterized(False)
         if len(rows) * len(columns) <= 150:
             _write_cells(axes, values)
     return finished[0]
