@@ -276,3 +276,11 @@ def test_the_number_of_samples_and_the_fields_are_checked_first():
         collate([{"ids": [1]}] * 2, padded_rows(np.array([0]), 1), (ALONG,))
     with pytest.raises(ConfigError, match="no fields at all"):
         collate([], padded_rows(np.array([]), 1), ())
+
+
+def test_a_host_field_stays_where_it_is_when_its_micro_batch_moves():
+    fields = (Field(name="sizes", host=True), Field(name="ids", source="sizes"))
+    batch = collate([{"sizes": [3, 1]}, {"sizes": [2]}], padded_rows(np.arange(2), 2), fields)
+    moved = batch.to("meta")
+    assert moved["sizes"].tolist() == [[3, 1], [2, 0]]
+    assert moved["ids"].device.type == "meta"

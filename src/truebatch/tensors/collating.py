@@ -52,7 +52,7 @@ def collate(
     axes = _build_axes(values, rows, fields, side, slots)
     tensors = {f.name: _write(f, values[f.name], axes) for f in fields}
     ids = tuple(int(i) for i in rows.ids)
-    return MicroBatch(tensors, axes, ids, dict(counts or {}))
+    return MicroBatch(tensors, axes, ids, dict(counts or {}), frozenset(f.name for f in fields if f.host))
 
 
 def _check_number(samples: Sequence[Any], rows: Rows) -> None:

@@ -43,6 +43,8 @@ class Field:
     """The sample's key to read, if it is not `name`."""
     shift: int = 0
     """Cell t holds entry t + shift of the same sample (teacher forcing: 1); what runs over the end holds `pad`."""
+    host: bool = False
+    """Stays on the host when the micro-batch moves: numbers that decide shapes, so that no forward waits for them."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):

@@ -83,6 +83,8 @@ class MicroBatch:
     """In the order in which results come back."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """What the loss terms of these samples are divided by, where the plan knows it."""
+    host: frozenset[str] = frozenset()
+    """Fields that stay on the host, whatever device the micro-batch is on."""
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.fields:
@@ -182,4 +184,5 @@ def _map(batch: MicroBatch, move: _Move) -> MicroBatch:
                 positions=move(axis.positions),
                 cell_of_token=move(axis.cell_of_token),
             )
-    return replace(batch, fields={k: move(v) for k, v in batch.fields.items()}, axes=axes)
+    fields = {k: v if k in batch.host else move(v) for k, v in batch.fields.items()}
+    return replace(batch, fields=fields, axes=axes)

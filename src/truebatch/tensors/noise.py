@@ -47,7 +47,7 @@ def noise_for(batch: MicroBatch, *, seed: int, epoch: int = 0) -> Iterator[Noise
     """While open, keyed noise belongs to the samples of `batch`. Keep it open around backward (recomputation)."""
     ids = np.asarray(batch.sample_ids, dtype=np.int64)
     bits = keyed_hash(seed, epoch, "noise", ids).view(np.int64)
-    device = next((t.device for t in batch.fields.values()), torch.device("cpu"))
+    device = next((t.device for k, t in batch.fields.items() if k not in batch.host), torch.device("cpu"))
     keys = NoiseKeys(batch, torch.from_numpy(bits.copy()).to(device, non_blocking=True))
     token = _current.set(keys)
     try:
@@ -125,6 +125,11 @@ def _set_keys(noise: NoiseKeys, outer: str) -> Tensor:
     owner = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes, output_size=sum(rows.lengths))
     place = rows.take_tokens(rows.positions)
     return _mix(noise.keys[owner] + (place + 1) * _STRIDE)
+
+
+def keyed_bits(keys: Tensor, counters: Tensor) -> Tensor:
+    """64 random-looking bits (int64) for every key and counter, which broadcast; distinct for distinct counters."""
+    return _mix(_mix(keys) + counters * _STRIDE)
 
 
 def _mix(value: Tensor) -> Tensor:
