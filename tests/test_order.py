@@ -93,6 +93,7 @@ ORDER = [
     "proof.subjects",
     "proof.comparing",
     "proof.functions",
+    "proof.generating",
     "proof.hfsubject",
     "proof.probes",
     "proof.quiet",

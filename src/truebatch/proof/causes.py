@@ -38,6 +38,8 @@ class Evidence:
     row_zero: Mapping[str, int]
     """Arrangement -> the sample in row 0."""
     longest: int
+    generates_right: bool = False
+    """True if new tokens follow on prompts that are padded on the right."""
 
     def differs(self, name: str, part: str = "outputs") -> bool:
         """True if this part of an arrangement differs from one by one."""
@@ -167,6 +169,17 @@ def _packed_only(e: Evidence) -> Cause | None:
     )
 
 
+def _generation(e: Evidence) -> Cause | None:
+    if not e.generates_right:
+        return None
+    return Cause(
+        "right padding used for generation",
+        "the prompts are padded on the right, so the new tokens of all but the longest are generated after padding, and at "
+        "the wrong positions",
+        "pad prompts on the left (tokenizer.padding_side = 'left') and pass their attention_mask to generate",
+    )
+
+
 def _last_cell(e: Evidence) -> Cause | None:
     if not e.differs("right padded") or e.differs("left padded") or "left padded" not in e.results:
         return None
@@ -268,6 +281,7 @@ def _loss_moved(a: Result, b: Result) -> bool:
 
 OUTPUT_RULES: tuple[Callable[[Evidence], Cause | None], ...] = (
     _zeros_returned,
+    _generation,
     _batch_statistics,
     _mask_2d,
     _not_causal,

@@ -9,7 +9,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 import torch
@@ -19,6 +19,7 @@ from truebatch.errors import BatchError
 from truebatch.objective import add_counts, divide_once
 from truebatch.proof.arrangements import Arrangement, Piece
 from truebatch.proof.outputs import PerSample
+from truebatch.proof.owncells import Place, own_cells, place_of, without_leading
 from truebatch.proof.subjects import Outcome
 
 PARTS = ("outputs", "loss", "gradient")
@@ -32,6 +33,11 @@ class Runnable(Protocol):
     @property
     def model(self) -> nn.Module | None:
         """For gradients."""
+        ...
+
+    @property
+    def lengths(self) -> list[int]:
+        """Cells of every sample."""
         ...
 
     def run(self, piece: Piece, samples: Sequence[Any] | None = None) -> Outcome:
@@ -57,6 +63,8 @@ class Whole:
     """Every term, divided once over the step."""
     gradient: dict[str, Tensor]
     """Parameter name -> gradient; empty where there is nothing to differentiate."""
+    places: dict[str, dict[int, Place]] = field(default_factory=dict)
+    """Output name -> sample id -> how it came out of its micro-batch; empty for what others are compared with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +101,19 @@ def run_whole(subject: Runnable, arrangement: Arrangement, *, gradient: bool = T
         counts = add_counts(o.counts for o in outcomes)
         sums = add_sums(outcomes)
         grads = gradient_of(subject.model, sums, counts) if wanted else {}
-    ids = [int(i) for piece in arrangement.pieces for i in piece.rows.ids]
-    return Whole(by_sample([o.outputs for o in outcomes], ids), step_loss(sums, counts), grads)
+    ids = [[int(i) for i in piece.rows.ids] for piece in arrangement.pieces]
+    outputs = by_sample([o.outputs for o in outcomes], [i for some in ids for i in some])
+    return Whole(outputs, step_loss(sums, counts), grads, _places(outcomes, ids, subject.lengths))
+
+
+def _places(
+    outcomes: Sequence[Outcome], ids: Sequence[Sequence[int]], lengths: Sequence[int]
+) -> dict[str, dict[int, Place]]:
+    found: dict[str, dict[int, Place]] = {}
+    for outcome, some in zip(outcomes, ids, strict=True):
+        for name, parts in outcome.outputs.items():
+            found.setdefault(name, {}).update(place_of(parts, some, lengths))
+    return found
 
 
 def add_sums(outcomes: Sequence[Outcome]) -> dict[str, Tensor]:
@@ -146,16 +165,29 @@ def differences(whole: Whole, reference: Reference) -> list[Difference]:
 
 def _outputs_difference(whole: Whole, reference: Whole) -> Difference | None:
     _check_names(whole.outputs, reference.outputs)
-    found = [
-        (relative(whole.outputs[name][i], expected, scale), name, i)
-        for name, samples in reference.outputs.items()
-        for scale in [scale_of(samples.values())]
-        for i, expected in samples.items()
-    ]
-    if not found:
+    gaps = _gaps(whole, reference)
+    if not gaps:
         return None
-    value, name, sample = max(found, key=lambda f: math.inf if math.isnan(f[0]) else f[0])
-    return Difference("outputs", value, 0.0, f"{name} of sample {sample}", sample)
+    name, sample = max(gaps, key=lambda key: _nan_last(gaps[key]))
+    value, expected = whole.outputs[name][sample], reference.outputs[name][sample]
+    shapes = "" if math.isfinite(gaps[name, sample]) else _shapes(value, expected)
+    return Difference("outputs", gaps[name, sample], 0.0, f"{name} of sample {sample}{shapes}", sample)
+
+
+def _gaps(whole: Whole, reference: Whole) -> dict[tuple[str, int], float]:
+    """Output name and sample -> how far its own cells are from alone."""
+    gaps: dict[tuple[str, int], float] = {}
+    for name, samples in reference.outputs.items():
+        scale = scale_of(samples.values())
+        alone = {i: without_leading(expected, whole.outputs[name][i]) for i, expected in samples.items()}
+        own = own_cells(whole.outputs[name], alone, whole.places.get(name, {}))
+        for i, expected in alone.items():
+            gaps[name, i] = min((relative(part, expected, scale) for part in own[i]), default=math.inf, key=_nan_last)
+    return gaps
+
+
+def _shapes(value: Tensor, expected: Tensor) -> str:
+    return "" if value.shape == expected.shape else f", shape {tuple(value.shape)}, {tuple(expected.shape)} alone"
 
 
 def _check_names(given: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -170,13 +202,7 @@ def _check_names(given: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 def samples_over(whole: Whole, reference: Reference) -> set[int]:
     """The samples whose outputs moved further than allowed."""
     limit = reference.limits["outputs"]
-    return {
-        i
-        for name, samples in reference.whole.outputs.items()
-        for scale in [scale_of(samples.values())]
-        for i, expected in samples.items()
-        if not relative(whole.outputs[name][i], expected, scale) <= limit
-    }
+    return {i for (_, i), gap in _gaps(whole, reference.whole).items() if not gap <= limit}
 
 
 def scale_of(tensors: object) -> float:
@@ -192,29 +218,18 @@ def is_inexact(tensor: Tensor) -> bool:
 
 
 def relative(value: Tensor, expected: Tensor, scale: float) -> float:
-    """The largest absolute difference over `scale`; infinite where the shapes differ, NaN where either has one.
-
-    A leading axis of one sample does not count as a shape, and of a padded result only the sample's own cells count.
-    """
+    """The largest absolute difference over `scale`; infinite where the shapes differ, NaN where either has one."""
     if value.shape != expected.shape:
-        return min((relative(v, e, scale) for v, e in _own_cells(value, expected)), default=math.inf, key=_nan_last)
+        return math.inf
     if value.numel() == 0:
         return 0.0
+    expected = expected.to(value.device)  # a function may bring one result to the host and leave another
     if not is_inexact(expected):
         return 0.0 if torch.equal(value, expected.to(value.dtype)) else math.inf
     wide = torch.complex128 if expected.is_complex() or value.is_complex() else torch.float64
     same_inf = torch.isinf(expected) & (value.to(wide) == expected.to(wide))
     gap = (value.to(wide) - expected.to(wide)).abs().masked_fill(same_inf, 0.0)
     return float(gap.max()) / scale
-
-
-def _own_cells(value: Tensor, expected: Tensor) -> list[tuple[Tensor, Tensor]]:
-    if expected.ndim == value.ndim + 1 and expected.shape[0] == 1:
-        return [(value, expected[0])]
-    is_padded = value.ndim == expected.ndim > 0 and value.shape[1:] == expected.shape[1:]
-    if not is_padded or len(value) < len(expected):
-        return []
-    return [(value[: len(expected)], expected), (value[len(value) - len(expected) :], expected)]
 
 
 def _loss_difference(whole: Whole, reference: Whole) -> Difference | None:

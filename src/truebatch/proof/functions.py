@@ -73,7 +73,9 @@ def run_one_by_one(
 
 
 def _as_one(value: Any, names: set[str]) -> PerSample:
-    """A single result, as it is; `relative` allows for a leading axis of one sample."""
+    """A single result, as it is: a list of one result and a leading axis of one sample count as that result."""
+    if isinstance(value, list | tuple) and len(value) == 1 and not names & named_tensors(value).keys():
+        value = value[0]
     return {name: [tensor] for name, tensor in named_tensors(value).items() if tensor.ndim or name in names}
 
 

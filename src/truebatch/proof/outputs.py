@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,16 +73,35 @@ def split_list(values: Sequence[Any]) -> PerSample:
 
 
 def as_tensors(value: Any) -> Any:
-    """The result of a user's function with its numbers, lists of numbers and NumPy arrays as tensors."""
+    """The result of a user's function with its numbers, texts, lists of numbers and NumPy arrays as tensors."""
     if isinstance(value, Mapping):
         return {key: as_tensors(part) for key, part in value.items()}
-    is_numbers = isinstance(value, list | tuple) and value and all(isinstance(v, int | float) for v in value)
-    if is_numbers or isinstance(value, int | float):
-        return torch.tensor(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: as_tensors(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, str | bytes):
+        return _text_as_tensor(value)
     if isinstance(value, list | tuple):
-        return (list if isinstance(value, list) else tuple)(as_tensors(part) for part in value)
+        return _list_as_tensors(value)
     is_array = isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc"
-    return torch.tensor(value) if is_array else value
+    return torch.tensor(value) if is_array or isinstance(value, int | float) else value
+
+
+def _list_as_tensors(values: Sequence[Any]) -> Any:
+    """A list of numbers as one tensor, an empty one too: a sample may have generated nothing."""
+    if isinstance(values, list) and not values:
+        return torch.zeros(0, dtype=torch.int64)
+    if values and all(isinstance(v, int | float | np.number | np.bool_) for v in values):
+        return torch.tensor(values)
+    if isinstance(values, list) and values and all(isinstance(v, Tensor) and v.ndim == 0 for v in values):
+        return torch.stack(values)
+    return (list if isinstance(values, list) else tuple)(as_tensors(part) for part in values)
+
+
+def _text_as_tensor(text: str | bytes) -> Tensor:
+    """[32]: a hash, so that texts are equal or not and none passes for another with padding; zeros for an empty text."""
+    content = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    digest = hashlib.sha256(content).digest() if content else bytes(32)
+    return torch.tensor(list(digest), dtype=torch.uint8)
 
 
 def _unsplittable(name: str, tensor: Tensor, batch: MicroBatch) -> BatchError:

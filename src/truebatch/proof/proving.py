@@ -26,6 +26,7 @@ from truebatch.proof.comparing import (
     sharper_reference,
 )
 from truebatch.proof.functions import ListSubject
+from truebatch.proof.generating import generates_right_padded
 from truebatch.proof.probes import (
     LeakTest,
     find_leaks,
@@ -179,7 +180,7 @@ def _explain(
     subject: Subject | ListSubject, singles: Arrangement, results: list[Result], reference: Reference, one: Whole
 ) -> VerifyReport:
     if isinstance(subject, ListSubject):
-        return _explain_functions(results, one)
+        return _explain_functions(subject, singles, results, one)
     by_name = {r.name: r for r in results}
     leak_tests = _leak_tests(subject, results, reference)
     leaks = tuple(leak for test in leak_tests for leak in test.leaks)
@@ -201,6 +202,7 @@ def _explain(
         later_tokens=later,
         row_zero={r.name: int(r.arrangement.pieces[0].rows.ids[0]) for r in results},
         longest=longest,
+        generates_right=_generates_right(subject, singles, results),
     )
     causes = name_causes(evidence) if suspicious else []
     notes = [*_notes(subject, singles, results), *_nan_notes(subject, results, reference)]
@@ -214,10 +216,11 @@ def _floats(whole: Whole) -> list[torch.Tensor]:
     return [t for samples in whole.outputs.values() for t in samples.values() if t.is_floating_point()]
 
 
-def _explain_functions(results: list[Result], one: Whole) -> VerifyReport:
+def _explain_functions(subject: ListSubject, singles: Arrangement, results: list[Result], one: Whole) -> VerifyReport:
     evidence = Evidence(
         {r.name: r for r in results}, one.outputs, (), None, "", False, 0.0,
         {r.name: int(r.arrangement.pieces[0].rows.ids[0]) for r in results}, -1,
+        _generates_right(subject, singles, results),
     )  # fmt: skip
     failing = [r for r in results if r.verdict == "different"]
     if failing and failing[0].name == "alone" and failing[0].is_over("outputs"):
@@ -226,6 +229,16 @@ def _explain_functions(results: list[Result], one: Whole) -> VerifyReport:
         [c if c.name != "a mean over padding" else _PADDING_REACHES for c in name_causes(evidence)] if failing else []
     )
     return VerifyReport(results, causes)
+
+
+def _generates_right(subject: Subject | ListSubject, singles: Arrangement, results: list[Result]) -> bool:
+    """Look at the shortest sample that differs with padding on the right, or wherever a function puts it."""
+    failing = next((r for r in results if r.moved and r.arrangement.layout == "right" and r.name != "alone"), None)
+    if failing is None:
+        return False
+    sample = min(failing.moved, key=lambda i: subject.lengths[i])
+    piece = next(p for p in failing.arrangement.pieces if sample in p.rows.ids)
+    return generates_right_padded(subject, singles.pieces[sample], piece)
 
 
 _ANOTHER_FUNCTION = Cause(

@@ -142,7 +142,7 @@ def describe(result: Result) -> str:
 
 
 def _number(value: float) -> str:
-    return "NaN" if math.isnan(value) else "another shape" if math.isinf(value) else f"{value:.1e}"
+    return "NaN" if math.isnan(value) else "not equal" if math.isinf(value) else f"{value:.1e}"
 
 
 def _is_needed_and_raised(result: Result) -> bool:
