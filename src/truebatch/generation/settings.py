@@ -38,6 +38,12 @@ class Generation:
         _check("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0")
         _check("beams", self.beams, self.beams >= 1, "1 or more")
         _check("length_penalty", self.length_penalty, True, "a finite number")
+        if self.beams > 1 and self.temperature not in (0, 1):
+            raise ConfigError(
+                "a beam search draws nothing, so it has no temperature",
+                seen=f"beams={self.beams}, temperature={self.temperature}",
+                do="leave temperature at 1, or draw with beams=1",
+            )
         _check("stop", self.stop, all(self.stop), "texts of at least one character")
 
 

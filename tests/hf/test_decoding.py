@@ -1,0 +1,121 @@
+"""Left-padded generation with Hugging Face models, token by token against one prompt at a time without a cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from tests.generation.toys import make_prompts
+from tests.hf.tiny_models import CONFIGS, VOCABULARY
+from truebatch.errors import BatchError, ConfigError
+from truebatch.generation.decoding import collect, generate_tokens
+from truebatch.generation.settings import Generation
+from truebatch.hf.decoding import hf_decoder
+from truebatch.hf.tiny import tiny_model
+
+NAMES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "gpt2",
+    "gpt_neox",
+    "gpt_oss",
+    "opt",
+    "falcon",
+)
+TEXTS = [(5,), (7, 8, 9, 3, 2, 1, 4, 11, 12), (20, 21, 22), (5, 30, 31, 32, 33, 34), (40, 41)]
+LIMITS = [None, 3, None, 7, 5]
+WAYS = {
+    "greedy": Generation(max_new_tokens=9, temperature=0),
+    "sampling": Generation(max_new_tokens=9, temperature=0.9, top_k=40, top_p=0.95, repetition_penalty=1.2, seed=5),
+    "beams": Generation(max_new_tokens=6, beams=3),
+}
+
+
+@pytest.fixture(scope="module", params=[*NAMES, "bloom"])
+def model(request):
+    if request.param == "bloom":
+        return tiny_model("bloom")
+    name, values = CONFIGS[request.param]
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**values)
+    made = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        # As built, tiny weights give nearly even logits; then a wrong cache would hardly be noticed.
+        for parameter in made.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(8)
+    return made
+
+
+def end_ids(model) -> list[int]:
+    return list(range(0, model.config.vocab_size, 9))
+
+
+def run(model, texts, settings, limits, **more):
+    prompts = make_prompts(texts, settings.seed, limits)
+    return collect(generate_tokens(hf_decoder(model, end_ids=end_ids(model)), prompts, settings, **more), len(texts))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_prompts_together_get_the_tokens_each_gets_alone(model, way):
+    together = run(model, TEXTS, WAYS[way], LIMITS)
+    alone = [run(model, [t], WAYS[way], [n])[0] for t, n in zip(TEXTS, LIMITS, strict=True)]
+    assert together == alone
+    turned = run(model, TEXTS[::-1], WAYS[way], LIMITS[::-1], rows=2)[::-1]
+    assert turned == together
+    assert len({len(c.tokens) for c in together}) > 1
+
+
+@torch.no_grad()
+def test_greedy_tokens_are_those_of_whole_forward_passes_without_cache_or_padding(model):
+    found = run(model, TEXTS, WAYS["greedy"], LIMITS)
+    for text, limit, continuation in zip(TEXTS, LIMITS, found, strict=True):
+        new: list[int] = []
+        while len(new) < (limit or 9):
+            token = int(model(torch.tensor([[*text, *new]])).logits[0, -1].argmax())
+            if token in end_ids(model):
+                break
+            new.append(token)
+        assert continuation.tokens == tuple(new)
+
+
+def test_a_padded_start_gives_the_logits_of_each_prompt_alone(model):
+    decoder = hf_decoder(model)
+    with torch.inference_mode():
+        together, session = decoder.start(make_prompts(TEXTS))
+        session.select(torch.tensor([3, 1]))
+        after = session.advance(torch.tensor([6, 6]))
+        alone = torch.stack([model(torch.tensor([text])).logits[0, -1] for text in TEXTS])
+        after_alone = torch.stack([model(torch.tensor([[*TEXTS[i], 6]])).logits[0, -1] for i in (3, 1)])
+    scale = alone.abs().max()
+    assert (together - alone).abs().max() / scale < 1e-5
+    assert (after - after_alone).abs().max() / scale < 1e-5
+
+
+def test_a_model_in_training_mode_is_refused():
+    model = tiny_model("llama").train()
+    with pytest.raises(BatchError, match="training mode"):
+        run(model, [(1,)], Generation(), [None])
+
+
+def test_a_model_without_a_cache_of_rows_is_refused():
+    with pytest.raises(ConfigError, match="no cache that rows can be taken from"):
+        run(tiny_model("mamba"), [(1, 2)], Generation(), [None])
+
+
+def test_ends_and_length_come_from_the_model():
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=8, n_layer=1, n_head=2, n_positions=12, eos_token_id=3
+    )
+    decoder = hf_decoder(transformers.GPT2LMHeadModel(config).eval())
+    assert (decoder.end_ids, decoder.max_length) == (frozenset({3}), 12)
+    found = collect(generate_tokens(decoder, make_prompts([(5, 6)]), Generation(temperature=0, max_new_tokens=50)), 1)[
+        0
+    ]
+    assert len(found.tokens) == 10 if found.ended == "room" else found.ended == "end"
