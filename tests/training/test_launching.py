@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from truebatch.errors import ConfigError
+from truebatch.training import launching
 from truebatch.training.launching import check_ranks, launch, ranks_around
 from truebatch.training.runs import Run, write_status
 
@@ -29,6 +30,20 @@ def program(code: str) -> tuple[str, ...]:
 def test_the_first_process_that_fails_decides(tmp_path, codes, expected):
     code = f"time.sleep(0.3 * rank)\nsys.exit({codes}[rank])"
     assert launch([], 2, folder=tmp_path, program=program(code)) == expected
+
+
+@pytest.mark.parametrize("after", ["sys.exit(70)", "time.sleep(600)"])
+def test_a_rank_that_left_to_be_started_again_decides_whatever_becomes_of_the_others(
+    tmp_path, capfd, monkeypatch, after
+):
+    """Memory that runs out on one rank of a sharded model: the others lose a neighbour, or wait for it for ever."""
+    monkeypatch.setattr(launching, "_GRACE_SECONDS", 1.0)
+    write_status(Run(tmp_path, {}), "failed", step=4, exit_code=70, message="connection closed by peer")
+    code = f"if rank == 1:\n    print('error: memory ran out', file=sys.stderr)\n    sys.exit(75)\ntime.sleep(0.5); {after}"
+    assert launch([], 2, folder=tmp_path, program=program(code)) == 75
+    assert "memory ran out" in capfd.readouterr().err
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["exit_code"], status["step"]) == ("interrupted", 75, 4)
 
 
 def test_what_the_failing_rank_says_is_shown_and_the_others_are_ended(tmp_path, capfd):

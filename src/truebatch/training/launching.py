@@ -147,14 +147,23 @@ def _send(children: Sequence[Child], number: int) -> None:
 
 
 def _wait(children: Sequence[Child]) -> Child | None:
-    """Until all have ended well, or one has failed: that one."""
+    """Until all have ended well or saved, or one has failed: that one.
+
+    A rank that left to be started again (75) decides, if others then fail for want of it or cannot end.
+    """
+    left, since = None, 0.0
     while True:
         ended = [child for child in children if child.process.poll() is not None]
+        if left is None:
+            left = next((child for child in ended if child.process.returncode == EXIT_INTERRUPTED), None)
+            since = time.monotonic()
         failed = [child for child in ended if child.process.returncode not in (0, EXIT_INTERRUPTED)]
         if failed:
-            return _speaker(children, failed[0])
+            return left or _speaker(children, failed[0])
         if len(ended) == len(children):
             return None
+        if left is not None and time.monotonic() - since > _GRACE_SECONDS:
+            return left
         time.sleep(0.05)
 
 

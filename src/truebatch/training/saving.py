@@ -6,19 +6,19 @@ Frozen parameters are not written: whoever builds the model brings them. A sum o
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from truebatch.errors import CheckpointError, TruebatchError
 from truebatch.training.checkpoints import Checkpoint, load_checkpoint, load_newest, save_checkpoint
 from truebatch.training.keeping import list_checkpoints, mark_best
 from truebatch.training.progress import Progress
-from truebatch.training.reducing import is_sharded, num_ranks, rank
+from truebatch.training.reducing import all_say, first_says, rank
+from truebatch.training.sharding import deal_out, gather_whole, whole_sum
 from truebatch.training.states import optimisers_state, random_state, restore_optimisers, restore_random
 from truebatch.training.step import Engine
 
@@ -26,19 +26,33 @@ from truebatch.training.step import Engine
 def save_run(folder: Path, engine: Engine, progress: Progress, *, fingerprint: str, keep: int, best: bool) -> str:
     """Write a checkpoint of this step (rank 0) and let the other ranks wait; mark it if it is the best so far.
 
-    Gives words for what is wrong with what was saved; empty when nothing is.
+    Gives words for what is wrong with what was saved; empty when nothing is. What rank 0 cannot write stops all ranks,
+    with its reason.
     """
-    parts, problem = _parts(engine, progress), ""
-    if rank() == 0 and not _is_saved(folder, progress.step, parts):
-        problem = save_checkpoint(folder, Checkpoint(progress.step, parts, fingerprint), keep=keep).problem
-    if rank() == 0 and best:
-        mark_best(folder, progress.step, about={"loss": progress.best_loss})
-    if num_ranks() > 1:
-        dist.barrier()
+    checkpoint, problem, failed = Checkpoint(progress.step, _parts(engine, progress), fingerprint), "", None
+    if rank() == 0:
+        try:
+            problem = _save(folder, checkpoint, keep=keep, best=best)
+        except TruebatchError as error:
+            failed = error
+    said = first_says(None if failed is None else (failed.wrong, failed.seen, failed.do))
+    if failed is not None:
+        raise failed
+    if said is not None:
+        raise CheckpointError(said[0], seen=f"{said[1]} (on rank 0)", do=said[2])
     return problem
 
 
-def _is_saved(folder: Path, step: int, parts: dict[str, Any]) -> bool:
+def _save(folder: Path, checkpoint: Checkpoint, *, keep: int, best: bool) -> str:
+    problem = ""
+    if not _is_saved(folder, checkpoint.step, checkpoint.parts):
+        problem = save_checkpoint(folder, checkpoint, keep=keep).problem
+    if best:
+        mark_best(folder, checkpoint.step, about={"loss": checkpoint.parts["progress"]["best_loss"]})
+    return problem
+
+
+def _is_saved(folder: Path, step: int, parts: Mapping[str, Any]) -> bool:
     """A checkpoint of this very position need not be written twice (the best one, then the one of the epoch)."""
     newest = next((s for s in reversed(list_checkpoints(folder)) if s.step == step and s.is_good), None)
     try:
@@ -48,22 +62,18 @@ def _is_saved(folder: Path, step: int, parts: dict[str, Any]) -> bool:
 
 
 def _parts(engine: Engine, progress: Progress) -> dict[str, Any]:
-    if is_sharded(engine.model):
-        raise CheckpointError(
-            "checkpoints of sharded parameters are not written yet",
-            seen="a model under fully_shard",
-            do="train without `out`, or gather and save the model yourself",
-        )
-    named = list(engine.model.named_parameters())
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    """What a checkpoint holds; all ranks take part, only rank 0 gets whole tensors of sharded parameters."""
     frozen = frozen_parameters(engine.model)
-    state = get_model_state_dict(engine.model, options=options)
+    state = {name: value for name, value in engine.model.state_dict().items() if name not in frozen}
+    optimisers = optimisers_state({g.name: g.optimiser for g in engine.groups}, list(engine.model.named_parameters()))
+    generators = all_say([random_state()])
     return {
-        "model": {name: value for name, value in state.items() if name not in frozen},
+        "model": gather_whole(state, is_kept=rank() == 0),
         "frozen": {name: _sum_of(value) for name, value in frozen.items()},
-        "optimisers": optimisers_state({g.name: g.optimiser for g in engine.groups}, named),
+        "optimisers": gather_whole(optimisers, is_kept=rank() == 0),
         "scaler": engine.scaler.state_dict() if engine.scaler is not None else {},
-        "random": random_state(),
+        "random": generators[0],
+        "random_of_other_ranks": generators[1:],
         "progress": progress.as_dict(),
     }
 
@@ -74,14 +84,14 @@ def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _sum_of(value: Tensor) -> float:
-    return float(value.sum(dtype=torch.float64))
+    return float(whole_sum(value.sum(dtype=torch.float64)))
 
 
 def _check_frozen(engine: Engine, parts: Any) -> None:
     sums = parts.get("frozen", {})
     for name, value in frozen_parameters(engine.model).items():
         # Sums of the same numbers may be rounded differently on another device.
-        allowed = 1e-6 * float(value.abs().sum(dtype=torch.float64)) + 1e-12
+        allowed = 1e-6 * _sum_of(value.abs()) + 1e-12
         if name not in parts["model"] and not abs(_sum_of(value) - sums.get(name, math.nan)) <= allowed:
             raise CheckpointError(
                 f"the frozen parameter {name!r} is not what it was when the run began",
@@ -113,8 +123,10 @@ def resume_run(folder: Path, engine: Engine) -> tuple[Progress, tuple[str, ...]]
 def restore(engine: Engine, parts: Any) -> Progress:
     """Bring a checkpoint's parts back into the engine, bit for bit."""
     _check_dtypes(engine, parts["model"])
+    here = engine.model.state_dict()
+    shards = {name: deal_out(value, here.get(name, value)) for name, value in parts["model"].items()}
     with torch.no_grad():
-        absent, extra = engine.model.load_state_dict(parts["model"], strict=False)
+        absent, extra = engine.model.load_state_dict(shards, strict=False)
     frozen = frozen_parameters(engine.model)
     missing = [name for name in absent if name not in frozen]
     if missing or extra:
@@ -129,5 +141,6 @@ def restore(engine: Engine, parts: Any) -> Progress:
     )
     if engine.scaler is not None and parts["scaler"]:
         engine.scaler.load_state_dict(parts["scaler"])
-    restore_random(parts["random"])
+    generators = [parts["random"], *parts.get("random_of_other_ranks", ())]
+    restore_random(generators[rank() % len(generators)])
     return Progress(**parts["progress"])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from truebatch.errors import CheckpointError
+from truebatch.training.sharding import deal_out
 
 State = dict[str, Any]
 _OWN_KEYS = ("params", "param_names")
@@ -53,7 +54,7 @@ def restore_optimiser(optimiser: Any, state: State, named: Iterable[tuple[str, T
         for parameter in group["params"]:
             if saved := state["state"].get(names[id(parameter)]):
                 # torch casts state to the dtype of the parameter; fp32 moments of bf16 weights would lose bits.
-                optimiser.state[parameter] = _exact(saved, optimiser.state[parameter])
+                optimiser.state[parameter] = _exact(saved, optimiser.state[parameter], parameter)
 
 
 def optimisers_state(optimisers: Mapping[str, Any], named: Iterable[tuple[str, Tensor]]) -> State:
@@ -169,13 +170,13 @@ def _without_own(group: State) -> State:
     return {key: value for key, value in group.items() if key not in _OWN_KEYS}
 
 
-def _exact(saved: Any, loaded: Any) -> Any:
-    """The saved value in its own dtype, on the device torch has chosen for it."""
+def _exact(saved: Any, loaded: Any, parameter: Tensor) -> Any:
+    """The saved value in its own dtype, on the device torch has chosen for it, sharded where its parameter is."""
     if isinstance(saved, Tensor):
         device = loaded.device if isinstance(loaded, Tensor) else saved.device
-        return saved.detach().to(device=device, copy=True)
+        return deal_out(saved.detach().to(device=device, copy=True), parameter)
     if isinstance(saved, Mapping):
-        return {key: _exact(value, loaded[key]) for key, value in saved.items()}
+        return {key: _exact(value, loaded[key], parameter) for key, value in saved.items()}
     if isinstance(saved, list | tuple):
-        return type(saved)(_exact(value, other) for value, other in zip(saved, loaded, strict=True))
+        return type(saved)(_exact(value, other, parameter) for value, other in zip(saved, loaded, strict=True))
     return saved
