@@ -81,20 +81,24 @@ class BuiltinSegmenter:
         return -math.log(sum(self.words.values()) + 1)
 
     def _path(self, run: str) -> list[str]:
-        """Right to left: the best score from each place on, and how long the word there is. Ties take the longer word."""
+        """Left to right: the best score up to each place, and how long the word before it is.
+
+        Of equal paths the one with the longer last word stays, as in the Unigram model of `tokenizers`: an exported
+        tokenizer cuts every text alike.
+        """
         scores, alone = self._scores, self._alone
-        best, step = [0.0] * (len(run) + 1), [1] * len(run)
-        for i in range(len(run) - 1, -1, -1):
-            best[i] = alone + best[i + 1]
-            for n in range(2, min(self._longest, len(run) - i) + 1):
-                score = scores.get(run[i : i + n])
-                if score is not None and score + best[i + n] >= best[i]:
-                    best[i], step[i] = score + best[i + n], n
-        words, at = [], 0
-        while at < len(run):
-            words.append(run[at : at + step[at]])
-            at += step[at]
-        return words
+        best, step = [0.0] * (len(run) + 1), [1] * (len(run) + 1)
+        for end in range(1, len(run) + 1):
+            best[end] = -math.inf
+            for n in range(min(self._longest, end), 0, -1):
+                score = alone if n == 1 else scores.get(run[end - n : end])
+                if score is not None and score + best[end - n] > best[end]:
+                    best[end], step[end] = score + best[end - n], n
+        words, at = [], len(run)
+        while at:
+            words.append(run[at - step[at] : at])
+            at -= step[at]
+        return words[::-1]
 
 
 @dataclass(frozen=True)
