@@ -59,7 +59,7 @@ def find_output_layer(model: nn.Module) -> OutputLayer | None:
     linear = get()
     if type(linear) is not nn.Linear or _is_wrapped(linear):
         return None
-    return OutputLayer(linear, _rule_of(model))
+    return OutputLayer(linear, logit_rule_of(model))
 
 
 def _is_wrapped(linear: nn.Linear) -> bool:
@@ -68,7 +68,8 @@ def _is_wrapped(linear: nn.Linear) -> bool:
     return any(hooks) or parametrized or hasattr(linear.weight, "full_tensor")
 
 
-def _rule_of(model: Any) -> LogitRule:
+def logit_rule_of(model: Any) -> LogitRule:
+    """What the configuration of a model says is done to its logits."""
     config = model.config.get_text_config()
     multiplied, divided = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
     scale = float(multiplied) if multiplied is not None else 1.0 / float(divided) if divided is not None else 1.0
