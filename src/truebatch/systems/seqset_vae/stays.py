@@ -38,7 +38,7 @@ FIELDS = (
     Field(name="set_id", dtype="int64"),
     Field(name="set_minute", axis=SETS, dtype="float32"),
     Field(name="set_size", axis=SETS, dtype="int64"),
-    Field(name="host_set_size", source="set_size", axis=SETS, dtype="int64", host=True),
+    Field(name="host_set_size", source="set_size", kind="flat", axis="flat_sets", dtype="int64", host=True),
     Field(name="label", kind="once", dtype="int64"),
 )
 
