@@ -15,6 +15,9 @@ from torch import nn
 
 from tests.tiny import TEXT_FIELDS, Attention, NextToken, TextModel, text_samples
 from truebatch.errors import DataError, MemoryLimitError
+from truebatch.planning.plan import build_plan
+from truebatch.planning.settings import PlanConfig
+from truebatch.training.budget import largest_cells, shape_of_lengths
 from truebatch.training.fitting import (
     choose_probes,
     fit_facts,
@@ -152,35 +155,40 @@ def test_prices_that_are_there_are_found():
     st.integers(1, 30),
     st.integers(0, 60),
     st.integers(10_000, 10_000_000),
+    st.sampled_from(["padded", "packed"]),
     st.integers(0, 2**32),
 )
-def test_no_micro_batch_under_the_largest_budget_needs_more_than_the_limit(prices, shortest, more, limit, seed):
-    longest = shortest + more
+def test_no_micro_batch_of_a_plan_under_the_largest_budget_needs_more_than_the_limit(
+    prices, shortest, more, limit, layout, seed
+):
+    lengths = np.random.default_rng(seed).integers(shortest, shortest + more + 1, 400)
     fit = line(*prices)
-    cells = fit.largest_cells(limit, longest=longest, shortest=shortest)
-    rng = np.random.default_rng(seed)
-    for _ in range(20):
-        lengths = rng.integers(shortest, longest + 1, 200)
-        lengths = lengths[np.cumsum(lengths) <= cells]
-        width = int(rng.integers(shortest, longest + 1))
-        rows = cells // width
-        if len(lengths):
-            assert fit.predict_safely(int(lengths.sum()), int(np.square(lengths).sum()), len(lengths)) <= limit
-        if rows:
-            assert fit.predict_safely(rows * width, rows * width * width, rows) <= limit
+    cells = largest_cells(fit, lengths, layout=layout, limit_bytes=limit)
+    if cells < lengths.max():
+        return
+    for samples_per_step, epoch in itertools.product((16, 100, 400), range(2)):
+        config = PlanConfig(layout=layout, cells=cells, samples_per_step=samples_per_step)
+        plan = build_plan(lengths, config, epoch=epoch)
+        for rows in (rows for at in range(plan.num_steps) for rows in plan.step(at)[0]):
+            # What a plan has by chance, and not by its cut, is the margin's business.
+            assert fit.predict(*shape_of_lengths(lengths[rows.ids], layout)) <= limit * 1.01
 
 
-def test_the_largest_budget_is_not_far_below_what_fits():
-    fit = line(4000, 300, 7, 50)
-    limit = 50_000_000
-    cells = fit.largest_cells(limit, longest=64, shortest=4)
-    rows = cells // 64
-    assert fit.predict_safely(rows * 64, rows * 64 * 64, rows) > 0.99 * limit
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("prices", [(4000, 300, 7, 50), (4000, 300, 0, 5000)])
+def test_the_largest_budget_is_not_far_below_what_fits(layout, prices):
+    """Samples of one token among many longer ones once made a budget of a quarter of what fitted."""
+    lengths = np.concatenate([[1, 2], np.random.default_rng(0).integers(20, 64, 4000)])
+    fit, limit = line(*prices), 20_000_000
+    cells = largest_cells(fit, lengths, layout=layout, limit_bytes=limit)
+    plan = build_plan(lengths, PlanConfig(layout=layout, cells=cells, samples_per_step=len(lengths)))
+    most = max(fit.predict_safely(*shape_of_lengths(lengths[rows.ids], layout)) for rows in plan.step(0)[0])
+    assert (0.85 if layout == "packed" else 0.8) * limit < most <= limit
 
 
 def test_nothing_fits_where_the_model_alone_is_too_large():
     fit = line(4000, 300, 7, 50, resident=10**9)
-    assert fit.largest_cells(10**9, longest=64, shortest=4) == 0
+    assert largest_cells(fit, np.array([4, 64]), layout="packed", limit_bytes=10**9) == 0
 
 
 def test_points_off_the_line_make_the_fit_less_sure():

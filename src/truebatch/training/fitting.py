@@ -20,6 +20,7 @@ from truebatch.errors import ConfigError, MemoryLimitError
 from truebatch.planning.rows import Ints, Layout, Rows, packed_row, padded_rows
 from truebatch.tensors.collating import collate
 from truebatch.tensors.microbatch import MicroBatch
+from truebatch.training.budget import largest_cells, shape_of_lengths
 from truebatch.training.memory import added_bytes, held_bytes
 from truebatch.training.memoryfit import FIT, MemoryFit, Point, changed_facts, fit_points, load_fit
 from truebatch.training.outofmemory import free_memory, is_out_of_memory
@@ -34,6 +35,8 @@ NUMBERS = (1, 2, 8, 32)
 MIXED = (4, 8, 16)
 MOST_TIMES_LONGEST = 8
 """A probe of several samples has no more cells than this many of the longest sample."""
+SHARES = (0.125, 0.25, 0.5)
+"""Of a given limit: what further probes take."""
 STATES = {"AdamW": 2, "Adam": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad": 1, "RMSprop": 1}
 """Tensors an optimiser holds for each parameter; others are taken to hold 2."""
 
@@ -45,7 +48,7 @@ def fit_memory(engine: Engine, data: TrainData, config: TrainConfig, *, limit_by
     afterwards as they were before.
 
     Args:
-        limit_bytes: if given, two more probes go half way to this limit, so that the line need not reach as far.
+        limit_bytes: if given, more probes go half way to this limit, so that the line need not reach as far.
     """
     _refuse_sharded(engine.model)
     lengths = _lengths(data)
@@ -58,8 +61,9 @@ def fit_memory(engine: Engine, data: TrainData, config: TrainConfig, *, limit_by
     with untouched(engine):
         points = _probe_all(engine, data, choose_probes(lengths), config.layout)
         fit = fitted(points)
-        if limit_bytes is not None:
-            points += _probe_all(engine, data, _further(fit, lengths, limit_bytes), config.layout)
+        for share in SHARES if limit_bytes is not None else ():
+            further = _further(fit, lengths, config.layout, int(share * limit_bytes))
+            points += _probe_all(engine, data, further, config.layout)
             fit = fitted(points)
     return fit
 
@@ -98,14 +102,17 @@ def samples_near(order: Ints, place: int, number: int) -> Ints:
     return chosen
 
 
-def _further(fit: MemoryFit, lengths: Ints, limit_bytes: int) -> list[Ints]:
-    """Half of the largest budget, of middling samples and of the longest; none where probes went as far already."""
-    cells = fit.largest_cells(limit_bytes, longest=int(lengths.max()), shortest=int(lengths.min())) // 2
+def _further(fit: MemoryFit, lengths: Ints, layout: Layout, limit_bytes: int) -> list[Ints]:
+    """As much as this limit allows, of middling samples, of the longest and of all kinds; none where that is no news."""
+    cells = largest_cells(fit, lengths, layout=layout, limit_bytes=limit_bytes)
     if cells <= max(point.cells for point in fit.points):
         return []
     order = np.argsort(lengths, kind="stable")
     places = [len(order) // 2, len(order) - 1]
-    return [samples_near(order, at, max(1, cells // max(int(lengths[order[at]]), 1))) for at in places]
+    probes = [samples_near(order, at, max(1, cells // max(int(lengths[order[at]]), 1))) for at in places]
+    drawn = np.random.default_rng(1).choice(len(lengths), max(1, cells // max(int(lengths.min()), 1)))
+    width = np.cumsum(lengths[drawn]) if layout == "packed" else np.arange(1, len(drawn) + 1) * int(lengths.max())
+    return [*probes, drawn[: max(1, int(np.searchsorted(width, cells)))]]
 
 
 def _probe_all(engine: Engine, data: TrainData, probes: Sequence[Ints], layout: Layout) -> list[Point]:
@@ -158,14 +165,6 @@ def _rows(ids: Ints, lengths: Ints, layout: Layout) -> Rows:
     if layout == "packed":
         return packed_row(ids, int(lengths.sum()))
     return padded_rows(ids, int(lengths.max()))
-
-
-def shape_of_lengths(lengths: Ints, layout: Layout) -> tuple[int, int, int]:
-    """Cells, pairs and samples of one micro-batch of samples with these lengths."""
-    if layout == "packed":
-        return int(lengths.sum()), int(np.square(lengths).sum()), len(lengths)
-    width = int(lengths.max())
-    return len(lengths) * width, len(lengths) * width * width, len(lengths)
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+CUDA_SHARE = 0.95
+"""What can be used of a card: the rest goes to the context of CUDA and to gaps between blocks."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -94,10 +96,15 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def free_bytes_of(device: torch.device) -> int:
-    """Bytes this process may still take on a device: what is free, and what torch holds without using it."""
+    """Bytes this process may still take on a device: what is free, and what torch holds without using it.
+
+    A share of a card that was set for the process (`torch.cuda.set_per_process_memory_fraction`) is kept to.
+    """
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
+        free, total = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device)
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - reserved
+        return max(0, min(int(free), allowed)) + reserved - torch.cuda.memory_allocated(device)
     return min([int(psutil.virtual_memory().available), *_container_bytes()])
 
 

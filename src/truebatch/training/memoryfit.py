@@ -24,8 +24,12 @@ Floats = NDArray[np.float64]
 FIT = "fit.json"
 LEAST_UNCERTAINTY = 0.01
 """A line through as many points as it has prices looks perfect; nothing measured is."""
+LARGE_SPAN, LEAST_LARGE = 6.0, 9
 ABOVE_FLOOR, LEAST_POINTS = 3.0, 6
-"""Where the line is what shows; and how many points there must be to leave the others out."""
+"""Where the line is what shows; and how many points there must be to leave the others out.
+
+A loss in chunks, say, takes memory by the cell only until a chunk is full: small points know nothing of large ones.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +80,6 @@ class MemoryFit:
         """What is there whatever is run: model, gradients, optimiser."""
         return self.resident_bytes + self.optimiser_bytes
 
-    def largest_cells(self, limit_bytes: int, *, longest: int, shortest: int) -> int:
-        """The largest budget of cells under which no micro-batch of these samples needs more than the limit.
-
-        The price of a cell depends on the length of its sample, `n * per_pair + per_sample / n`: a sum that is
-        largest at the longest or at the shortest sample, so those two are the worst case. 0 if nothing fits.
-        """
-        ends = (max(longest, 1), max(shortest, 1))
-        price = self.per_cell + max(n * self.per_pair + self.per_sample / n for n in ends)
-        left = (limit_bytes - self.constant_bytes) / (1 + self.uncertainty) - self.fixed
-        if left <= 0 or left + self.fixed < self.floor:
-            return 0
-        return math.floor(left / price) if price > 0 else max(point.cells for point in self.points)
-
     @property
     def residuals(self) -> tuple[float, ...]:
         """Of every point: predicted over measured, minus 1."""
@@ -118,9 +109,13 @@ def fit_points(
 
 
 def _above_floor(points: Sequence[Point]) -> list[Point]:
-    floor = min(point.num_bytes for point in points)
-    above = [point for point in points if point.num_bytes > ABOVE_FLOOR * floor]
-    return above if len(above) >= LEAST_POINTS else list(points)
+    """Those the prices come from: the large ones, where there are enough; else those well above the floor."""
+    floor, largest = min(point.num_bytes for point in points), max(point.num_bytes for point in points)
+    for least, number in ((largest / LARGE_SPAN, LEAST_LARGE), (ABOVE_FLOOR * floor, LEAST_POINTS)):
+        above = [point for point in points if point.num_bytes > least]
+        if len(above) >= number:
+            return above
+    return list(points)
 
 
 def _line(points: Sequence[Point]) -> dict[str, float]:

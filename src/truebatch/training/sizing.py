@@ -14,10 +14,11 @@ from truebatch.errors import ConfigError
 from truebatch.planning.rows import Ints, Layout
 from truebatch.system import System
 from truebatch.tensors.noise import name_purposes
-from truebatch.training.fitting import fit_memory, make_batch, run_batch, shape_of_lengths, untouched
+from truebatch.training.budget import largest_cells, shape_of_lengths
+from truebatch.training.fitting import fit_memory, make_batch, run_batch, untouched
 from truebatch.training.law import refuse_couplings
 from truebatch.training.loop import default_group
-from truebatch.training.memory import free_bytes_of
+from truebatch.training.memory import CUDA_SHARE, free_bytes_of
 from truebatch.training.memoryfit import MemoryFit
 from truebatch.training.optimising import make_groups
 from truebatch.training.place import find_place, move_model
@@ -28,8 +29,6 @@ from truebatch.training.task import TrainData
 HERE = "this machine"
 PAYS = 1.1
 """Batching pays where it is at least this many times as fast as one by one."""
-CUDA_SHARE = 0.95
-"""What can be used of a card: the rest goes to the context of CUDA and to gaps between blocks."""
 LARGEST_SIZE, LARGEST_POOL, PASSES = 1024, 64, 3
 POOL_SECONDS = 3.0
 """Time for one pass over the samples every batch size is timed with."""
@@ -98,15 +97,15 @@ def size_system(
         limits = {name: int(CUDA_SHARE * limit) for name, limit in limits.items()}
     fit = fit_memory(engine, data, config.train, limit_bytes=limits[HERE] if device.type == "cuda" else None)
     assert data.measured is not None
-    longest, shortest = int(data.measured.lengths.max()), max(1, int(data.measured.lengths.min()))
+    lengths, layout = data.measured.lengths, config.train.layout
     return Sizing(
         fit=fit,
-        layout=config.train.layout,
+        layout=layout,
         limits=limits,
-        cells={n: fit.largest_cells(limit, longest=longest, shortest=shortest) for n, limit in limits.items()},
-        sizes=measure_sizes(engine, data, fit, layout=config.train.layout, limit_bytes=limits[HERE]),
-        longest=longest,
-        shortest=shortest,
+        cells={n: largest_cells(fit, lengths, layout=layout, limit_bytes=limit) for n, limit in limits.items()},
+        sizes=measure_sizes(engine, data, fit, layout=layout, limit_bytes=limits[HERE]),
+        longest=int(lengths.max()),
+        shortest=max(1, int(lengths.min())),
     )
 
 

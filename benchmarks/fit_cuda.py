@@ -1,0 +1,262 @@
+"""Does the budget that `fit` gives hold? Probe a model, take the budget, train at it, and compare the peaks of memory.
+
+    PYTHONPATH=src python benchmarks/fit_cuda.py --out fit_cuda.json
+    PYTHONPATH=src python benchmarks/fit_cuda.py --device cpu --quick     (a dry run of the same code with tiny models)
+
+Needs torch, transformers and numpy. Models have random weights in bf16, samples are log-normal in length and packed;
+every step is one micro-batch near the budget and one update of AdamW. "card" limits the process to a part of the
+memory, so that many steps take little time; 0 is the whole card. Exits with 1 when a figure is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from truebatch.hf.heads import head_of
+from truebatch.hf.objectives import HeadObjective
+from truebatch.hf.shapes import SHAPES, Shape, build_model
+from truebatch.planning.distributions import example_lengths
+from truebatch.planning.measured import Measured
+from truebatch.planning.plan import build_plan
+from truebatch.planning.settings import PlanConfig
+from truebatch.tensors.collating import collate
+from truebatch.tensors.microbatch import MicroBatch
+from truebatch.training.budget import largest_cells, shape_of_lengths
+from truebatch.training.fitting import fit_memory
+from truebatch.training.guard import Guard
+from truebatch.training.memory import CUDA_SHARE, CountStorages, free_bytes_of, held_bytes
+from truebatch.training.optimising import Group, make_groups
+from truebatch.training.settings import TrainConfig
+from truebatch.training.step import Engine, apply_update, step_counts, take_gradients
+from truebatch.training.task import TrainData
+
+GIB = 2**30
+LEAST_SHARE, LARGEST_ERROR = 0.85, 0.05
+SHAPES_HERE = {
+    **SHAPES,
+    # Little arithmetic for the memory it takes: the steps that fill a whole card are short.
+    "llama-30m": Shape(
+        name="llama-30m", config="LlamaConfig",
+        sizes={"num_hidden_layers": 16, "hidden_size": 384, "num_attention_heads": 6, "num_key_value_heads": 2,
+               "intermediate_size": 1024, "vocab_size": 8192},
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model, the memory it gets, and how many steps it is trained for."""
+
+    shape: str
+    card_gib: float
+    """0: the whole card."""
+    steps: int
+
+
+FULL = (Case("llama-1.1b", 0, 12), Case("qwen2-0.5b", 0, 15), Case("llama-1.1b", 15, 500), Case("llama-30m", 0, 500))
+QUICK = (Case("llama-tiny", 0.5, 6), Case("qwen2-tiny", 0.25, 6))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """What one case came to."""
+
+    shape: str
+    card_gib: float
+    cells: int
+    uncertainty: float
+    probes: int
+    probe_seconds: float
+    steps: int
+    steps_wanted: int
+    seconds: float
+    out_of_memory: int
+    """Errors the guard had to survive: 0 is the aim."""
+    allocation_retries: int
+    """Times torch gave back its cache to find room: no error, but slow."""
+    predicted_bytes: int
+    """For the largest micro-batch that was run, before the run."""
+    peak_bytes: int
+    reserved_bytes: int
+    """With the gaps of the allocator: what the card has lost to the process."""
+    share_of_limit: float
+    """The peak over the memory that was given."""
+    share_reserved: float
+    error: float
+    """Predicted over real peak, minus 1."""
+    tokens_per_second: float
+    fit: dict[str, Any]
+
+
+def run_case(case: Case, device: torch.device, *, longest: int, seconds: float) -> Row:
+    """Fit, then train at the budget for the steps asked for or as many as the time allows."""
+    given = _limit(case, device)
+    began = time.monotonic()
+    engine, data = _open(SHAPES_HERE[case.shape], device, longest)
+    limit = int(CUDA_SHARE * given) if device.type == "cuda" else given
+    config = TrainConfig(layout="packed")
+    fit = fit_memory(engine, data, config, limit_bytes=limit)
+    assert data.measured is not None
+    lengths = data.measured.lengths
+    cells = largest_cells(fit, lengths, layout="packed", limit_bytes=limit)
+    probed = time.monotonic()
+    say(f"{case.shape}: cells={cells:,}, +-{fit.uncertainty:.2%}, {probed - began:.1f} s")
+    left = seconds - (probed - began)
+    steps, tokens, predicted = 0, 0, 0
+    with _counting(engine) as peak:
+        for batch in _batches(data, cells, case.steps):
+            shape = shape_of_lengths(np.array(batch.rows().lengths), "packed")
+            predicted = max(predicted, fit.predict(*shape))
+            _train(engine, batch)
+            steps, tokens = steps + 1, tokens + shape[0]
+            if time.monotonic() - probed > left:
+                break
+        _wait(device)
+        took = time.monotonic() - probed
+        peak_bytes, reserved, retries = peak()
+    assert engine.guard is not None
+    return Row(
+        shape=case.shape, card_gib=given / GIB, cells=cells, uncertainty=fit.uncertainty, probes=len(fit.points),
+        probe_seconds=probed - began, steps=steps, steps_wanted=case.steps, seconds=took,
+        out_of_memory=engine.guard.recoveries, allocation_retries=retries, predicted_bytes=predicted,
+        peak_bytes=peak_bytes, reserved_bytes=reserved, share_of_limit=peak_bytes / given,
+        share_reserved=reserved / given, error=predicted / peak_bytes - 1, tokens_per_second=tokens / took,
+        fit=fit.to_dict(),
+    )  # fmt: skip
+
+
+def _limit(case: Case, device: torch.device) -> int:
+    """Bytes this process may have, before it has any."""
+    gc.collect()
+    if device.type != "cuda":
+        return int(case.card_gib * GIB)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, case.card_gib * GIB / total) if case.card_gib else 1.0, device)
+    return free_bytes_of(device)
+
+
+def _open(shape: Shape, device: torch.device, longest: int) -> tuple[Engine, TrainData]:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = build_model(shape, longest=longest, device=device.type, dtype=dtype)
+    head = head_of(model)
+    lengths = np.minimum(example_lengths("chat", 20_000 if device.type == "cuda" else 500, seed=0), longest)
+    random = np.random.default_rng(1)
+    tokens = [random.integers(0, shape.sizes["vocab_size"], n) for n in lengths.tolist()]
+    samples = [{"input_ids": ids, "labels": ids} for ids in tokens]
+    data = TrainData(samples=samples, fields=head.fields, measured=Measured(lengths=lengths, found="given"))
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
+    groups = make_groups([Group(optimiser=optimiser)], model)
+    guard = Guard(fields=head.fields, say=say)
+    return Engine(
+        model=model, objective=HeadObjective(head=head), groups=groups, device=device, guard=guard
+    ), data  # fmt: skip
+
+
+def _batches(data: TrainData, cells: int, number: int) -> Iterator[MicroBatch]:
+    """Packed micro-batches as training cuts them: a step of all samples, so that they are nearly full."""
+    assert data.measured is not None
+    lengths = data.measured.lengths
+    done = epoch = 0
+    while done < number:
+        plan = build_plan(lengths, PlanConfig(layout="packed", cells=cells, samples_per_step=len(lengths)), epoch=epoch)
+        rows = [one for step in range(plan.num_steps) for one in plan.step(step)[0]]
+        for one in rows[: number - done]:
+            yield collate([data.samples[i] for i in one.ids.tolist()], one, data.fields)
+        done, epoch = done + len(rows), epoch + 1
+
+
+def _train(engine: Engine, batch: MicroBatch) -> None:
+    counts = step_counts([batch], engine.objective, {}, device=engine.device)
+    apply_update(engine, take_gradients(engine, [batch], counts, epoch=0))
+
+
+@contextmanager
+def _counting(engine: Engine) -> Iterator[Callable[[], tuple[int, int, int]]]:
+    """Asked at the end: the peak of memory, what the allocator held at most, and how often it had to look for room."""
+    device = engine.device
+    if device.type != "cuda":
+        held = held_bytes([*engine.model.parameters(), *engine.model.buffers()])
+        with CountStorages() as count:
+            yield lambda: (held + count.peak_bytes, held + count.peak_bytes, 0)
+        return
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
+    yield lambda: (
+        torch.cuda.max_memory_allocated(device),
+        torch.cuda.max_memory_reserved(device),
+        torch.cuda.memory_stats(device).get("num_alloc_retries", 0) - before,
+    )
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def problems(rows: list[Row]) -> list[str]:
+    """The figures that were missed."""
+    found = []
+    for row in rows:
+        name = f"{row.shape} in {row.card_gib:.1f} GiB"
+        checks = {
+            f"the peak is {row.share_of_limit:.1%} of the memory": row.share_of_limit >= LEAST_SHARE,
+            f"predicted and real peak differ by {row.error:+.1%}": abs(row.error) <= LARGEST_ERROR,
+            f"memory ran out {row.out_of_memory} times": row.out_of_memory == 0,
+            f"{row.steps} of {row.steps_wanted} steps were run": row.steps == row.steps_wanted,
+        }
+        found += [f"{name}: {what}" for what, is_right in checks.items() if not is_right]
+    return found
+
+
+def say(line: str) -> None:
+    """Print at once, so that an interrupted run keeps what it has said."""
+    print(line, flush=True)
+
+
+def main() -> int:
+    """Run all cases, print and write each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
+    parser.add_argument("--quick", action="store_true", help="tiny models")
+    parser.add_argument("--seconds", type=float, default=240.0, help="for all cases; steps stop then, and it is said")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    device = torch.device(given.device, 0) if given.device == "cuda" else torch.device(given.device)
+    began = time.monotonic()
+    report: dict[str, Any] = {
+        "command": " ".join(["python", *sys.argv]), "date": datetime.now(UTC).date().isoformat(),
+        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "torch": torch.__version__, "rows": [], "problems": [],
+    }  # fmt: skip
+    rows = []
+    for case in QUICK if given.quick else FULL:
+        row = run_case(
+            case, device, longest=256 if given.quick else 2048, seconds=given.seconds + began - time.monotonic()
+        )
+        rows.append(row)
+        report |= {"rows": [asdict(one) for one in rows], "problems": problems(rows)}
+        say(json.dumps({name: value for name, value in asdict(row).items() if name != "fit"}))
+        if given.out is not None:
+            given.out.write_text(json.dumps(report, indent=1) + "\n")
+    say("\n".join(report["problems"]) or "all figures are reached")
+    return 1 if report["problems"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""The largest budget of cells that is safe for the user's samples: by the plans that would be made under it.
+
+lengths -> trial budget -> its plan -> the micro-batch that needs most -> the next, larger trial
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from truebatch.planning.plan import build_plan
+from truebatch.planning.rows import Ints, Layout
+from truebatch.planning.settings import PlanConfig
+from truebatch.training.memoryfit import MemoryFit
+
+MOST_SAMPLES = 20_000
+"""Plans are tried with so many samples, drawn from all; the longest is always among them."""
+TRIALS = 4
+STEPS = 8
+"""Every plan is tried with all samples as one step, and with this many steps, which are cut less evenly."""
+
+
+def largest_cells(fit: MemoryFit, lengths: Ints, *, layout: Layout, limit_bytes: int) -> int:
+    """The largest budget of cells under which micro-batches of these samples need no more than the limit.
+
+    The first trial would be safe even if all samples were as dear a cell as the dearest. From there on the dearest
+    micro-batch of a real plan counts; the larger the budget, the less can a micro-batch differ from the others, so no
+    trial is larger than its own plan allows. 0 if nothing fits.
+    """
+    left = (limit_bytes - fit.constant_bytes) / (1 + fit.uncertainty) - fit.fixed
+    if left <= 0 or left + fit.fixed < fit.floor:
+        return 0
+    drawn = _drawn(lengths)
+    ends = (max(int(drawn.max()), 1), max(int(drawn.min()), 1))
+    price = fit.per_cell + max(n * fit.per_pair + fit.per_sample / n for n in ends)
+    if price <= 0:
+        return max(point.cells for point in fit.points)
+    for _ in range(TRIALS):
+        trial = min(max(math.floor(left / price), int(drawn.max())), int(drawn.sum()) // 2)
+        found = _dearest(fit, drawn, layout, trial)
+        if found >= price:
+            break
+        price = found
+    return math.floor(left / price)
+
+
+def _drawn(lengths: Ints) -> Ints:
+    if len(lengths) <= MOST_SAMPLES:
+        return lengths
+    drawn = np.random.default_rng(0).choice(lengths, MOST_SAMPLES - 1, replace=False)
+    return np.append(drawn, lengths.max())
+
+
+def _dearest(fit: MemoryFit, lengths: Ints, layout: Layout, cells: int) -> float:
+    """Bytes a cell of the dearest micro-batch, without what is fixed; those of less than half the budget never matter."""
+    cells = max(cells, int(lengths.max()))
+    prices = []
+    for samples_per_step in {len(lengths), max(1, len(lengths) // STEPS)}:
+        plan = build_plan(lengths, PlanConfig(layout=layout, cells=cells, samples_per_step=samples_per_step))
+        shapes = [
+            shape_of_lengths(lengths[rows.ids], layout) for at in range(plan.num_steps) for rows in plan.step(at)[0]
+        ]
+        prices += [_price(fit, shape) for shape in shapes if 2 * shape[0] >= cells]
+    return max(prices, default=math.inf)
+
+
+def _price(fit: MemoryFit, shape: tuple[int, int, int]) -> float:
+    cells, pairs, samples = shape
+    return fit.per_cell + (fit.per_pair * pairs + fit.per_sample * samples) / cells
+
+
+def shape_of_lengths(lengths: Ints, layout: Layout) -> tuple[int, int, int]:
+    """Cells, pairs and samples of one micro-batch of samples with these lengths."""
+    if layout == "packed":
+        return int(lengths.sum()), int(np.square(lengths).sum()), len(lengths)
+    width = int(lengths.max())
+    return len(lengths) * width, len(lengths) * width * width, len(lengths)
