@@ -29,7 +29,7 @@ class Beam:
 
     def score(self, power: float) -> float:
         """What beams are ranked by: the log-probability over the number of new tokens to this power."""
-        return self.log_prob / len(self.new) ** power
+        return self.log_prob / float(len(self.new) ** power)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def _is_over(search: _Search, endings: Endings) -> bool:
     # A log-probability only falls: at best a beam keeps what it has and gets the kindest length.
     power = endings.settings.length_penalty
     lengths = (len(going[0].new) + 1, endings.room(search.prompt)[0])
-    hope = max(beam.log_prob for beam in going) / max(length**power for length in lengths)
+    hope = max(beam.log_prob for beam in going) / max(float(length**power) for length in lengths)
     return best.score(power) >= hope
 
 

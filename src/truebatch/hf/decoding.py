@@ -83,7 +83,8 @@ class HFSession:
         known = {name: value for name, value in inputs.items() if name in border.accepts}
         out = self._decoder.model(input_ids=ids, **known, **beside)
         self._cache = _cache_of(out, self._decoder.model)
-        return out.logits[:, -1]
+        logits: Tensor = out.logits[:, -1]
+        return logits
 
 
 def _cache_of(out: Any, model: nn.Module) -> Any:

@@ -9,11 +9,12 @@ import re
 
 HAN = "\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 """Han characters with their extensions, as the inside of a character class."""
-_CHINESE = f"{HAN}\u3001-\u3003\u3008-\u3011\u3014-\u301f\uff00-\uffef\u2018-\u201d\u2026\u2014"
+CHINESE = f"{HAN}\u3001-\u3003\u3008-\u3011\u3014-\u301f\uff00-\uffef\u2018-\u201d\u2026\u2014"
+"""The same with Chinese punctuation: no blank stands between two of these."""
 
 _BLANKS = re.compile(r"[^\S\n]+")
 _LINE_ENDS = re.compile(r" ?\n[ \n]*")
-_INSIDE_CHINESE = re.compile(f"(?<=[{_CHINESE}]) (?=[{_CHINESE}])")
+_INSIDE_CHINESE = re.compile(f"(?<=[{CHINESE}]) (?=[{CHINESE}])")
 _PIECES = re.compile(f"[{HAN}]+|[A-Za-z0-9]+|.", re.DOTALL)
 _HAN_RUN = re.compile(f"[{HAN}]+")
 

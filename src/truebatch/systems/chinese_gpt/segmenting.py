@@ -67,6 +67,10 @@ class BuiltinSegmenter:
         """The dictionary."""
         return {"backend": self.backend, "words": dict(sorted(self.words.items()))}
 
+    def score(self, word: str) -> float:
+        """The log-probability of a word: the path through a text has the highest sum of these."""
+        return self._scores.get(word, self._alone)
+
     @cached_property
     def _scores(self) -> dict[str, float]:
         total = sum(self.words.values()) + 1
