@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.proof import planted as P
 from tests.proof.test_faults import samples
-from truebatch.errors import BatchError
+from truebatch.errors import BatchError, ConfigError
 from truebatch.proof.proving import VerifyConfig
 from truebatch.proof.verification import verify
 from truebatch.tensors.field import Field
@@ -157,3 +157,63 @@ def test_what_a_users_function_raises_for_one_sample_is_told_as_theirs():
 
     with pytest.raises(BatchError, match=r"cannot be run alone[\s\S]*KeyError: 'mine'"):
         verify(mine, samples=LISTS)
+
+
+def bags(dtype=torch.float32, *, gradient_fault=0.0, written_dtype=None):
+    """A padded bag of words with a loss; the fault is in the gradient alone."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"embed": nn.Embedding(50, 8), "head": nn.Linear(8, 3)}).to(dtype)
+
+    def batched(chosen):
+        width = max(map(len, chosen))
+        ids = torch.tensor([s + [0] * (width - len(s)) for s in chosen])
+        real = torch.arange(width) < torch.tensor([len(s) for s in chosen])[:, None]
+        bag = (model["embed"](ids) * real[..., None]).sum(1)
+        y = model["head"](bag if written_dtype is None else bag.to(written_dtype))
+        total = model["head"].weight.float().sum()
+        return {
+            "y": y,
+            "loss": y.float().square().mean() + gradient_fault * (len(chosen) > 1) * (total - total.detach()),
+        }
+
+    return model, batched
+
+
+def test_a_small_fault_in_the_gradient_of_a_function_is_not_taken_for_rounding():
+    assert verify(bags()[1], samples=LISTS).ok
+    report = verify(bags(gradient_fault=1e-4)[1], samples=LISTS)
+    assert report.is_broken
+    assert not report.results[0].is_over("outputs")
+
+
+def test_a_function_in_half_precision_is_measured_against_fp32():
+    model, batched = bags(torch.bfloat16)
+    before = copy.deepcopy(model.state_dict())
+    report = verify(batched, samples=LISTS)
+    assert report.ok, str(report)
+    assert report.limits["gradient"] < 0.1
+    assert all(torch.equal(v, before[k]) and v.dtype == torch.bfloat16 for k, v in model.state_dict().items())
+    assert verify(bags(torch.bfloat16, gradient_fault=0.5)[1], samples=LISTS).is_broken
+
+
+def test_a_function_with_half_precision_written_into_it_needs_a_tolerance():
+    _, batched = bags(torch.bfloat16, written_dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"cannot be run in fp32[\s\S]*give a tolerance"):
+        verify(batched, samples=LISTS)
+    assert verify(batched, samples=LISTS, config=VerifyConfig(tolerance=0.05)).ok
+
+
+def test_the_model_of_a_function_can_be_named_without_an_original_too():
+    model, batched = bags()
+    hidden = {"f": batched}
+    assert all(d.part != "gradient" for d in verify(lambda c: hidden["f"](c), samples=LISTS).results[0].differences)
+    report = verify(lambda c: hidden["f"](c), samples=LISTS, model=model)
+    assert {d.part for d in report.results[0].differences} == {"outputs", "loss", "gradient"}
+
+
+def test_the_sample_that_raises_alone_is_named():
+    def picky(chosen):
+        return [torch.tensor(s).float()[1:].max() for s in chosen]
+
+    with pytest.raises(BatchError, match=r"sample 2 \(length 1\) cannot be run alone"):
+        verify(picky, samples=LISTS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,10 +45,6 @@ class ListSubject:
     def held(self, piece: Piece) -> AbstractContextManager[None]:
         """A function keeps nothing open."""
         return nullcontext()
-
-    def with_model(self, model: nn.Module) -> ListSubject:
-        """A function keeps its own model; half precision is then compared by a given tolerance only."""
-        return replace(self, model=model)
 
 
 def run_one_by_one(

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from truebatch.hf.heads import head_of
+from truebatch.hf.limits import check_sample
 from truebatch.hf.objectives import HeadObjective
 from truebatch.hf.samples import make_samples, plain_ids
 from truebatch.proof.subjects import Subject, model_subject
@@ -24,6 +25,8 @@ def hf_subject(
     given = [sample if isinstance(sample, Mapping) else {"input_ids": sample} for sample in samples]
     head = head_of(model, given[0] if given else None)
     objective = HeadObjective(head=head, packed_rows=packed_rows, plain_alone=True)
+    for at, sample in enumerate(given):
+        check_sample(model, head, sample, at)
     prepared = [head.prepare(sample) for sample in given]
     subject = model_subject(model, objective, prepared, head.fields, causal=head.kind.name == "causal_lm")
     return replace(subject, plain_values={"input_ids": plain_ids(model).tolist()})

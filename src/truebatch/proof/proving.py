@@ -16,6 +16,7 @@ from truebatch.errors import ConfigError, DataError
 from truebatch.proof.arrangements import LAYOUTS, Arrangement, alone, arrangements
 from truebatch.proof.causes import Evidence, name_causes
 from truebatch.proof.comparing import (
+    ROUNDING,
     Reference,
     Runnable,
     Whole,
@@ -107,8 +108,6 @@ def prove(
 
 PLAIN_MOVE = 0.1
 """A sample that moves itself this far shows any leak, however wide the limits of half precision are."""
-ROUNDING = 1e-3
-"""Differences below this may be rounding, which the same model in fp64 tells from a fault."""
 
 
 def _may_be_rounding(results: Sequence[Result]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ class Subject:
     samples: Sequence[Sample]
     fields: Sequence[Field]
     call: Callable[[Any, MicroBatch], Outcome]
-    """(model, micro-batch) -> outcome; the model is passed so that another one (in fp32) can stand in for it."""
+    """(model, micro-batch) -> outcome."""
     model: nn.Module | None
     """For gradients and module names; None for a bare callable."""
     causal: bool
@@ -80,10 +80,6 @@ class Subject:
         """Open around forward and backward of an arrangement that begins with this piece."""
         return nullcontext() if self.hold is None else self.hold(self.model, self.micro_batch(piece))
 
-    def with_model(self, model: nn.Module) -> Subject:
-        """The same samples through another model."""
-        return replace(self, model=model)
-
 
 def model_subject(
     model: nn.Module, objective: Objective, samples: Sequence[Sample], fields: Sequence[Field], causal: bool | None
@@ -111,16 +107,19 @@ def model_subject(
 
 
 def callable_subject(
-    function: Callable[[MicroBatch], Any], samples: Sequence[Sample], fields: Sequence[Field], causal: bool | None
+    function: Callable[[MicroBatch], Any],
+    samples: Sequence[Sample],
+    fields: Sequence[Field],
+    causal: bool | None,
+    model: nn.Module | None = None,
 ) -> Subject:
     """Any callable from a micro-batch to per-sample outputs, or to a mapping with a loss too (see `read_result`)."""
-    model = function if isinstance(function, nn.Module) else None
 
-    def call(model: nn.Module | None, batch: MicroBatch) -> Outcome:
-        value = (model if isinstance(function, nn.Module) else function)(batch)  # type: ignore[misc]
-        return read_result(value, lambda rest: split_output(rest, batch), batch.num_samples)
+    def call(_model: nn.Module | None, batch: MicroBatch) -> Outcome:
+        return read_result(function(batch), lambda rest: split_output(rest, batch), batch.num_samples)
 
-    return Subject(samples, fields, call, model or find_module(function), _is_causal(fields, causal))
+    found = model if model is not None else find_module(function)
+    return Subject(samples, fields, call, found, _is_causal(fields, causal))
 
 
 def read_result(

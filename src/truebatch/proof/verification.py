@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import nn
 
 from truebatch.errors import BatchError, ConfigError, LawError, TruebatchError
 from truebatch.objective import Objective
+from truebatch.proof.arrangements import alone
 from truebatch.proof.comparing import Whole
 from truebatch.proof.functions import ListSubject, run_one_by_one
 from truebatch.proof.proving import VerifyConfig, prove
@@ -41,6 +43,8 @@ def verify(
     verify(batched, one=single, samples=...)      your batched function against your original one-sample function
     verify(system)                                a System with its own samples
 
+    `model` names the model a function works with, where it cannot be found from the function.
+
     Nothing of the model is changed: modes, buffers and gradients are put back. The report's `ok` is True only if every
     arrangement that ran gave equal outputs, loss and gradients.
     """
@@ -57,7 +61,7 @@ def verify(
         )
     if one is not None:
         return _verify_functions(subject, one, list(samples), fields, model, settings)
-    return _proven(_subject(subject, objective, list(samples), fields, settings), settings)
+    return _proven(_subject(subject, objective, list(samples), fields, settings, model), settings)
 
 
 def _proven(subject: Subject | ListSubject, config: VerifyConfig, original: Original | None = None) -> VerifyReport:
@@ -68,10 +72,21 @@ def _proven(subject: Subject | ListSubject, config: VerifyConfig, original: Orig
         raise
     except Exception as error:
         raise BatchError(
-            "a sample cannot be run alone, so there is nothing to compare with",
+            f"{_culprit(subject)} cannot be run alone, so there is nothing to compare with",
             seen=f"{type(error).__name__}: {error}",
             do="make it run on one sample at a time first; --debug (or the exception above) shows where it was raised",
         ) from error
+
+
+def _culprit(subject: Subject | ListSubject) -> str:
+    """The first sample that raises, by its number and length."""
+    for at, piece in enumerate(alone(subject.lengths).pieces):
+        try:
+            with quieted(subject.model, "eval"), torch.no_grad():
+                subject.run(piece)
+        except Exception:  # it is the error that is being reported, found again
+            return f"sample {at} (length {subject.lengths[at]})"
+    return "a sample"
 
 
 def assert_batchable(*args: Any, **kwargs: Any) -> VerifyReport:
@@ -85,7 +100,12 @@ def assert_batchable(*args: Any, **kwargs: Any) -> VerifyReport:
 
 
 def _subject(
-    subject: Any, objective: Any, samples: list[Any], fields: Sequence[Field] | None, config: VerifyConfig
+    subject: Any,
+    objective: Any,
+    samples: list[Any],
+    fields: Sequence[Field] | None,
+    config: VerifyConfig,
+    model: nn.Module | None,
 ) -> Subject | ListSubject:
     if objective is not None:
         if not isinstance(subject, nn.Module) or fields is None:
@@ -96,7 +116,7 @@ def _subject(
             )
         return model_subject(subject, objective, samples, fields, config.causal)
     if fields is not None:
-        return callable_subject(subject, samples, fields, config.causal)
+        return callable_subject(subject, samples, fields, config.causal, model)
     if _is_hf_model(subject):
         hf = import_module("truebatch.proof.hfsubject")  # transformers takes seconds to import: only when it is needed
         return hf.hf_subject(subject, samples)  # type: ignore[no-any-return]
@@ -106,7 +126,7 @@ def _subject(
             seen=f"{type(subject).__module__}.{type(subject).__name__}",
             do="pass `fields` so that it gets micro-batches, or a function over a list of samples",
         )
-    return ListSubject(samples, subject, find_module(subject))
+    return ListSubject(samples, subject, model if model is not None else find_module(subject))
 
 
 def _is_hf_model(subject: Any) -> bool:
@@ -121,15 +141,15 @@ def _verify_functions(
     model: nn.Module | None,
     config: VerifyConfig,
 ) -> VerifyReport:
-    found = model or find_module(batched) or find_module(one)
+    found = next((m for m in (model, find_module(batched), find_module(one)) if m is not None), None)
 
-    def original(mode: Mode, alone: Whole) -> Whole:
+    def original(mode: Mode, singles: Whole) -> Whole:
         with quieted(found, mode):
-            return run_one_by_one(one, samples, found, batched=alone, stand_in=fields is not None)
+            return run_one_by_one(one, samples, found, batched=singles, stand_in=fields is not None)
 
     if fields is None:
         return _proven(ListSubject(samples, batched, found), config, original)
-    return _proven(callable_subject(batched, samples, fields, config.causal), config, original)
+    return _proven(callable_subject(batched, samples, fields, config.causal, found), config, original)
 
 
 def _system_subject(system: System, config: VerifyConfig) -> Subject:
