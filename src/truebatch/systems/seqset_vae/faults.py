@@ -24,6 +24,9 @@ class FaultKind:
 
 KINDS: dict[str, FaultKind] = {
     "unknown_variable": FaultKind("an event of a variable nobody knows", "the event is left out", "dropped"),
+    "untrained_variable": FaultKind(
+        "an event of a variable no training stay has", "the event is left out", "corrected"
+    ),
     "not_finite": FaultKind("an event without a finite value", "the event is left out", "dropped"),
     "bad_time": FaultKind("an event without a finite time", "the event is left out", "dropped"),
     "negative_minute": FaultKind("an event before admission", "its time becomes minute 0", "corrected"),
@@ -31,7 +34,11 @@ KINDS: dict[str, FaultKind] = {
     "duplicate": FaultKind("a variable twice in one set", "the last value is kept", "corrected"),
     "empty": FaultKind("a stay without events", "it holds the one event 'nothing charted'", "corrected"),
     "missing_label": FaultKind("a stay without a label", "it is kept, and no class is learned from it", "corrected"),
-    "zero_std": FaultKind("a variable with a standard deviation of 0", "1 is used", "corrected"),
+    "zero_std": FaultKind(
+        "a variable with a standard deviation of 0",
+        "its mean becomes 1: what counts is that it was charted",
+        "corrected",
+    ),
     "no_statistics": FaultKind("a variable without mean and deviation", "0 and 1 are used", "corrected"),
     "two_times": FaultKind("a set with two times", "correct set_index, or leave that column out", "stops"),
     "bad_label": FaultKind("a label that is no class", "write classes as 0, 1, ...", "stops"),

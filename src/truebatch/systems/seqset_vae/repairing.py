@@ -6,7 +6,7 @@ events -> known variables, finite values and times -> sets in order of time -> e
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,20 +18,22 @@ from truebatch.systems.seqset_vae.tables import Events
 
 Numbers = dict[str, int]
 """Variable name -> number."""
+Unknown = Literal["unknown_variable", "untrained_variable", "learn"]
 
 
 def repair_stay(
-    name: str, events: Events, numbers: Numbers, findings: Findings, *, is_open: bool = False
+    name: str, events: Events, numbers: Numbers, findings: Findings, *, unknown: Unknown = "unknown_variable"
 ) -> dict[str, Any]:
     """A sample without a label, its values as they stand in the file.
 
     The order of rows within a set never matters, except that the last of two values of a variable is kept.
-    `is_open` gives unknown variables new numbers (the training stays, where no file names them).
+    `unknown` is the fault that a variable without a number is; "learn" gives it the next number instead.
     """
-    if is_open:
+    if unknown == "learn":
         for variable in dict.fromkeys(events.variable.tolist()):
             numbers.setdefault(variable, len(numbers))
-    events = _drop(events, _unknown(events, numbers), "unknown_variable", events.variable, findings)
+    else:
+        events = _drop(events, _unknown(events, numbers), unknown, events.variable, findings)
     events = _drop(events, ~np.isfinite(events.value), "not_finite", events.value, findings)
     events = _drop(events, ~np.isfinite(events.minute), "bad_time", events.minute, findings)
     events = _clamp(_sorted(events, findings), findings)
@@ -55,7 +57,7 @@ def _drop(events: Events, is_bad: NDArray[np.bool_], kind: str, shown: NDArray[A
     if not len(bad):
         return events
     at = int(bad[0])
-    seen = f"variable {events.variable[at]!r}" + ("" if kind == "unknown_variable" else f", {shown[at]!r:.40}")
+    seen = f"variable {events.variable[at]!r}" + ("" if kind.endswith("_variable") else f", {shown[at]!r:.40}")
     findings.note(kind, events.place(at), seen=seen, number=len(bad))
     return events.take(np.flatnonzero(~is_bad))
 

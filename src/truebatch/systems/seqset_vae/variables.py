@@ -80,9 +80,11 @@ def read_statistics(variables: Variables, path: Path, findings: Findings) -> Var
                 do="give the columns variable, mean and std",
             )
         mean, std = (_number(row[name], f"{place}, column {name!r}", least=None) for name in ("mean", "std"))
+        mean = mean if math.isfinite(mean) else 0.0
         if std == 0 or not math.isfinite(std):
             findings.note("zero_std", place, seen=f"variable {row['variable']!r}, std {row['std']!r}")
-        found[str(row["variable"])] = (mean if math.isfinite(mean) else 0.0, std if std and math.isfinite(std) else 1.0)
+            mean, std = mean - 1.0, 1.0  # A value of 0 would be no event at all to a model that multiplies by it.
+        found[str(row["variable"])] = (mean, std)
     return _with_statistics(variables, found, str(path), findings)
 
 
@@ -98,6 +100,7 @@ def statistics_of(variables: Variables, stays: Stays, findings: Findings) -> Var
     for at in np.flatnonzero(is_constant & (np.arange(len(variables)) != NOTHING)):
         findings.note("zero_std", "training stays", seen=f"variable {variables.names[at]!r} is always {mean[at]:g}")
     std[is_constant | (number == 0)] = 1.0
+    mean[is_constant] -= 1.0  # A value of 0 would be no event at all to a model that multiplies by it.
     mean[NOTHING], std[NOTHING] = 0.0, 1.0
     return replace(variables, mean=mean, std=std)
 
