@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.bench.works import with_fault
+from truebatch.bench import census_worker
 from truebatch.bench.census_worker import LAYOUTS, CensusTask, examine
+from truebatch.hf.heads import head_of
+from truebatch.hf.tiny import tiny_model
 
 
 def row_of(model_type, head="causal_lm", **more):
@@ -76,3 +81,22 @@ def test_half_precision_is_held_to_its_distance_from_fp32():
     assert row["verdict"] == "equal", row
     wrong = examine(CensusTask(model_type="llama", head="causal_lm", dtype="bfloat16"), build=with_fault)
     assert wrong["verdict"] == "wrong and not noticed", wrong
+
+
+@pytest.mark.parametrize(("is_in_fp64", "verdict"), [(False, "equal"), (True, "different")])
+def test_a_small_difference_is_rounding_only_if_fp64_does_not_have_it(monkeypatch, is_in_fp64, verdict):
+    plain = census_worker.layout_step
+
+    def leaking(model, *arguments):
+        step = plain(model, *arguments)
+        is_exact = next(model.parameters()).dtype == torch.float64
+        amount = 3e-5 if is_in_fp64 or not is_exact else 0.0
+        moved = [output + amount * output.norm(dim=-1, keepdim=True) for output in step.outputs]
+        return replace(step, outputs=moved)
+
+    model = tiny_model("llama", "causal_lm")
+    patient = census_worker._admit(model, head_of(model), "train")
+    monkeypatch.setattr(census_worker, "layout_step", leaking)
+    found = census_worker._check(patient, "padded")
+    assert found["outputs"] > 1e-5
+    assert found["verdict"] == verdict
