@@ -21,6 +21,7 @@ from truebatch.commands.doctor import show_doctor
 from truebatch.commands.env import show_environment
 from truebatch.commands.evaluate import show_evaluate
 from truebatch.commands.fit import show_fit
+from truebatch.commands.generate import show_generate
 from truebatch.commands.init import show_init
 from truebatch.commands.plan import show_plan
 from truebatch.commands.train import show_train
@@ -47,6 +48,7 @@ app.command("verify", short_help="Prove that a batch equals one by one, or name 
 app.command("train", short_help="Train a system or your Hugging Face model; the same command goes on.")(show_train)
 app.command("fit", short_help="Measure memory and speed on your samples; the largest safe budget.")(show_fit)
 app.command("evaluate", short_help="The figures of a trained run on held-out samples.")(show_evaluate)
+app.command("generate", short_help="Text from a trained run, for prompts or in a dialogue.")(show_generate)
 app.command("init", short_help="Write the starting files of a system.")(show_init)
 app.command("doctor", short_help="Check this machine; with --drill, kill a small run everywhere and see it recover.")(
     show_doctor
