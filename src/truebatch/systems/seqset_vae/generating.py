@@ -73,11 +73,12 @@ def make_catalogue(config: GeneratorConfig, *, width: int) -> Catalogue:
     more = {name: (rng.uniform(1, 100), rng.uniform(0.5, 20)) for name in names[len(known) :]}
     units = np.array([(0.0, 1.0), *((known | more)[name] for name in names)])
     number = len(names) + 1
-    vectors = np.sqrt(SHARED) * rng.standard_normal(width) + np.sqrt(1 - SHARED) * rng.standard_normal((number, width))
-    vectors[0] = 0.0
-    variables = Variables((NOTHING_NAME, *names), vectors.astype(np.float32), units[:, 0], units[:, 1])
     loading = rng.choice([-1.0, 1.0], number) * rng.uniform(0.3, 0.9, number)
     loading[:3] = 0.0  # nothing, age and gender do not follow severity
+    shared, own = rng.standard_normal(width), rng.standard_normal((number, width))
+    vectors = np.sqrt(SHARED) * shared + np.sqrt(1 - SHARED) * own
+    vectors[0] = 0.0
+    variables = Variables((NOTHING_NAME, *names), vectors.astype(np.float32), units[:, 0], units[:, 1])
 
     def numbers(group: dict[str, Any], prefix: str) -> Ints:
         return np.array([i + 1 for i, n in enumerate(names) if n in group or n.startswith(prefix)], dtype=np.int64)
