@@ -1,0 +1,149 @@
+"""The whole model: sets -> latents -> a causal transformer over the sets of each stay -> events again, and a class.
+
+Shapes: n events, M sets and N stays of a micro-batch; B rows of T sets for the transformer; L levels, Z width.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from truebatch.systems.seqset_vae.autoencoder import EventEmbedding, Posterior, SetDecoder, SetEncoder
+from truebatch.systems.seqset_vae.heads import make_head
+from truebatch.systems.seqset_vae.inputs import Noise, StayInputs
+from truebatch.systems.seqset_vae.settings import ModelConfig
+from truebatch.tensors.attention import attend
+from truebatch.tensors.microbatch import RowAxis
+
+PERIODS = tuple(10.0 * 2.0**k for k in range(13))
+"""Minutes of the waves that tell times apart: ten minutes to four weeks."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outputs:
+    """What a forward pass found. Sets in the order of the layout."""
+
+    posterior: Posterior
+    decoded: Tensor | None
+    """[n, R]; None when nobody asked for it."""
+    target: Tensor
+    """[n, R] what should have been decoded; no gradient goes through it."""
+    states: Tensor
+    """[M, Z] what is known after each set, later ones not; stay after stay."""
+    logits: Tensor
+    """[N, C]."""
+
+
+class TimeEncoding(nn.Module):
+    """Minutes as waves of many lengths, with the logarithms of the time and of the gap to the set before."""
+
+    frequencies: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.project = nn.Linear(2 * len(PERIODS) + 2, width)
+        self.register_buffer("frequencies", 2 * math.pi / torch.tensor(PERIODS), persistent=False)
+
+    def forward(self, minutes: Tensor, positions: Tensor) -> Tensor:
+        """[B, T] -> [B, T, Z]. Only a set's own time and the one before are read."""
+        before = functional.pad(minutes[:, :-1], (1, 0))
+        gap = torch.where(positions > 0, minutes - before, 0.0).clamp_min(0)
+        angles = minutes[..., None] * self.frequencies
+        logs = torch.stack([torch.log1p(minutes.clamp_min(0)), torch.log1p(gap)], dim=-1) / 5
+        found: Tensor = self.project(torch.cat([torch.sin(angles), torch.cos(angles), logs], dim=-1))
+        return found
+
+
+class CausalLayer(nn.Module):
+    """A pre-norm transformer layer in which a set sees its own stay, and of it only what came before."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        Z = config.latent_dim
+        self.heads, self.rate = config.transformer_heads, config.dropout
+        self.norm, self.last_norm = nn.LayerNorm(Z), nn.LayerNorm(Z)
+        self.query_key_value, self.out = nn.Linear(Z, 3 * Z), nn.Linear(Z, Z)
+        self.wide, self.narrow = nn.Linear(Z, config.feedforward_dim), nn.Linear(config.feedforward_dim, Z)
+
+    def forward(self, x: Tensor, rows: RowAxis, is_kept: Tensor | None) -> Tensor:
+        """[B, T, Z] -> [B, T, Z]; `is_kept` [2, B, T, Z] drops out what is added."""
+        projected = self.query_key_value(self.norm(x)).view(*x.shape[:2], 3, self.heads, -1)
+        query, key, value = projected.permute(2, 0, 3, 1, 4)  # [B, H, T, d] each
+        attended = attend(query, key, value, rows.segments, causal=True).transpose(1, 2).flatten(2)
+        x = x + dropped(self.out(attended), is_kept, 0, self.rate)
+        return x + dropped(self.narrow(functional.gelu(self.wide(self.last_norm(x)))), is_kept, 1, self.rate)
+
+
+def dropped(x: Tensor, is_kept: Tensor | None, place: int, rate: float) -> Tensor:
+    """Dropout with a given mask; none at all without one."""
+    return x if is_kept is None or rate == 0 else x * is_kept[place] / (1 - rate)
+
+
+class SeqSetVAE(nn.Module):
+    """Stays as sequences of sets of events."""
+
+    def __init__(self, config: ModelConfig, vectors: Tensor) -> None:
+        super().__init__()
+        self.config = config
+        Z = config.latent_dim
+        self.events = EventEmbedding(vectors, config.reduced_dim, Z)
+        self.encoder = SetEncoder(config)
+        self.decoder = SetDecoder(config)
+        self.join_levels = nn.Linear(config.levels * Z, Z)
+        self.time = TimeEncoding(Z)
+        self.layers = nn.ModuleList(CausalLayer(config) for _ in range(config.transformer_layers))
+        self.norm = nn.LayerNorm(Z)
+        self.head = make_head(config)
+        _initialise(self)
+
+    def forward(self, inputs: StayInputs, noise: Noise | None = None, *, decode: bool = True) -> Outputs:
+        """All stays of a micro-batch; without noise the result is a function of the stays alone."""
+        embedded, target = self.events(inputs.var, inputs.val)
+        if noise is not None and self.config.dropout:
+            embedded = embedded * noise.is_kept_event[:, None]
+        posterior = self.encoder(embedded, inputs.layout)
+        latents = posterior.sample(None if noise is None else noise.posterior)
+        states = self._states(latents, inputs, noise)
+        decoded = self.decode(states, latents, inputs, noise) if decode else None
+        return Outputs(posterior, decoded, target, states, self._logits(states, posterior, inputs))
+
+    def decode(self, states: Tensor, latents: Tensor, inputs: StayInputs, noise: Noise | None) -> Tensor:
+        """States [M, Z] (stay after stay) and latents [M, L, Z] -> events [n, R]."""
+        here = states.index_select(0, inputs.layout.order)
+        found: Tensor = self.decoder(
+            here, latents, inputs.layout, None if noise is None else noise.seeds * self.config.seed_noise
+        )
+        return found
+
+    def _states(self, latents: Tensor, inputs: StayInputs, noise: Noise | None) -> Tensor:
+        """Latents [M, L, Z] -> what is known after each set [M, Z], stay after stay."""
+        rows = inputs.rows
+        joined = self.join_levels(latents.flatten(1)).index_select(0, inputs.layout.back)
+        x = rows.put_tokens(joined) + self.time(inputs.minutes, rows.positions)
+        is_kept = None if noise is None else noise.is_kept
+        for at, layer in enumerate(self.layers):
+            x = layer(x, rows, None if is_kept is None else is_kept[2 * at : 2 * at + 2])
+        x = dropped(self.norm(x), is_kept, -1, self.config.dropout)
+        return x.flatten(0, 1).index_select(0, rows.cell_of_token)
+
+    def _logits(self, states: Tensor, posterior: Posterior, inputs: StayInputs) -> Tensor:
+        N, S = inputs.is_real.shape
+        variance = torch.exp(posterior.logvar[:, -1]).index_select(0, inputs.layout.back)
+
+        def in_stays(sets: Tensor) -> Tensor:
+            return sets.new_zeros(N * S, sets.shape[1]).index_copy(0, inputs.cell_of_set, sets).view(N, S, -1)
+
+        found: Tensor = self.head(in_stays(states), in_stays(variance), inputs.is_real)
+        return found.float()
+
+
+def _initialise(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)

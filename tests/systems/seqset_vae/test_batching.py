@@ -1,0 +1,204 @@
+"""The law for stays: how they are cut into micro-batches changes no logit, no set's loss and no gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.systems.seqset_vae.tiny_stays import batch_of, make_model, make_stay, make_stays
+from truebatch.objective import add_counts, divide_once
+from truebatch.systems.seqset_vae.inputs import draw_noise, read_stays
+from truebatch.systems.seqset_vae.losses import kl_of_sets, reconstruction
+from truebatch.systems.seqset_vae.objective import SeqSetObjective
+from truebatch.systems.seqset_vae.settings import LossConfig
+from truebatch.tensors.noise import noise_for
+
+STAYS = make_stays(64, most_sets=24, most_events=25)
+LOSS = LossConfig(beta_warmup=0, class_warmup=0, free_bits=0.01)
+HEADS = ("attention", "gaussian_mil")
+
+
+def results(model, stays, ids, *, layout="padded", extra=0, spoil=None) -> dict[int, dict[str, Any]]:
+    """What every stay gets: logits, and losses and states of its sets in their order; noise by stay, in training."""
+    batch = batch_of(stays, ids, layout=layout, extra=extra)
+    if spoil is not None:
+        batch = spoiled(batch, spoil)
+    with noise_for(batch, seed=7, epoch=2), torch.no_grad():
+        inputs = read_stays(batch)
+        noise = draw_noise(batch, inputs, model.config) if model.training else None
+        found = model(inputs, noise)
+    back = inputs.layout.back
+    of_sets = {
+        "reconstruction": reconstruction(found.decoded, found.target, inputs.layout)[back],
+        "kl": kl_of_sets(found.posterior, 0.01)[back],
+        "states": found.states,
+    }
+    parts = {name: torch.split(value, list(inputs.rows.lengths)) for name, value in of_sets.items()}
+    return {
+        i: {"logits": found.logits[k], **{name: part[k] for name, part in parts.items()}} for k, i in enumerate(ids)
+    }
+
+
+def spoiled(batch, value):
+    """The same micro-batch with other numbers in all its empty cells."""
+    fields = dict(batch.fields)
+    for name, axis in (("var", "cells"), ("val", "cells"), ("minute", "cells"), ("set_minute", "sets")):
+        empty = ~batch.rows(axis).is_real
+        filler = 10**6 if fields[name].dtype == torch.int64 else value
+        fields[name] = fields[name].masked_fill(empty, filler)
+    return replace(batch, fields=fields)
+
+
+def assert_close(one, other, tolerance=1e-5):
+    for i, values in one.items():
+        for name, value in values.items():
+            difference = float((value - other[i][name]).abs().max()) / max(1.0, float(other[i][name].abs().max()))
+            assert difference <= tolerance, (i, name, difference)
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize("head", HEADS)
+def test_a_stay_gets_the_same_in_any_micro_batch(head, is_training):
+    model = make_model(head=head).train(is_training)
+    alone = {i: results(model, STAYS, [i])[i] for i in range(64)}
+    rng = np.random.default_rng(0)
+    for size in (2, 4, 8, 16, 64):
+        for _shuffle in range(3 if is_training and head == "attention" else 1):
+            order = rng.permutation(64).tolist()
+            for first in range(0, 64, size):
+                assert_close(results(model, STAYS, order[first : first + size]), alone)
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_packed_rows_give_what_padded_rows_give(is_training):
+    model = make_model().train(is_training)
+    ids = list(range(12))
+    assert_close(results(model, STAYS, ids, layout="packed", extra=5), results(model, STAYS, ids))
+
+
+def test_what_lies_in_empty_cells_changes_no_bit():
+    model = make_model().train()
+    ids = list(range(9))
+    for layout in ("padded", "packed"):
+        clean = results(model, STAYS, ids, layout=layout, extra=3)
+        for value in (1e6, float("nan")):
+            dirty = results(model, STAYS, ids, layout=layout, extra=3, spoil=value)
+            for i in ids:
+                assert all(torch.equal(clean[i][name], dirty[i][name]) for name in clean[i])
+                assert all(bool(torch.isfinite(value).all()) for value in dirty[i].values())
+
+
+def test_the_order_of_events_in_a_set_does_not_matter():
+    model = make_model().eval()
+    rng = np.random.default_rng(3)
+
+    def shuffled(stay):
+        order = np.lexsort((rng.random(len(stay["var"])), stay["set_id"]))
+        return {**stay, "var": stay["var"][order], "val": stay["val"][order]}
+
+    ids = list(range(8))
+    assert_close(results(model, [shuffled(s) for s in STAYS[:8]], ids), results(model, STAYS, ids))
+
+
+def test_stays_in_another_order_give_the_same_rows_in_that_order():
+    model = make_model().eval()
+    ids = list(range(16))
+    there = results(model, STAYS, ids)
+    assert_close(results(model, STAYS, ids[::-1]), there, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_what_comes_later_never_reaches_an_earlier_set(head):
+    model = make_model(head=head).train()
+    stay = make_stay(np.random.default_rng(1), [3, 1, 4, 2, 5, 1])
+    for changed in range(6):
+        at = stay["set_id"] == changed
+        other = {**stay, "val": np.where(at, stay["val"] + 3, stay["val"]).astype(np.float32)}
+        one, two = (results(model, [s], [0])[0]["states"] for s in (stay, other))
+        assert torch.equal(one[:changed], two[:changed])
+        assert not torch.equal(one[changed:], two[changed:])
+
+
+def test_small_and_lopsided_stays_are_finite_and_keep_their_rows():
+    rng = np.random.default_rng(5)
+    stays = [make_stay(rng, [1]), make_stay(rng, [1] * 150), make_stay(rng, [25]), make_stay(rng, [1, 40, 2])]
+    stays[0]["var"][:], stays[0]["val"][:] = 0, 0.0  # nothing was charted
+    for head in HEADS:
+        model = make_model(head=head).train()
+        together = results(model, stays, [0, 1, 2, 3])
+        assert len(together) == 4
+        assert all(bool(torch.isfinite(value).all()) for values in together.values() for value in values.values())
+        assert_close(together, {i: results(model, stays, [i])[i] for i in range(4)})
+
+
+def gradient(model, cuts, objective, stays=STAYS, layout="padded"):
+    """The gradient of a step that is cut like this, and its loss."""
+    batches = [batch_of(stays, cut, layout=layout) for cut in cuts]
+    counts = add_counts(objective.counts(batch) for batch in batches)
+    model.zero_grad()
+    total = 0.0
+    for batch in batches:
+        with noise_for(batch, seed=1):
+            loss = divide_once(objective.sums(model, batch), counts)
+            loss.backward()
+        total += float(loss.detach())
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return total, torch.cat([g.flatten() for g in parts])
+
+
+@pytest.mark.parametrize("reduction", ["stay", "set"])
+@pytest.mark.parametrize("classify", ["cross_entropy", "weighted", "focal"])
+def test_the_gradient_of_a_step_does_not_depend_on_its_cut(reduction, classify):
+    model = make_model().train()
+    loss = replace(LOSS, reduction=reduction, classify=classify)
+    objective = SeqSetObjective(loss=loss, class_weights=(0.6, 3.0), stays_seen=40)
+    whole, expected = gradient(model, [[0, 1, 2, 3, 4, 5, 6, 7]], objective)
+    for cuts in ([[i] for i in range(8)], [[0, 1], [2, 3], [4, 5], [6, 7]], [[5, 0, 3], [7, 1, 2, 4, 6]]):
+        total, found = gradient(model, cuts, objective)
+        assert total == pytest.approx(whole, rel=1e-6)
+        assert float((found - expected).norm() / expected.norm()) <= 1e-5
+    packed = gradient(model, [[0, 1, 2, 3], [4, 5, 6, 7]], objective, layout="packed")[1]
+    assert float((packed - expected).norm() / expected.norm()) <= 1e-5
+
+
+def test_the_gradient_of_a_step_is_the_mean_of_those_of_its_stays():
+    model = make_model().train()
+    objective = SeqSetObjective(loss=LOSS)
+    _, together = gradient(model, [list(range(8))], objective)
+    singles = [gradient(model, [[i]], objective)[1] for i in range(8)]
+    mean = torch.stack(singles).mean(0)
+    assert float((together - mean).norm() / mean.norm()) <= 1e-5
+
+
+def test_stays_without_a_label_count_for_everything_but_the_class():
+    stays = [{**stay, "label": -1} for stay in STAYS[:2]] + STAYS[2:4]
+    objective = SeqSetObjective(loss=LOSS)
+    assert objective.counts(batch_of(stays, [0, 1, 2, 3])) == {"reconstruction": 4, "kl": 4, "class": 2}
+    model = make_model().eval()
+    both = objective.sums(model, batch_of(stays, [0, 1, 2, 3]))["class"]
+    labelled = objective.sums(model, batch_of(stays, [2, 3]))["class"]
+    assert both.item() == pytest.approx(labelled.item(), rel=1e-5)
+
+
+def test_the_set_encoder_is_called_once_however_many_stays_there_are():
+    model = make_model().train()
+    objective = SeqSetObjective(loss=LOSS)
+    for size in (1, 4, 32):
+        calls: list[int] = []
+        handle = model.encoder.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        batch = batch_of(STAYS, list(range(size)))
+        with noise_for(batch, seed=0):
+            objective.sums(model, batch)
+        handle.remove()
+        assert len(calls) == 1
+
+
+def test_evaluation_gives_the_same_bits_every_time():
+    model = make_model().eval()
+    objective = SeqSetObjective(loss=LOSS, stays_seen=3)
+    one, two = (objective.sums(model, batch_of(STAYS, [1, 2, 3])) for _ in range(2))
+    assert all(torch.equal(one[name], two[name]) for name in one)
