@@ -51,6 +51,8 @@ class System:
     """Optimisers of their own (`training.optimising.Group`); by default AdamW over all trainable parameters."""
     choose_layout: Callable[[Any, nn.Module], tuple[Layout, str]] | None = None
     """The layout where none is asked for, and why in one line; by default padded."""
+    settle: Callable[[Any], Any] | None = None
+    """Fill in settings that were left open and follow from the data; a settled configuration stays as it is."""
     describe: Callable[[Any], Sequence[str]] | None = None
     """Lines for the start of a run: what was read, and what was done to it."""
     save: Callable[[Any, nn.Module, Path], None] | None = None

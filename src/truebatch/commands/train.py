@@ -156,9 +156,9 @@ def _settle(document: Document, folder: Path, *, fresh: bool) -> bool:
 
 def _checked(system: System, document: Document) -> Any:
     from truebatch.config import check_config
-    from truebatch.training.starting import settings_type
+    from truebatch.training.starting import settings_type, settled
 
-    return check_config(settings_type(system), document)
+    return settled(system, check_config(settings_type(system), document))
 
 
 def _preflight(system: System, config: Any) -> None:

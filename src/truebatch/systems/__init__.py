@@ -1,3 +1,7 @@
 """The systems that come with truebatch, by name: `truebatch train NAME`. Each is `module:value`, imported when named."""
 
-SYSTEMS: dict[str, str] = {"hf": "truebatch.hf.finetuning.system:FINETUNING"}
+SYSTEMS: dict[str, str] = {
+    "chinese_gpt": "truebatch.systems.chinese_gpt.system:CHINESE_GPT",
+    "hf": "truebatch.hf.finetuning.system:FINETUNING",
+    "stitched_llm": "truebatch.systems.stitched_llm.system:STITCHED_LLM",
+}

@@ -83,6 +83,7 @@ def train_system(system: System, config: Any, start: Start) -> TrainResult:
 
     `config` is an instance of `settings_type(system)`. Every rank calls this with the same arguments.
     """
+    config = settled(system, config)
     device = find_place(config.train).device
     say = start.say if rank() == 0 else (lambda _line: None)
     data = system_data(system, config)
@@ -114,6 +115,11 @@ def train_system(system: System, config: Any, start: Start) -> TrainResult:
         if num_ranks() > 1:
             dist.barrier()
     return result
+
+
+def settled(system: System, config: Any) -> Any:
+    """The configuration with nothing left open that follows from the data."""
+    return system.settle(config) if system.settle is not None else config
 
 
 def _with_layout(system: System, config: Any, model: nn.Module, say: Callable[[str], None]) -> Any:

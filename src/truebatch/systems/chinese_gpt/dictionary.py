@@ -19,7 +19,7 @@ class WordRule:
 
     longest: int = 4
     min_count: int = 4
-    min_pmi: float = 2.0
+    min_pmi: float = 4.0
     """How much more often (as a logarithm) the parts stand together than they would by chance, at the weakest joint."""
     min_entropy: float = 0.6
     """How open both sides are: a part of a word is always followed by the rest of it."""

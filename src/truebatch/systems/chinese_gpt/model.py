@@ -13,8 +13,11 @@ logits = head(norm_out(h))                                          the head is 
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import cast
 
 import torch
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from truebatch.errors import BatchError, ConfigError
+from truebatch.systems.chinese_gpt.vocabulary import Vocab
 from truebatch.tensors.attention import attend
 from truebatch.tensors.chunkedloss import IGNORE, chunked_nll
 from truebatch.tensors.noise import KeyedDropout
@@ -117,9 +121,11 @@ class ChineseGPT(nn.Module):
     >>> nll = model(batch["input_ids"], batch.positions, batch.segments, labels=batch["labels"])  # a sum
     """
 
-    def __init__(self, shape: ModelShape, *, seed: int = 0) -> None:
+    def __init__(self, shape: ModelShape, *, seed: int = 0, vocab: Vocab | None = None) -> None:
         super().__init__()
         self.shape = shape
+        # Every checkpoint holds its vocabulary: ids mean nothing without it.
+        self.register_buffer("vocabulary", _as_bytes(vocab))
         width = shape.embedding_dim
         self.tokens = nn.Embedding(shape.vocabulary, width)
         self.places = nn.Embedding(shape.max_seq_len, width)
@@ -127,6 +133,18 @@ class ChineseGPT(nn.Module):
         self.norm_out = nn.LayerNorm(width, eps=NORM_EPS)
         self.head = nn.Linear(width, shape.vocabulary, bias=False)
         self._draw(seed)
+
+    @property
+    def vocab(self) -> Vocab:
+        """The vocabulary whose ids the model reads, from its own weights."""
+        written = cast(Tensor, self.vocabulary).cpu().numpy().tobytes()
+        if not written:
+            raise ConfigError(
+                "this model was made without a vocabulary",
+                seen="ChineseGPT(shape) without vocab=",
+                do="make it with ChineseGPT(shape, vocab=vocab)",
+            )
+        return _from_bytes(written)
 
     def _draw(self, seed: int) -> None:
         """Weights from the seed alone: no random stream of the process is read or moved."""
@@ -176,6 +194,27 @@ class ChineseGPT(nn.Module):
             keys.append(key)
             values.append(value)
         return self.head(self.norm_out(x)), Cache(tuple(keys), tuple(values))
+
+
+def _as_bytes(vocab: Vocab | None) -> Tensor:
+    written = b"" if vocab is None else json.dumps(vocab.as_dict(), ensure_ascii=False, sort_keys=True).encode()
+    return torch.frombuffer(bytearray(written), dtype=torch.uint8) if written else torch.zeros(0, dtype=torch.uint8)
+
+
+@lru_cache(maxsize=4)
+def _from_bytes(written: bytes) -> Vocab:
+    return Vocab.from_dict(json.loads(written))
+
+
+def vocab_of_weights(weights: Mapping[str, Tensor]) -> Vocab:
+    """The vocabulary that stands in the weights of a checkpoint."""
+    if "vocabulary" not in weights or not weights["vocabulary"].numel():
+        raise ConfigError(
+            "these weights hold no vocabulary",
+            seen=f"weights {sorted(weights)[:3]} and others",
+            do="give a run of chinese_gpt",
+        )
+    return _from_bytes(weights["vocabulary"].cpu().numpy().tobytes())
 
 
 def _may_attend_step(is_real_key: Tensor, seen: int, tokens: Tensor) -> Tensor:

@@ -1,0 +1,101 @@
+"""Figures of a trained model on texts it never saw: perplexity beside n-grams, and answers that are right.
+
+test samples -> loss (statements, dialogues) -> perplexity;  questions -> greedy answers -> equal to what was written?
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from torch import nn
+
+from truebatch.generation.settings import Generation
+from truebatch.planning.measured import Measured
+from truebatch.planning.settings import PlanConfig
+from truebatch.systems.chinese_gpt.characters import normalise
+from truebatch.systems.chinese_gpt.dialogues import is_dialogue, question_and_answer
+from truebatch.systems.chinese_gpt.generating import continue_texts
+from truebatch.systems.chinese_gpt.model import ChineseGPT
+from truebatch.systems.chinese_gpt.ngrams import NGrams, count_ngrams, ngram_perplexities
+from truebatch.systems.chinese_gpt.objective import TERM, NextToken
+from truebatch.systems.chinese_gpt.preparing import prepare
+from truebatch.systems.chinese_gpt.samples import FIELDS, Encoded
+from truebatch.training.evaluating import evaluate_loss
+from truebatch.training.step import Engine
+
+ANSWERS = "answers.jsonl"
+EVALUATION_CELLS = 4096
+
+
+def evaluate(config: Any, model: nn.Module, samples: Any, out: Path) -> dict[str, Any]:
+    """Perplexity of statements and dialogues beside unigram and bigram models, and the share of right answers.
+
+    Every answer is written to `out`/answers.jsonl with what was asked and what was expected.
+    """
+    ready = prepare(config)
+    gpt, held = cast(ChineseGPT, model), cast(Encoded, samples)
+    gpt.eval()
+    ngrams = count_ngrams(ready.train, len(ready.vocab))
+    told = _part(held, [not is_dialogue(text.text) for text in held.texts])
+    asked = _part(held, [is_dialogue(text.text) for text in held.texts])
+    tokens = int(held.lengths.sum())
+    figures: dict[str, Any] = {"samples": len(held), "unknown_rate": held.num_unknown / max(tokens, 1)}
+    figures |= _perplexities(gpt, held, ngrams)
+    figures |= {
+        name: {"samples": len(part), **_perplexities(gpt, part, ngrams)}
+        for name, part in (("statements", told), ("dialogues", asked))
+        if len(part)
+    }
+    return figures | (score_answers(gpt, [text.text for text in asked.texts], out / ANSWERS) if len(asked) else {})
+
+
+def _part(samples: Encoded, is_kept: Sequence[bool]) -> Encoded:
+    kept = [i for i, keep in enumerate(is_kept) if keep]
+    return replace(
+        samples,
+        texts=tuple(samples.texts[i] for i in kept),
+        input_ids=tuple(samples.input_ids[i] for i in kept),
+        labels=tuple(samples.labels[i] for i in kept),
+    )
+
+
+def _perplexities(model: ChineseGPT, samples: Encoded, ngrams: NGrams) -> dict[str, float]:
+    perplexity = measure_perplexity(model, samples)
+    unigram, bigram = ngram_perplexities(ngrams, samples)
+    return {
+        "perplexity": perplexity,
+        "unigram_perplexity": unigram,
+        "bigram_perplexity": bigram,
+        "times_better_than_unigram": unigram / perplexity,
+        "times_better_than_bigram": bigram / perplexity,
+    }
+
+
+def measure_perplexity(model: ChineseGPT, samples: Encoded) -> float:
+    """exp of the mean loss over all tokens that are learned, however they are cut into forward passes."""
+    engine = Engine(model=model, objective=NextToken(), groups=(), device=model.tokens.weight.device)
+    cells = max(EVALUATION_CELLS, int(samples.lengths.max(initial=0)))
+    measured = Measured(lengths=np.asarray(samples.lengths, dtype=np.int64))
+    loss = evaluate_loss(engine, samples, measured, FIELDS, PlanConfig(cells=cells))
+    return math.exp(loss[TERM])
+
+
+def score_answers(model: ChineseGPT, dialogues: Sequence[str], file: Path) -> dict[str, Any]:
+    """The likeliest answer to every question, and whether it is word for word the one that was written."""
+    pairs = [question_and_answer(text) for text in dialogues]
+    settings = Generation(max_new_tokens=model.shape.max_seq_len, temperature=0.0)
+    answers = continue_texts(model, [question for question, _ in pairs], settings)
+    is_right = [normalise(mine) == normalise(theirs) for mine, (_, theirs) in zip(answers, pairs, strict=True)]
+    lines = [
+        json.dumps({"question": q, "expected": a, "answer": mine, "is_right": right}, ensure_ascii=False)
+        for (q, a), mine, right in zip(pairs, answers, is_right, strict=True)
+    ]
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    right = sum(is_right)
+    return {"answers_asked": len(pairs), "answers_right": right, "answers_right_share": right / max(len(pairs), 1)}
