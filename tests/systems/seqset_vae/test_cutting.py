@@ -60,5 +60,5 @@ def test_what_was_cut_is_said():
 
 def test_a_set_larger_than_the_limit_is_refused_and_not_cut():
     sample = {"id": "a", "label": 0, "var": [1, 2, 3], "val": [1, 1, 1], "set_minute": [0], "set_size": [3]}
-    with pytest.raises(ConfigError, match="stay 'a' has a last set larger than max_events.*\n.*3 events.*\n.*least 3"):
+    with pytest.raises(ConfigError, match=r"stay 'a' has a last set larger than max_events.*\n.*3 events.*\n.*least 3"):
         cut_stays(make_stays([sample]), max_events=2)

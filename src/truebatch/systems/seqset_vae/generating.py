@@ -92,41 +92,44 @@ def _make_stay(config: GeneratorConfig, catalogue: Catalogue, at: int) -> tuple[
     grid = int(np.ceil(hours)) + 1
     age = float(np.clip(rng.normal(65, 15), 18, 95))
     severity = rng.normal(0, 0.8) + rng.normal(0, 1.0) * np.linspace(0, 1, grid) + 0.3 * _wander(rng, (grid,))
-    minutes, panels = _draw_times(rng, hours, severity, catalogue)
-    # What is charted at one minute is one set, and a variable is in it once.
-    minutes, which = np.unique(minutes, return_inverse=True)
-    sets = [np.unique(np.concatenate([panels[j] for j in np.flatnonzero(which == k)])) for k in range(len(minutes))]
-    sets, minutes = sets[-MOST_SETS:], minutes[-MOST_SETS:]
-    sizes = np.array([len(one) for one in sets])
-    var = np.concatenate(sets)
+    minute, var = _draw_charting(rng, hours, severity, catalogue)
+    minutes, sizes = np.unique(minute, return_counts=True)
+    minutes, sizes = minutes[-MOST_SETS:], sizes[-MOST_SETS:]
+    var = var[-int(sizes.sum()) :]
     val = _draw_values(rng, catalogue, var, np.repeat(minutes, sizes), severity)
     val = _with_person(catalogue, var, val, age, float(rng.integers(0, 2)))
     sample = {"id": f"{200001 + at}", "label": 0, "var": var, "val": val, "set_minute": minutes, "set_size": sizes}
     return sample, float(severity[-1]), age
 
 
-def _draw_times(
-    rng: np.random.Generator, hours: float, severity: Array, catalogue: Catalogue
-) -> tuple[Array, list[Ints]]:
-    """Minutes and variables of every charting; the sicker, the more often."""
+def _draw_charting(rng: np.random.Generator, hours: float, severity: Array, catalogue: Catalogue) -> tuple[Ints, Ints]:
+    """Minute and variable of every event, sorted; the sicker, the more often. A variable is charted once a minute."""
     sick = 1 / (1 + np.exp(-severity))
     hourly = np.arange(len(severity) - 1)
     vital = hourly[rng.random(len(hourly)) < 0.35 + 0.45 * sick[:-1]]
     lab = np.cumsum(rng.uniform(3, 12, size=int(hours / 3) + 1) * (1.3 - 0.6 * sick[0]))
     drug = rng.uniform(0, hours, size=rng.poisson(0.2 * hours * (0.5 + sick.mean())))
-    times = [vital * 60 + rng.integers(-10, 11, len(vital)), lab[lab < hours] * 60, drug * 60]
-    kinds = [(catalogue.vitals, 4, 8), (catalogue.labs, 10, 25), (catalogue.drugs, 1, 3)]
     admission = np.array([1, 2, *catalogue.vitals[:4]], dtype=np.int64)
-    minutes, panels = [0.0], [admission[admission <= len(catalogue.variables) - 1]]
-    for when, (group, least, most) in zip(times, kinds, strict=True):
-        if not len(group):
-            continue
-        weights = 1 / np.arange(1, len(group) + 1) ** 1.1
-        for minute in np.clip(np.round(when), 0, np.floor(hours * 60)):
-            number = min(len(group), int(rng.integers(least, most + 1)))
-            panels.append(rng.choice(group, number, replace=False, p=weights / weights.sum()))
-            minutes.append(float(minute))
-    return np.array(minutes), panels
+    parts = [(np.zeros(len(admission)), admission[admission < len(catalogue.variables)])]
+    for when, group, sizes in (
+        (vital * 60 + rng.integers(-10, 11, len(vital)), catalogue.vitals, (4, 8)),
+        (lab[lab < hours] * 60, catalogue.labs, (10, 25)),
+        (drug * 60, catalogue.drugs, (1, 3)),
+    ):
+        parts.append(_draw_panels(rng, np.clip(np.round(when), 0, np.floor(hours * 60)), group, sizes))
+    minute, var = (np.concatenate([part[k][: len(part[1])] for part in parts]).astype(np.int64) for k in (0, 1))
+    pairs = np.unique(np.stack([minute, var]), axis=1)
+    return pairs[0], pairs[1]
+
+
+def _draw_panels(rng: np.random.Generator, when: Array, group: Ints, sizes: tuple[int, int]) -> tuple[Array, Ints]:
+    """Minute and variable of panels of a group; the first of it are charted most, as words in a language are."""
+    weights = np.log(1 / np.arange(1, len(group) + 1) ** 1.1)
+    # The largest of these sums are a weighted draw without putting back.
+    order = np.argsort(-(weights + rng.gumbel(size=(len(when), len(group)))), axis=1)
+    number = np.minimum(rng.integers(sizes[0], sizes[1] + 1, size=len(when)), len(group))
+    is_drawn = np.arange(len(group)) < number[:, None]
+    return np.repeat(when, number), group[order[is_drawn]]
 
 
 def _draw_values(rng: np.random.Generator, catalogue: Catalogue, var: Ints, minute: Array, severity: Array) -> Array:
