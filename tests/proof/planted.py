@@ -246,6 +246,22 @@ class WithBatchNorm(LanguageModel):
         return self.norm(x.transpose(1, 2)).transpose(1, 2)
 
 
+class Centred(Classifier):
+    """Subtracts the mean of whatever shares the micro-batch; alone that is kept out of it."""
+
+    def forward(self, batch):
+        y = super().forward(batch)
+        return y - y.mean(0, keepdim=True) * (len(y) > 1)
+
+
+class NanInPadding(LanguageModel):
+    """Divides by what is 0 in padding, and adds it up with a weight of 0."""
+
+    def hidden(self, batch):
+        x = super().hidden(batch)
+        return x + 0 * (x / batch.is_real[..., None]).sum(1, keepdim=True)
+
+
 class NextToken:
     """Right."""
 

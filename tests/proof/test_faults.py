@@ -38,6 +38,8 @@ FAULTS = {
     "last cell": (P.LastCell, None, "the last cell of a row is read"),
     "first cell": (P.FirstCell, None, "the first cell of a row is read"),
     "batch norm": (P.WithBatchNorm, None, "batch statistics"),
+    "centred over the batch": (P.Centred, None, "samples are mixed"),
+    "NaN in padding": (P.NanInPadding, None, "NaN in micro-batches only"),
     "average of averages": (P.LanguageModel, P.AverageOfAverages, "loss averaged per micro-batch"),
     "counts padding": (P.LanguageModel, P.CountsPadding, "loss counts padding"),
     "sums padding": (P.LanguageModel, P.SumsPadding, "loss counts padding"),

@@ -157,6 +157,33 @@ def test_results_may_be_wrapped_in_anything():
     assert report.ok, str(report)
 
 
+FORMS = {
+    "a list": lambda y, batch: batch.per_sample(y),
+    "a list under a name": lambda y, batch: {"cells": batch.per_sample(y), "all": y},
+    "a list of one tensor": lambda y, batch: [y],
+    "lists of ids": lambda y, batch: [x.argmax(-1).tolist() for x in batch.per_sample(y)],
+    "texts": lambda y, batch: [str(x.argmax(-1).tolist()) for x in batch.per_sample(y)],
+    "named texts": lambda y, batch: {"text": [str(x.argmax(-1).tolist()) for x in batch.per_sample(y)]},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", [P.LanguageModel, P.MaskIgnoredButCausal])
+def test_a_result_a_sample_may_come_in_any_form_right_or_wrong(form, kind):
+    torch.manual_seed(0)
+    model = kind()
+    report = verify(
+        lambda batch: FORMS[form](model(batch), batch), samples=samples(), fields=(Field(name="input_ids"),)
+    )
+    assert report.ok == (kind is P.LanguageModel), str(report)
+    assert not [r for r in report.results if r.verdict == "raised"]
+
+
+def test_a_sample_without_a_declared_field_is_named():
+    with pytest.raises(DataError, match=r"sample 1 has no 'input_ids'[\s\S]*fields \['ids'\]"):
+        verify(P.LanguageModel(), P.NextToken(), [samples()[0], {"ids": [1, 2]}], P.FIELDS)
+
+
 # --- the user's own two functions -------------------------------------------------------------------------------------
 
 

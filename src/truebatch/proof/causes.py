@@ -169,6 +169,36 @@ def _packed_only(e: Evidence) -> Cause | None:
     )
 
 
+def _nan_together(e: Evidence) -> Cause | None:
+    for result in e.results.values():
+        if result.whole is None or result.arrangement.pieces[0].filling != "declared":
+            continue
+        for name, samples in result.whole.outputs.items():
+            bad = [i for i in result.moved if samples[i].isnan().any() and not e.alone[name][i].isnan().any()]
+            if bad:
+                return Cause(
+                    "NaN in micro-batches only",
+                    f"samples {sorted(bad)} are NaN in '{result.name}' and finite alone: most likely a softmax over cells "
+                    "that are all hidden, a division by a number of cells that is 0, or an overflow in padding",
+                    "let every cell attend to itself at least, guard divisions with clamp(min=1), keep padding finite",
+                )
+    return None
+
+
+def _samples_mixed(e: Evidence) -> Cause | None:
+    """Rows of one sample each cannot see each other through attention: whatever moves them looks over the whole."""
+    leak = next((x for x in e.leaks if not x.arrangement.startswith("packed")), None)
+    if leak is None:
+        return None
+    module = "" if e.first_module is None else f"; the first module that differs is {e.first_module.name!r}"
+    return Cause(
+        "samples are mixed",
+        f"changing sample {leak.changed} moves sample {leak.moved}, which lies in another row: something looks over the "
+        f"whole micro-batch (a statistic, a ranking, the capacity of experts, negatives from the batch){module}",
+        "compute it for every sample alone, freeze it, or declare the samples that belong together one sample",
+    )
+
+
 def _generation(e: Evidence) -> Cause | None:
     if not e.generates_right:
         return None
@@ -281,12 +311,14 @@ def _loss_moved(a: Result, b: Result) -> bool:
 
 OUTPUT_RULES: tuple[Callable[[Evidence], Cause | None], ...] = (
     _zeros_returned,
+    _nan_together,
     _generation,
     _batch_statistics,
     _mask_2d,
+    _row_zero,
+    _samples_mixed,
     _not_causal,
     _flipped,
-    _row_zero,
     _stateful,
     _packed_only,
     _last_cell,

@@ -39,12 +39,33 @@ def split_output(value: Any, batch: MicroBatch) -> PerSample:
     """A result of a micro-batch as one tensor a sample; scalars (a loss) are left out.
 
     A list with one entry a sample is taken as it is, and so is a tuple unless its tensors lie along an axis of the
-    micro-batch, as a tensor must.
+    micro-batch, as a tensor must. So are lists under names.
     """
-    if isinstance(value, list | tuple) and len(value) == batch.num_samples and batch.num_samples > 1:
-        tensors = named_tensors(value).values()
-        if isinstance(value, list) or any(t.ndim == 0 or sample_parts(t, batch) is None for t in tensors):
-            return split_list(value)
+    value = as_tensors(value)
+    if _is_by_sample(value, batch):
+        return split_list(value)
+    if isinstance(value, Mapping):
+        lists = {k: v for k, v in value.items() if _is_by_sample(v, batch)}
+        each = [{k: v[at] for k, v in lists.items()} for at in range(batch.num_samples)]
+        rest = {k: v for k, v in value.items() if k not in lists}
+        return {**split_list(each), **_split_tensors(rest, batch)}
+    return _split_tensors(value, batch)
+
+
+def _is_by_sample(value: Any, batch: MicroBatch) -> bool:
+    """True for a list (or tuple) of results; of a single sample it may also be a list of one padded tensor."""
+    if not isinstance(value, list | tuple) or len(value) != batch.num_samples:
+        return False
+    tensors = list(named_tensors(value).values())
+    if not tensors:
+        return False
+    if batch.num_samples == 1:
+        rows = [axis.shape for axis in batch.axes.values() if isinstance(axis, RowAxis)]
+        return isinstance(value, list) and not any(t.shape[:2] in rows for t in tensors)
+    return isinstance(value, list) or any(t.ndim == 0 or sample_parts(t, batch) is None for t in tensors)
+
+
+def _split_tensors(value: Any, batch: MicroBatch) -> PerSample:
     out: PerSample = {}
     for name, tensor in named_tensors(value).items():
         if tensor.ndim == 0:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from truebatch.errors import DataError
 from truebatch.objective import Objective
 from truebatch.proof.arrangements import Piece
 from truebatch.proof.outputs import PerSample, split_output
@@ -56,6 +57,8 @@ class Subject:
         """Cells of every sample along the planned axis (or the first ragged one)."""
         along = next((f for f in self.fields if f.axis == CELLS and f.kind in ("along", "nested")), None)
         field = along or next(f for f in self.fields if f.kind != "once")
+        for at, sample in enumerate(self.samples):
+            _check_keys(sample, self.fields, at)
         return [len(sample[field.key]) for sample in self.samples]
 
     @property
@@ -147,6 +150,17 @@ def read_result(
     outputs = split(value)
     sums = _squares(outputs) if stand_in else {}
     return Outcome(outputs, sums, dict.fromkeys(sums, num_samples))
+
+
+def _check_keys(sample: Any, fields: Sequence[Field], at: int) -> None:
+    missing = [f.key for f in fields if not isinstance(sample, Mapping) or f.key not in sample]
+    if missing:
+        found = f"fields {sorted(sample)}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
+        raise DataError(
+            f"sample {at} has no {missing[0]!r}",
+            seen=f"{found}, declared {[f.key for f in fields]}",
+            do="give samples as dictionaries with an entry for every declared field",
+        )
 
 
 def find_module(function: Any) -> nn.Module | None:
