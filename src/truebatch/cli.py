@@ -16,6 +16,7 @@ import typer
 
 from truebatch import __version__
 from truebatch.commands.bench import bench_app
+from truebatch.commands.chinese_gpt import chinese_gpt_app
 from truebatch.commands.demo import show_demo
 from truebatch.commands.doctor import show_doctor
 from truebatch.commands.env import show_environment
@@ -54,6 +55,7 @@ app.command("doctor", short_help="Check this machine; with --drill, kill a small
     show_doctor
 )
 app.add_typer(bench_app, name="bench", short_help="Make the measured tables again.")
+app.add_typer(chinese_gpt_app, name="chinese_gpt", short_help="The small Chinese GPT: look at a corpus.")
 app.command("env", short_help="Describe this machine for a bug report.")(show_environment)
 
 

@@ -83,7 +83,7 @@ def _prepare(key: _Key, _content: tuple[str, ...]) -> Prepared:
     config = key.config
     texts = load_texts(config)
     parts = _split(texts, validation=config.validation_share, test=config.test_share)
-    weights = None if config.start_from is None else _start_weights(config.start_from)
+    weights = None if config.start_from is None else best_weights(config.start_from)
     vocab = _vocab(config, [text.text for text in parts["train"]], weights)
     encoded = {name: _encode(config, part, vocab) for name, part in parts.items()}
     if not len(encoded["train"]):
@@ -141,7 +141,8 @@ def _encode(config: Any, texts: Sequence[Text], vocab: Vocab) -> Encoded:
     )
 
 
-def _start_weights(folder: Path) -> Mapping[str, Tensor]:
+def best_weights(folder: Path) -> Mapping[str, Tensor]:
+    """The weights of the best validation of a run, else of its newest whole checkpoint."""
     checkpoints = folder / "checkpoints"
     best = best_step(checkpoints) if checkpoints.is_dir() else None
     for saved in list_checkpoints(checkpoints) if checkpoints.is_dir() else ():
