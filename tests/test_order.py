@@ -224,6 +224,7 @@ ORDER = [
     "systems.seqset_vae.sources",
     "systems.seqset_vae.loading",
     "systems.seqset_vae.metrics",
+    "systems.seqset_vae.predicting",
     "systems.seqset_vae.evaluating",
     "systems.stitched_llm.donors",
     "systems.stitched_llm.adapters",
