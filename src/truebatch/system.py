@@ -53,6 +53,8 @@ class System:
     """The layout where none is asked for, and why in one line; by default padded."""
     settle: Callable[[Any], Any] | None = None
     """Fill in settings that were left open and follow from the data; a settled configuration stays as it is."""
+    attend: Callable[[Any, nn.Module, Objective, Path], Sequence[Any]] | None = None
+    """Who stands beside a run in this folder (`training.attending.Attendant`): schedules, detectors that may stop it."""
     describe: Callable[[Any], Sequence[str]] | None = None
     """Lines for the start of a run: what was read, and what was done to it."""
     save: Callable[[Any, nn.Module, Path], None] | None = None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from truebatch.training.attending import Wish, join_wishes
 from truebatch.training.evaluating import evaluate_loss
-from truebatch.training.job import ALL_DONE, ASKED, Job
+from truebatch.training.job import ALL_DONE, ASKED, CHECK_FAILED, Job
 from truebatch.training.metrics import MetricsLog
 from truebatch.training.progress import Progress
-from truebatch.training.reducing import most_over_ranks
+from truebatch.training.reducing import first_says, most_over_ranks
 from truebatch.training.saving import save_run
 from truebatch.training.task import measure_by_reading
 
@@ -19,20 +20,32 @@ def finish_step(job: Job, progress: Progress, log: MetricsLog | None) -> None:
     is_last = progress.step >= job.num_steps
     is_best = _validate(job, progress, log) if _is_due(job.config.validate_every, progress, is_end_of_epoch) else False
     wants_stop = _agree(job, job.stop.requested is not None)
-    if is_last:
+    wish = _ask(job, progress.step)
+    if wish.stop:
+        progress.is_done, progress.why = True, f"{CHECK_FAILED}: {wish.stop}"
+        job.say(f"step {progress.step}: {progress.why}")
+    elif is_last:
         progress.is_done, progress.why = True, ALL_DONE
     elif wants_stop and not progress.is_done:
         progress.is_done, progress.why = True, str(job.stop.requested or f"{ASKED} on another rank")
-    due = is_best or progress.is_done or _is_due(job.config.save_every, progress, is_end_of_epoch)
+    due = is_best or wish.keep or progress.is_done or _is_due(job.config.save_every, progress, is_end_of_epoch)
     if job.run is not None and due:
         if log is not None:
             log.sync()
         saved = _resumable(progress)
         problem = save_run(
-            job.run.checkpoints, job.engine, saved, fingerprint=job.run.fingerprint, keep=job.config.keep, best=is_best
-        )
+            job.run.checkpoints, job.engine, saved, fingerprint=job.run.fingerprint, keep=job.config.keep, best=is_best,
+            kept=wish.keep,
+        )  # fmt: skip
         if problem:
             job.say(f"step {progress.step}: {problem}")
+
+
+def _ask(job: Job, step: int) -> Wish:
+    """What the attendants wish, the same on every rank."""
+    if not job.engine.attendants:
+        return Wish()
+    return first_says(join_wishes([one.after_step(step) for one in job.engine.attendants]))
 
 
 def _resumable(progress: Progress) -> Progress:

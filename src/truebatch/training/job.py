@@ -21,6 +21,8 @@ Record = dict[str, Any]
 ALL_DONE = "all steps are done"
 ASKED = "asked to stop"
 """How the reason of an interrupted run begins."""
+CHECK_FAILED = "stopped by a check"
+"""How the reason of a run begins that an attendant has stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,15 @@ class TrainResult:
 
     @property
     def exit_code(self) -> int:
-        """0 when done; 75 when interrupted and a second start goes on."""
-        return EXIT_INTERRUPTED if self.is_interrupted else 0
+        """0 when done; 1 when a check stopped the run; 75 when interrupted and a second start goes on."""
+        return exit_code_of_end(self.why)
+
+
+def exit_code_of_end(why: str) -> int:
+    """The exit code of a run that ended without an error, for this reason."""
+    if why.startswith(ASKED):
+        return EXIT_INTERRUPTED
+    return 1 if why.startswith(CHECK_FAILED) else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

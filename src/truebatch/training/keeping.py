@@ -19,7 +19,7 @@ from truebatch.training.durable import read_json, storage_error, sync_folder, wr
 from truebatch.training.failpoints import failpoint
 from truebatch.training.manifests import Manifest, check_names, read_manifest, untrusted
 
-BEST = "best.json"
+BEST, KEPT = "best.json", "kept.json"
 _BEST_BYTES = 1 << 20
 _STEP = re.compile(r"step-(\d+)|\.replaced-(\d+)-\w+")
 _LEFTOVER = re.compile(r"\.(stage|pruned)-.*")
@@ -71,11 +71,28 @@ def mark_best(folder: Path, step: int, *, about: Mapping[str, Any] | None = None
         raise storage_error(CheckpointError, error, what=BEST, folder=folder) from error
 
 
+def mark_kept(folder: Path, step: int) -> None:
+    """Note that the checkpoint of a step must not be pruned, until another is noted so."""
+    try:
+        write_json(folder / KEPT, {"step": step})
+    except OSError as error:
+        raise storage_error(CheckpointError, error, what=KEPT, folder=folder) from error
+
+
+def kept_step(folder: Path) -> int | None:
+    """The step that was marked as to be kept, if its checkpoint is still there."""
+    return _marked(folder, KEPT)
+
+
 def best_step(folder: Path) -> int | None:
     """The step that was marked as the best, if its checkpoint is still there."""
-    if not (folder / BEST).exists():
+    return _marked(folder, BEST)
+
+
+def _marked(folder: Path, name: str) -> int | None:
+    if not (folder / name).exists():
         return None
-    values = read_json(folder / BEST, max_bytes=_BEST_BYTES)
+    values = read_json(folder / name, max_bytes=_BEST_BYTES)
     step = values.get("step") if isinstance(values, dict) else None
     return step if isinstance(step, int) and (folder / f"step-{step}").is_dir() else None
 
@@ -124,7 +141,7 @@ def _restore(folder: Path, name: str) -> bool:
 
 
 def prune_after(folder: Path, saved: Saved, *, keep: int) -> Saved:
-    """Delete all but the newest `keep` good checkpoints and the best, after one was saved.
+    """Delete all but the newest `keep` good checkpoints, the best and the one marked as kept, after one was saved.
 
     A failure here is told in the result and not raised, because the save itself holds.
     """
@@ -147,8 +164,8 @@ def _to_prune(folder: Path, saved: Saved, *, keep: int) -> list[Saved]:
     older = [entry for entry in others if entry.step < saved.step]
     good = [entry for entry in others if entry.is_good and entry not in replaced]
     kept = good[max(0, len(good) - keep + 1) :]
-    best = best_step(folder)
-    return replaced + [entry for entry in older if entry not in kept and entry.step != best]
+    marked = (best_step(folder), kept_step(folder))
+    return replaced + [entry for entry in older if entry not in kept and entry.step not in marked]
 
 
 def _remove(path: Path) -> None:

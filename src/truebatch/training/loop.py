@@ -21,9 +21,10 @@ from truebatch.tensors.loader import LoadedStep, LoaderConfig, load_steps
 from truebatch.tensors.noise import name_purposes
 from truebatch.tensors.segments import most_segments
 from truebatch.training.afterwards import finish_step
+from truebatch.training.attending import Attendant
 from truebatch.training.checking import compare_with_one_by_one
 from truebatch.training.guard import Guard, steady_steps
-from truebatch.training.job import ALL_DONE, ASKED, Job, Record, TrainResult
+from truebatch.training.job import ALL_DONE, ASKED, Job, Record, TrainResult, exit_code_of_end
 from truebatch.training.law import refuse_couplings
 from truebatch.training.metrics import MetricsLog, open_metrics
 from truebatch.training.nonfinite import handle_nonfinite, is_bad
@@ -53,6 +54,7 @@ def train(
     out: str | Path | Run | None = None,
     say: Callable[[str], None] | None = None,
     watches: Sequence[Watch] = (),
+    attendants: Sequence[Attendant] = (),
 ) -> TrainResult:
     """Train a model; with `out`, as a run that can be killed at any moment and goes on when it is started again.
 
@@ -61,6 +63,7 @@ def train(
         out: the run's folder, or an open run. The same settings go on with it, others are refused by name.
         say: gets one line now and then; by default nothing is printed.
         watches: told of every step, on rank 0.
+        attendants: told of every step on every rank, may stop the run, and have a state that is saved with it.
     """
     plan_config = config.plan_config()
     couplings = refuse_couplings(model.train(), config.allow)
@@ -82,6 +85,7 @@ def train(
         seed=config.seed,
         stand_in=lambda: alone_of(data, epoch=0)(0),
         guard=guard,
+        attendants=tuple(attendants),
     )
     num_steps = _num_steps(measured, plan_config, config)
     with opened_run(out, config) as run, catch_signals() as stop, _watched(config) as dog:
@@ -142,7 +146,9 @@ def _run(job: Job, plan_config: PlanConfig) -> TrainResult:
         if log is not None:
             log.close()
     is_interrupted = progress.why.startswith(ASKED)
-    _status(job, "interrupted" if is_interrupted else "done", progress, exit_code=75 if is_interrupted else 0)
+    code = exit_code_of_end(progress.why)
+    ends: dict[int, RunState] = {0: "done", 1: "failed", EXIT_INTERRUPTED: "interrupted"}
+    _status(job, ends[code], progress, exit_code=code)
     return TrainResult(progress.step, job.records, progress.best_loss, progress.why, is_interrupted)
 
 
@@ -228,6 +234,8 @@ def _step(job: Job, progress: Progress, loaded: LoadedStep, log: MetricsLog | No
         progress.step += 1
         return None
     engine, batches = job.engine, loaded.batches
+    for attendant in engine.attendants:
+        attendant.before_step(progress.step)
     counts = step_counts(batches, engine.objective, loaded.counts, device=engine.device)
     if progress.step == 0:
         check_terms(engine.groups, list(counts))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from truebatch.errors import CheckpointError, TruebatchError
 from truebatch.training.checkpoints import Checkpoint, load_checkpoint, load_newest, save_checkpoint
-from truebatch.training.keeping import list_checkpoints, mark_best
+from truebatch.training.keeping import list_checkpoints, mark_best, mark_kept
 from truebatch.training.progress import Progress
 from truebatch.training.reducing import all_say, first_says, rank
 from truebatch.training.sharding import deal_out, gather_whole, whole_sum
@@ -23,8 +23,10 @@ from truebatch.training.states import optimisers_state, random_state, restore_op
 from truebatch.training.step import Engine
 
 
-def save_run(folder: Path, engine: Engine, progress: Progress, *, fingerprint: str, keep: int, best: bool) -> str:
-    """Write a checkpoint of this step (rank 0) and let the other ranks wait; mark it if it is the best so far.
+def save_run(
+    folder: Path, engine: Engine, progress: Progress, *, fingerprint: str, keep: int, best: bool, kept: bool = False
+) -> str:
+    """Write a checkpoint of this step (rank 0) and let the other ranks wait; mark it if it is the best so far, or kept.
 
     Gives words for what is wrong with what was saved; empty when nothing is. What rank 0 cannot write stops all ranks,
     with its reason.
@@ -33,6 +35,8 @@ def save_run(folder: Path, engine: Engine, progress: Progress, *, fingerprint: s
     if rank() == 0:
         try:
             problem = _save(folder, checkpoint, keep=keep, best=best)
+            if kept:
+                mark_kept(folder, checkpoint.step)
         except TruebatchError as error:
             failed = error
     said = first_says(None if failed is None else (failed.wrong, failed.seen, failed.do))
@@ -75,6 +79,7 @@ def _parts(engine: Engine, progress: Progress) -> dict[str, Any]:
         "random": generators[0],
         "random_of_other_ranks": generators[1:],
         "progress": progress.as_dict(),
+        "attendants": {one.name: dict(one.state()) for one in engine.attendants},
     }
 
 
@@ -143,4 +148,6 @@ def restore(engine: Engine, parts: Any) -> Progress:
         engine.scaler.load_state_dict(parts["scaler"])
     generators = [parts["random"], *parts.get("random_of_other_ranks", ())]
     restore_random(generators[rank() % len(generators)])
+    for one in engine.attendants:
+        one.restore(parts.get("attendants", {}).get(one.name, {}))
     return Progress(**parts["progress"])

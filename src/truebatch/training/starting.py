@@ -100,15 +100,17 @@ def train_system(system: System, config: Any, start: Start) -> TrainResult:
         _say_where(run, say)
         for line in stale_fit_warnings(run.folder, model, config.train, device=device):
             say(line)
+        objective = system.objective(config)
         result = train(
             model,
-            system.objective(config),
+            objective,
             data,
             config.train,
             groups=groups,
             out=run,
             say=say,
             watches=start.watches,
+            attendants=system.attend(config, model, objective, run.folder) if system.attend is not None else (),
         )
         if not result.is_interrupted and rank() == 0:
             _export(system, config, model, run, step=result.step)

@@ -18,6 +18,7 @@ from truebatch.errors import BatchError
 from truebatch.objective import Objective, add_counts, divide_once, held_open
 from truebatch.tensors.microbatch import MicroBatch
 from truebatch.tensors.noise import noise_for
+from truebatch.training.attending import Attendant
 from truebatch.training.failpoints import failpoint
 from truebatch.training.guard import Guard, run_guarded
 from truebatch.training.optimising import Group, clip_group, group_norm
@@ -50,6 +51,8 @@ class Engine:
     """A micro-batch to run, without effect, where a rank has nothing to do but sharded parameters must be gathered."""
     guard: Guard | None = None
     """What is done when memory runs out; None lets the error through."""
+    attendants: tuple[Attendant, ...] = ()
+    """Told of every step; their states are saved with the weights."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,52 @@
+"""Whoever stands beside a run and may act: schedules that follow the step, detectors that end a run.
+
+Unlike a watch, an attendant is called on every rank, may change what the objective reads, and has a state that is saved
+with the run and comes back with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What an attendant asks for after a step."""
+
+    keep: bool = False
+    """Save a checkpoint of this step, and do not prune it until another one is asked for."""
+    stop: str = ""
+    """Why the run must end here, as a check that failed (exit code 1); empty to go on."""
+
+
+class Attendant(Protocol):
+    """Called on every rank with the same arguments; what rank 0 wishes counts."""
+
+    @property
+    def name(self) -> str:
+        """Under which its state is saved."""
+        ...
+
+    def before_step(self, step: int) -> None:
+        """`step` steps have been done, another begins."""
+        ...
+
+    def after_step(self, step: int) -> Wish:
+        """`step` steps have been done; the model is as after the update."""
+        ...
+
+    def state(self) -> Mapping[str, Any]:
+        """Plain data for a checkpoint."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state; from the beginning if it is empty."""
+        ...
+
+
+def join_wishes(wishes: Iterable[Wish]) -> Wish:
+    """All wishes as one: kept if anybody asks, stopped with every reason there is."""
+    found = list(wishes)
+    return Wish(any(w.keep for w in found), "; ".join(w.stop for w in found if w.stop))

@@ -1,0 +1,90 @@
+"""Attendants: called around every step, saved with the run, and able to end it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.tiny import TEXT_FIELDS, NextToken, TextModel, text_samples
+from truebatch.training.attending import Wish, join_wishes
+from truebatch.training.keeping import kept_step, list_checkpoints
+from truebatch.training.loop import train
+from truebatch.training.settings import TrainConfig
+from truebatch.training.task import TrainData
+
+DATA = TrainData(samples=text_samples([3, 5, 4, 6, 2, 7, 3, 4]), fields=TEXT_FIELDS)
+
+
+class Counter:
+    """Counts steps; keeps one, and stops after another."""
+
+    name = "counter"
+
+    def __init__(self, *, keep_at=(), stop_at=None):
+        self.keep_at, self.stop_at = keep_at, stop_at
+        self.seen: list[tuple[str, int]] = []
+        self.total = 0
+
+    def before_step(self, step):
+        self.seen.append(("before", step))
+
+    def after_step(self, step):
+        self.seen.append(("after", step))
+        self.total += step
+        return Wish(keep=step in self.keep_at, stop="enough" if step == self.stop_at else "")
+
+    def state(self):
+        return {"total": self.total}
+
+    def restore(self, state):
+        self.total = state.get("total", 0)
+
+
+def run(attendant, folder=None, **settings):
+    torch.manual_seed(0)
+    config = TrainConfig(**{"epochs": 3, "samples_per_step": 2, **settings})
+    return train(TextModel(), NextToken(), DATA, config, out=folder, attendants=[attendant])
+
+
+def test_an_attendant_is_called_before_and_after_every_step():
+    counter = Counter()
+    run(counter, max_steps=3)
+    assert counter.seen == [("before", 0), ("after", 1), ("before", 1), ("after", 2), ("before", 2), ("after", 3)]
+
+
+def test_the_state_of_an_attendant_comes_back_with_the_run(tmp_path):
+    run(Counter(), tmp_path, max_steps=5)
+    again, whole = Counter(), Counter()
+    run(again, tmp_path)
+    run(whole)
+    assert again.total == whole.total == sum(range(1, 13))
+    assert again.seen[0] == ("before", 5)
+
+
+def test_a_stop_ends_the_run_at_that_step_with_exit_code_1(tmp_path):
+    result = run(Counter(stop_at=7), tmp_path)
+    assert (result.step, result.exit_code) == (7, 1)
+    assert result.why == "stopped by a check: enough"
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("failed", 1)
+    assert run(Counter(), tmp_path).exit_code == 1  # It does not go on by itself.
+
+
+def test_a_kept_checkpoint_outlives_all_later_ones(tmp_path):
+    run(Counter(keep_at=(2, 5)), tmp_path, save_every=1, keep=1)
+    assert kept_step(tmp_path / "checkpoints") == 5
+    assert [saved.step for saved in list_checkpoints(tmp_path / "checkpoints")] == [5, 12]
+
+
+@pytest.mark.parametrize(
+    ("wishes", "joined"),
+    [
+        ([], Wish()),
+        ([Wish(keep=True), Wish()], Wish(keep=True)),
+        ([Wish(stop="a"), Wish(), Wish(stop="b")], Wish(stop="a; b")),
+    ],
+)
+def test_wishes_are_joined(wishes, joined):
+    assert join_wishes(wishes) == joined
