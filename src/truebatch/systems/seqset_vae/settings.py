@@ -161,6 +161,10 @@ class DetectorConfig:
     """Fewer active units than this share: nothing of the input is in the latents."""
     collapsed_share: float = 0.9
     """Collapsed dimensions from this share on: collapse."""
+    min_information: float = 0.1
+    """Fewer nats than this between a set and its latents, over all levels: they say nothing of it."""
+    min_gap: float = 0.01
+    """Latents of other sets must make reconstruction worse by this share, or the decoder does not use them."""
     sharp_variance: float = 1e-3
     """Mean posterior variance below this: too sharp, which is another fault."""
     enter: int = 3
@@ -168,12 +172,16 @@ class DetectorConfig:
     leave: int = 2
     """Good checks in a row before it ends."""
     action: Action = "warn"
+    anneal_factor: float = 0.5
+    """anneal: beta is multiplied by this at every bad check of an alarm, free bits are divided by it."""
 
     def __post_init__(self) -> None:
         _check_choice(self, "action", Action)
         _check_range(self, "check_frequency", "window", "enter", "leave", above=0)
         _check_range(self, "kl_threshold", "mean_threshold", "variance_threshold", "active_threshold", "sharp_variance")
         _check_range(self, "active_share", "collapsed_share", most=1)
+        _check_range(self, "min_information", "min_gap")
+        _check_range(self, "anneal_factor", above=0, below=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,6 +219,8 @@ class SeqSetConfig:
     """Of the stays, where the data has no split of its own."""
     test_share: float = 0.2
     split_seed: int = 0
+    cut_hours: tuple[float, ...] = (24.0, 48.0)
+    """evaluate: also judge what was known after so many hours, of stays that lasted longer."""
     mode: Mode = "joint"
     """Everything at once; without labels (pretrain); or the classifier on trained latents (finetune)."""
     init_from: Path | None = None
@@ -229,6 +239,7 @@ class SeqSetConfig:
                 _check_range(self, name, above=0)
         _check_range(self, "validation_share", "test_share", below=1)
         _check_range(self, "split_seed")
+        _check_cuts(self.cut_hours)
         if self.validation_share + self.test_share >= 1:
             raise ConfigError(
                 "no stays would be left to train on",
@@ -257,6 +268,13 @@ def _check_range(
                 seen=f"{name}={value!r}",
                 do=f"set {name} within these limits",
             )
+
+
+def _check_cuts(hours: tuple[float, ...]) -> None:
+    if not all(math.isfinite(hour) and hour > 0 for hour in hours):
+        raise ConfigError(
+            "cut_hours must be more than 0", seen=f"cut_hours={hours}", do="for example cut_hours=[24, 48]"
+        )
 
 
 def _check_choice(config: Any, name: str, choices: Any) -> None:
