@@ -226,6 +226,7 @@ ORDER = [
     "systems.seqset_vae.metrics",
     "systems.seqset_vae.predicting",
     "systems.seqset_vae.evaluating",
+    "systems.seqset_vae.compat",
     "systems.stitched_llm.donors",
     "systems.stitched_llm.adapters",
     "systems.stitched_llm.configuration",

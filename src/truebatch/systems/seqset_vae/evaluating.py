@@ -1,0 +1,103 @@
+"""Figures of a trained model: discrimination, calibration and their intervals, per stay and after 24 or 48 hours."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from truebatch.errors import DataError
+from truebatch.reports.pictures import curves
+from truebatch.systems.seqset_vae.loading import prepare, stays_cut_at
+from truebatch.systems.seqset_vae.metrics import summarise
+from truebatch.systems.seqset_vae.predicting import find_latents, predict
+from truebatch.systems.seqset_vae.settings import NAFLD
+from truebatch.systems.seqset_vae.stays import Stays, take_stays
+
+PREDICTIONS, RELIABILITY = "predictions.csv", "calibration.svg"
+
+
+def evaluate(config: Any, model: nn.Module, stays: Any, out: Path) -> dict[str, Any]:
+    """Figures on these stays, their predictions in `out`, and the figures of what was known after `cut_hours`."""
+    assert isinstance(stays, Stays)
+    model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    if config.mode == "pretrain":
+        raise DataError(
+            "a pretrained model has no classifier to judge",
+            seen="mode=pretrain",
+            do="fine-tune it (mode=finetune, init_from=RUN), or export its latents: truebatch seqset_vae export RUN",
+        )
+    risk = predict(model, stays)
+    write_predictions(out / PREDICTIONS, stays, risk)
+    figures = summarise(stays.labels, risk[:, 1])
+    draw_calibration(figures, out / RELIABILITY)
+    return {**figures, "after_hours": _after_hours(config, model, stays)}
+
+
+def write_predictions(path: Path, stays: Stays, risk: NDArray[np.float64]) -> None:
+    """One line a stay: its id, its label (empty if it has none) and the probability of label 1."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["id", "label", "probability"])
+        for name, label, row in zip(stays.ids, stays.labels, risk, strict=True):
+            writer.writerow([name, "" if label < 0 else int(label), f"{row[1]:.9g}"])
+
+
+def export_latents(config: Any, model: nn.Module, path: Path) -> dict[str, int]:
+    """All latents of all splits in one .npz file; the number of sets of each split.
+
+    For a split `s`: `s/ids` [N], `s/starts` [N + 1], `s/minute`, `s/mean`, `s/logvar` and `s/state`, one row a set.
+    """
+    model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    arrays: dict[str, Any] = {}
+    for split, stays in prepare(config).splits.items():
+        found = find_latents(model, stays)
+        arrays |= {
+            f"{split}/ids": np.array(stays.ids),
+            f"{split}/labels": stays.labels,
+            f"{split}/starts": stays.set_starts,
+            f"{split}/minute": stays.set_minute,
+            f"{split}/mean": found.mean,
+            f"{split}/logvar": found.logvar,
+            f"{split}/state": found.state,
+        }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+    return {split: len(arrays[f"{split}/mean"]) for split in prepare(config).splits}
+
+
+def draw_calibration(figures: Mapping[str, Any], path: Path) -> None:
+    """Mean probability against the share of positives; only where matplotlib is installed."""
+    if find_spec("matplotlib") is None:
+        return
+    rows = figures["calibration"]
+    points = [row["mean_probability"] for row in rows], [row["share_positive"] for row in rows]
+    lines = {"honest": ([0.0, 1.0], [0.0, 1.0]), "this model": points}
+    path.write_text(curves(lines, title="Calibration", x="probability", y="share of label 1"), encoding="utf-8")
+
+
+def _after_hours(config: Any, model: nn.Module, stays: Stays) -> dict[str, Any]:
+    """Figures of the first hours, of stays that were still there: a stay that had ended would tell its own end."""
+    split = next((name for name, one in prepare(config).splits.items() if one.ids == stays.ids), None)
+    if split is None or config.data == NAFLD:
+        return {}
+    last = stays.set_minute[stays.set_starts[1:] - 1]
+    found: dict[str, Any] = {}
+    for hours in config.cut_hours:
+        known = stays_cut_at(config, hours, split)
+        there = np.flatnonzero((last >= hours * 60) & (stays.labels >= 0))
+        if known is None or len(np.unique(stays.labels[there])) < 2:
+            found[f"{hours:g}"] = {"stays": len(there), "note": "not stays of both classes"}
+            continue
+        part = take_stays(known, there)
+        figures = summarise(part.labels, predict(model, part)[:, 1])
+        found[f"{hours:g}"] = {name: value for name, value in figures.items() if name != "calibration"}
+    return found
