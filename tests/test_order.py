@@ -223,6 +223,8 @@ ORDER = [
     "systems.seqset_vae.nafld",
     "systems.seqset_vae.sources",
     "systems.seqset_vae.loading",
+    "systems.seqset_vae.validating",
+    "systems.seqset_vae.preparing",
     "systems.seqset_vae.metrics",
     "systems.seqset_vae.predicting",
     "systems.seqset_vae.evaluating",

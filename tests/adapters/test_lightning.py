@@ -12,6 +12,7 @@ from truebatch.adapters.planned import plan_data
 from truebatch.errors import ConfigError, RunError
 from truebatch.hf.objectives import HeadObjective
 from truebatch.planning.settings import PlanConfig
+from truebatch.training.failpoints import armed
 
 L = pytest.importorskip("lightning.pytorch")
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -88,6 +89,15 @@ def test_every_training_step_is_the_gradient_of_its_samples_one_by_one(tmp_path,
     pairs = [sum_and_count(case, module.model, sample) for sample in module.samples]
     whole = sum(total for total, _ in pairs).item() / sum(count for _, count in pairs)
     assert module.eval_losses == [pytest.approx(whole, rel=1e-5)]
+
+
+def test_memory_that_runs_out_changes_only_the_cut(tmp_path):
+    expected, found = module_of("causal_lm"), module_of("causal_lm")
+    fit(tmp_path, expected)
+    with armed("step.backward:oom:2"):
+        fit(tmp_path, found)
+    assert len(found.found) == len(expected.found)
+    assert all(relative(a, b) <= 1e-6 for a, b in zip(found.found, expected.found, strict=True))
 
 
 def test_every_epoch_is_planned_anew(tmp_path):

@@ -23,6 +23,7 @@ from tests.adapters.trainers import (
 from truebatch.adapters.planned import AdapterConfig
 from truebatch.adapters.trainer import TruebatchMixin
 from truebatch.errors import BatchError, RunError
+from truebatch.training.failpoints import armed
 
 PER_STEP = 8
 
@@ -71,6 +72,22 @@ def test_gradient_checkpointing_gives_the_same_updates(tmp_path, layout):
         gradient_checkpointing=True,
         truebatch=AdapterConfig(layout=layout),
     )
+
+
+@pytest.mark.parametrize("visit", [1, 2, 4, 5])
+def test_memory_that_runs_out_anywhere_in_a_step_changes_only_the_cut(tmp_path, caplog, visit):
+    """Also in a later item of the trainer's loop: what an earlier one has added to the gradient is not lost."""
+    with armed(f"step.backward:oom:{visit}"):
+        check_updates(tmp_path, "causal_lm", per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    assert "ran out of memory" in caplog.text
+
+
+def test_memory_that_runs_out_in_an_evaluation_changes_nothing(tmp_path):
+    model, samples = build("causal_lm")
+    expected = trainer_of(tmp_path, model, samples).evaluate(samples)["eval_loss"]
+    with armed("step.validation:oom:1"):
+        found = trainer_of(tmp_path, model, samples).evaluate(samples)["eval_loss"]
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_budget_cuts_forward_passes_and_nothing_else(tmp_path):

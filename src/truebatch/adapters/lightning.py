@@ -9,6 +9,7 @@ Trainer(...).fit(Net(), PlannedDataModule(plan_data(dataset, collator, model, Pl
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +24,10 @@ from truebatch.hf.objectives import HeadObjective
 from truebatch.objective import Objective
 from truebatch.tensors.loader import LoadedStep, LoaderConfig
 from truebatch.training.evaluating import evaluate_loss
+from truebatch.training.guard import Guard
 from truebatch.training.step import Engine
+
+_log = logging.getLogger(__name__)
 
 STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 """Strategies of Lightning under which the gradient is known to be exact."""
@@ -32,8 +36,8 @@ STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 class PlannedStep:
     """What a `training_step` gets. Lightning hands it through untouched; its micro-batches move to the device one by one."""
 
-    def __init__(self, loaded: LoadedStep, epoch: int, seed: int) -> None:
-        self.loaded, self.epoch, self.seed = loaded, epoch, seed
+    def __init__(self, loaded: LoadedStep, epoch: int, seed: int, guard: Guard | None = None) -> None:
+        self.loaded, self.epoch, self.seed, self.guard = loaded, epoch, seed, guard
 
 
 class PlannedDataModule(LightningDataModule):  # type: ignore[misc]
@@ -54,6 +58,7 @@ class StepLoader:
 
     def __init__(self, data: PlannedData, trainer: Any, config: LoaderConfig) -> None:
         self.data, self.trainer, self.config = data, trainer, config
+        self.guard = Guard(fields=data.head.fields, say=_log.warning)
         self.start: tuple[int, int] | None = None
 
     def __len__(self) -> int:
@@ -69,7 +74,7 @@ class StepLoader:
             start_step=number,
             config=self.config,
         )
-        return (PlannedStep(step, epoch, self.data.config.seed) for step in steps)
+        return (PlannedStep(step, epoch, self.data.config.seed, self.guard) for step in steps)
 
     def state_dict(self) -> dict[str, Any]:
         """The next step. Steps that are done are counted, not steps that were fetched: Lightning fetches ahead."""
@@ -89,8 +94,13 @@ class StepLoader:
 
 
 def lightning_loss(module: LightningModule, model: nn.Module, objective: Objective, step: PlannedStep) -> Tensor:
-    """The true loss of the step: return it from `training_step`, or give it to `manual_backward`. Both are exact."""
-    return step_loss(model, objective, step.loaded, device=module.device, epoch=step.epoch, seed=step.seed)
+    """The true loss of the step: return it from `training_step`, or give it to `manual_backward`. Both are exact.
+
+    Memory that runs out only changes how the step is cut.
+    """
+    return step_loss(
+        model, objective, step.loaded, device=module.device, epoch=step.epoch, seed=step.seed, guard=step.guard
+    )
 
 
 def lightning_eval_loss(module: LightningModule, model: nn.Module, data: PlannedData) -> float:

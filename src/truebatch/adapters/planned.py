@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from truebatch.adapters.deepspeed import ENGINE
 from truebatch.adapters.singles import Collator, SingleSamples, make_single, measure_samples
 from truebatch.errors import ConfigError, DataError
 from truebatch.hf.heads import Head, head_of, packed_attention_on
@@ -107,9 +108,9 @@ def held_attention(
 
 
 def bare_model(model: nn.Module) -> nn.Module:
-    """The Hugging Face model itself: out of DistributedDataParallel, and out of PEFT, whose layers stay inside it."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model = model.module
+    """The Hugging Face model itself: out of the wrapper of its ranks, and out of PEFT, whose layers stay inside it."""
+    if isinstance(model, nn.parallel.DistributedDataParallel) or type(model).__name__ == ENGINE:
+        model = model.module  # type: ignore[assignment]
     if not hasattr(model, "get_base_model"):
         return model
     if getattr(model, "active_peft_config", None) is not None and model.active_peft_config.is_prompt_learning:  # type: ignore[union-attr]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from truebatch.adapters.deepspeed import Refusal, deepspeed_refusals
 from truebatch.errors import ConfigError
 
 STANDARD_LOSS = {("transformers.trainer", "Trainer"), ("trl.trainer.sft_trainer", "SFTTrainer")}
@@ -14,9 +15,6 @@ STANDARD_STEP = STANDARD_LOSS
 
 FUSED_UPDATES = ("lomo", "adalomo", "layerwise")
 """Optimisers that update inside backward, before the step is complete."""
-
-Refusal = tuple[str, str, str]
-"""What is wrong, what was seen, what to do."""
 
 
 def refuse_settings(trainer: Any, mixin: type) -> None:
@@ -109,11 +107,7 @@ def _of_devices(trainer: Any) -> Iterator[Refusal]:
     if args.n_gpu > 1:
         yield "DataParallel cuts micro-batches itself", f"n_gpu={args.n_gpu}", "start one process a GPU with torchrun"
     if getattr(trainer, "is_deepspeed_enabled", False):
-        yield (
-            "DeepSpeed's engine owns backward and the sum over ranks",
-            "deepspeed is enabled",
-            "use plain DistributedDataParallel (torchrun), or train without the mixin",
-        )
+        yield from deepspeed_refusals(accelerator.state.deepspeed_plugin.deepspeed_config)
     if getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_distributed_loading_by_transformers", False):
         yield (
             "sharded parameters are reduced by their own hooks, which this adapter does not drive",

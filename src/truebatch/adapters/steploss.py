@@ -15,6 +15,7 @@ from truebatch.adapters.planned import held_attention
 from truebatch.errors import BatchError
 from truebatch.objective import Objective
 from truebatch.tensors.loader import LoadedStep
+from truebatch.training.guard import Guard
 from truebatch.training.optimising import Group
 from truebatch.training.reducing import num_ranks, sum_over_ranks
 from truebatch.training.step import Engine, accumulate, step_counts
@@ -28,12 +29,14 @@ def step_loss(
     device: torch.device | None = None,
     epoch: int = 0,
     seed: int = 0,
+    guard: Guard | None = None,
 ) -> Tensor:
     """The true loss of a step over all ranks; its `backward()` gives the gradient of the step, exactly once.
 
     Only one micro-batch is in memory at a time. With several ranks the gradient is this rank's share times their number,
     because DistributedDataParallel averages it: wrap the module that calls this, or average gradients yourself.
-    An autocast that is open when this is called holds for the forward passes.
+    An autocast that is open when this is called holds for the forward passes. With a guard, `Guard(fields=...)` kept
+    over steps, memory that runs out only changes how the step is cut.
 
     >>> for step in load_steps(plan, dataset, fields):
     ...     step_loss(model, objective, step).backward()
@@ -42,23 +45,41 @@ def step_loss(
     """
     device = device or next(model.parameters()).device
     wanted = [p for p in model.parameters() if p.requires_grad]
-    counts = step_counts(step.batches, objective, step.counts, device=device)
+    engine = _engine(model, objective, wanted, device, seed, guard)
+    loss, taken = take_step(engine, step, epoch=epoch)
+    return hand_over(loss, taken, wanted)
+
+
+def take_step(
+    engine: Engine, step: LoadedStep, *, epoch: int, counts: dict[str, int] | None = None
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The true loss of a step over all ranks, and this rank's share of its gradient; `.grad` is left as it was.
+
+    `counts` may be given where they are known already.
+    """
+    wanted = engine.groups[0].parameters
+    if counts is None:
+        counts = step_counts(step.batches, engine.objective, step.counts, device=engine.device)
     held = [p.grad for p in wanted]
     for p in wanted:
         p.grad = None
     try:
-        sums = _accumulate_outside_autocast(_engine(model, objective, wanted, device, seed), step, counts, epoch)
+        sums = _accumulate_outside_autocast(engine, step, counts, epoch)
         taken = [p.grad for p in wanted]
     finally:
         for p, grad in zip(wanted, held, strict=True):
             p.grad = grad
     parts = [value / max(counts[name], 1) for name, value in sums.items()]
-    loss = sum_over_ranks(torch.stack(parts).sum() if parts else torch.zeros((), device=device))
-    return _hand_over(loss, taken, wanted)
+    return sum_over_ranks(torch.stack(parts).sum() if parts else torch.zeros((), device=engine.device)), taken
 
 
 def _engine(
-    model: nn.Module, objective: Objective, wanted: Sequence[nn.Parameter], device: torch.device, seed: int
+    model: nn.Module,
+    objective: Objective,
+    wanted: Sequence[nn.Parameter],
+    device: torch.device,
+    seed: int,
+    guard: Guard | None,
 ) -> Engine:
     kind = device.type
     is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -69,6 +90,7 @@ def _engine(
         device=device,
         autocast=lambda: torch.autocast(kind, dtype=dtype, enabled=is_on),
         seed=seed,
+        guard=guard,
     )
 
 
@@ -80,7 +102,8 @@ def _accumulate_outside_autocast(
         return accumulate(engine, step.batches, counts, epoch=epoch)
 
 
-def _hand_over(loss: Tensor, taken: Sequence[Tensor | None], wanted: Sequence[nn.Parameter]) -> Tensor:
+def hand_over(loss: Tensor, taken: Sequence[Tensor | None], wanted: Sequence[nn.Parameter]) -> Tensor:
+    """A loss whose `backward()` gives these parameters this gradient, times the number of ranks that will average it."""
     ranks = num_ranks()
     if ranks > 1:  # the wrapper waits for every parameter on every rank
         taken = [torch.zeros_like(p) if g is None else g for g, p in zip(taken, wanted, strict=True)]

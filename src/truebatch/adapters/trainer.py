@@ -21,13 +21,16 @@ from torch.utils.data import DataLoader, Dataset
 from transformers.trainer_callback import ExportableState, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
+from truebatch.adapters.deepspeed import plain_leaves
 from truebatch.adapters.planned import AdapterConfig, PlannedData, bare_model, held_attention, plan_data
 from truebatch.adapters.refusals import refuse_settings
+from truebatch.adapters.steploss import hand_over, take_step
 from truebatch.errors import BatchError, RunError
 from truebatch.hf.objectives import HeadObjective
 from truebatch.tensors.loader import LoadedStep, LoaderConfig
 from truebatch.tensors.microbatch import MicroBatch
 from truebatch.training.evaluating import evaluate_loss
+from truebatch.training.guard import Guard
 from truebatch.training.law import refuse_couplings
 from truebatch.training.optimising import Group
 from truebatch.training.reducing import num_ranks, rank, reduce_gradients, sum_over_ranks
@@ -85,11 +88,10 @@ def _only(numbers: list[int]) -> int:
 
 
 class OpenStep:
-    """A step under way: what its loss is divided by, and what it has summed to so far."""
+    """A step under way, and what its loss is divided by."""
 
-    def __init__(self, step: LoadedStep, counts: dict[str, int], device: torch.device) -> None:
+    def __init__(self, step: LoadedStep, counts: dict[str, int]) -> None:
         self.step, self.counts = step, counts
-        self.loss = torch.zeros((), device=device)
 
     @property
     def sample_ids(self) -> list[int]:
@@ -105,7 +107,7 @@ class Item(dict[str, Tensor]):
         real = [batch.is_real.flatten() for batch in batches]
         empty = torch.zeros(0, dtype=torch.int64)
         super().__init__(input_ids=torch.cat([empty, *ids]), attention_mask=torch.cat([empty, *real]))
-        self.batches, self.of, self.is_last = tuple(batches), of, is_last
+        self.of, self.is_last = of, is_last
 
 
 class TruebatchMixin(_Trainer):  # type: ignore[misc]
@@ -122,6 +124,7 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.truebatch = truebatch or AdapterConfig()
         self._planned: PlannedData | None = None
+        self._guard: Guard | None = None
         self._steps: Generator[LoadedStep, None, None] | None = None
         self._place: tuple[int, int] = (-1, -1)
         refuse_settings(self, TruebatchMixin)
@@ -145,7 +148,7 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
         )
         planned = plan_data(given.dataset, given.collate_fn, bare_model(self.model), config)
         self._close_steps()
-        self._planned = planned
+        self._planned, self._guard = planned, Guard(fields=planned.head.fields, say=_log.warning)
         self.remove_callback(StepRecord)
         self.add_callback(StepRecord(**planned.identity()))
         items = planned.num_steps * self.args.gradient_accumulation_steps
@@ -165,24 +168,42 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
             return [], None
         step = self._read_step(numbers[0] // self.args.gradient_accumulation_steps)
         counts = step_counts(step.batches, self._objective(), step.counts, device=device)
-        opened = OpenStep(step, counts, device)
-        return _items(opened, len(numbers)), None
+        return _items(OpenStep(step, counts), len(numbers)), None
 
     def training_step(self, model: nn.Module, inputs: Item, num_items_in_batch: Any = None) -> Tensor:
-        """Forward and backward of an item's micro-batches; with the last item, the sum over ranks and the true loss."""
+        """With the last item of a step: its forward and backward, the sum over ranks and the true loss."""
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        engine, opened = self._engine(model, groups=(Group(optimiser=self.optimizer),)), inputs.of
-        with held_attention(engine.model, engine.objective, inputs.batches):
-            sums = accumulate(engine, inputs.batches, opened.counts, epoch=self._place[0])
-        for name, value in sums.items():
-            opened.loss += value / max(opened.counts[name], 1)
         if not inputs.is_last:
             return torch.zeros((), device=self.args.device)
-        reduce_gradients([p for p in model.parameters() if p.requires_grad])
+        take = self._take_for_deepspeed if getattr(self, "is_deepspeed_enabled", False) else self._take
+        loss = take(model, inputs.of)
         self._empty_cache()
-        return self._true_loss(opened)
+        return loss
+
+    def _take(self, model: nn.Module, opened: OpenStep) -> Tensor:
+        """The gradient of the whole step in `.grad`, summed over ranks, and its true loss.
+
+        The step is run in its last item, so that memory that runs out in it loses nothing of an earlier one.
+        """
+        engine = self._engine(model, groups=(Group(optimiser=self.optimizer),))
+        with held_attention(engine.model, engine.objective, opened.step.batches):
+            sums = accumulate(engine, opened.step.batches, opened.counts, epoch=self._place[0])
+        reduce_gradients([p for p in model.parameters() if p.requires_grad])
+        parts = [value / max(opened.counts[name], 1) for name, value in sums.items()]
+        loss = torch.stack(parts).sum() if parts else torch.zeros((), device=self.args.device)
+        return self._finite(opened, sum_over_ranks(loss))
+
+    def _take_for_deepspeed(self, model: nn.Module, opened: OpenStep) -> Tensor:
+        """The true loss of the step; DeepSpeed's engine gets its gradient in one backward, in which it also updates."""
+        wanted = [p for p in bare_model(model).parameters() if p.requires_grad]
+        with plain_leaves(bare_model(model)) as leaves:
+            engine = self._engine(model, groups=(Group(optimiser=torch.optim.SGD(leaves)),))
+            loss, taken = take_step(engine, opened.step, epoch=self._place[0], counts=opened.counts)
+        loss = self._finite(opened, loss)
+        self.accelerator.backward(hand_over(loss, taken, wanted), scale_wrt_gas=False)
+        return loss
 
     def evaluation_loop(
         self,
@@ -237,7 +258,14 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
             autocast=self._autocast,
             scaler=getattr(self.accelerator, "scaler", None),
             seed=self._data_seed(),
+            guard=self._guard_of(planned),
         )
+
+    def _guard_of(self, planned: PlannedData | None) -> Guard:
+        """Of training what it has learnt about memory so far; a fresh one for anything else."""
+        if planned is not None or self._guard is None:
+            return Guard(fields=(planned or self._planned).head.fields, say=_log.warning)  # type: ignore[union-attr]
+        return self._guard
 
     def _autocast(self) -> AbstractContextManager[object]:
         context: AbstractContextManager[object] = self.accelerator.autocast()
@@ -296,15 +324,15 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
         if every is not None and self.state.global_step % every == 0 and torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _true_loss(self, opened: OpenStep) -> Tensor:
-        loss = float(sum_over_ranks(opened.loss))
-        if not math.isfinite(loss):
+    def _finite(self, opened: OpenStep, loss: Tensor) -> Tensor:
+        """The loss of a step; one that is NaN or infinite stops the training before the update, naming the samples."""
+        if not math.isfinite(float(loss)):
             raise BatchError(
-                f"the loss of step {opened.step.number} of this epoch is {loss}",
+                f"the loss of step {opened.step.number} of this epoch is {float(loss)}",
                 seen=f"samples {opened.sample_ids[:16]} on rank {rank()}, update {self.state.global_step}",
                 do="look at these samples and at the learning rate; the last checkpoint is from before this step",
             )
-        return torch.tensor(loss, device=self.args.device)
+        return loss
 
 
 def _items(opened: OpenStep, number: int) -> list[Item]:

@@ -18,7 +18,7 @@ def gather_whole(value: Any, *, is_kept: bool) -> Any:
     memory for all of them.
     """
     if isinstance(value, DTensor):
-        whole = value.detach().full_tensor()
+        whole = value.full_tensor().detach()
         return whole.cpu() if is_kept else whole.new_empty(0, device="cpu")
     if type(value) is dict:
         return {key: gather_whole(one, is_kept=is_kept) for key, one in value.items()}
