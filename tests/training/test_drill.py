@@ -22,7 +22,7 @@ from truebatch.training.failpoints import ERRORS, FAILPOINTS
 from truebatch.training.keeping import list_checkpoints
 from truebatch.training.runs import open_run
 
-DRILLED = [name for name in FAILPOINTS if not name.startswith(("loop.", "step."))]
+DRILLED = [name for name in FAILPOINTS if not name.startswith(("loop.", "step.", "journal."))]
 """The loop has kill tests of its own; everything below it is visited by the small run of the drill."""
 
 

@@ -80,6 +80,9 @@ FAILPOINTS: dict[str, str] = {
     "step.accumulated": "its gradient is added to those before it",
     "step.optimiser": "the gradient of the step is whole, an optimiser is about to update",
     "step.validation": "a micro-batch is validated",
+    "journal.before_commit": "the results of a scored batch are there, none is written",
+    "journal.in_commit": "they are written, not committed",
+    "journal.committed": "they are committed",
 }
 """Every failpoint and what is true when it is visited, in the order of a run."""
 

@@ -1,0 +1,237 @@
+"""The journal of a run: one SQLite file a worker, batches and their results committed together.
+
+A kill at any moment loses at most the batch a worker was on. What was begun and not committed by a worker that is
+gone is suspect: it may hold a sample that ends the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import sqlite3
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from truebatch.errors import RunError
+from truebatch.scoring.records import Outcome
+from truebatch.training.durable import to_json
+from truebatch.training.failpoints import failpoint
+
+FOLDER: Final = "journal"
+_NETWORK = ("nfs", "cifs", "smb", "lustre", "beegfs", "gpfs", "ceph", "fuse", "9p", "afs", "glusterfs")
+_BUSY_SECONDS = 30.0
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS worker (name TEXT, host TEXT, pid INTEGER, born REAL);
+CREATE TABLE IF NOT EXISTS batches (
+    id INTEGER PRIMARY KEY, number INTEGER NOT NULL, attempt INTEGER NOT NULL, keys TEXT NOT NULL,
+    started REAL NOT NULL, committed REAL, seconds REAL
+);
+CREATE TABLE IF NOT EXISTS results (
+    key TEXT NOT NULL, batch INTEGER NOT NULL REFERENCES batches(id), status TEXT NOT NULL, score REAL,
+    output TEXT NOT NULL, tokens INTEGER NOT NULL, stage TEXT NOT NULL, kind TEXT NOT NULL, message TEXT NOT NULL,
+    attempts INTEGER NOT NULL, PRIMARY KEY (key, batch)
+) WITHOUT ROWID;
+"""
+_COLUMNS = "key, status, score, output, tokens, stage, kind, message, attempts"
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A batch that was begun by a worker that is gone, and never committed."""
+
+    number: int
+    """Of the batch in the plan."""
+    attempt: int
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What all journals of a run say together."""
+
+    results: dict[str, Outcome] = field(default_factory=dict)
+    """By key: the first success, else the last failure."""
+    suspects: tuple[Suspect, ...] = ()
+    disagreements: tuple[str, ...] = ()
+    """Keys with two successes of different value: under one configuration that must not be."""
+    batches: int = 0
+    """Committed ones."""
+    seconds: float = 0.0
+    """Spent in committed batches, over all workers."""
+
+
+class Journal:
+    """The file of one worker, open for writing. Only its own worker writes to it."""
+
+    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
+        self._connection = connection
+        self.path = path
+
+    def begin(self, number: int, keys: Sequence[str], *, attempt: int = 1) -> int:
+        """Note that a batch of the plan is begun; its id in this journal."""
+        values = (number, attempt, to_json(list(keys)), time.time())
+        with self._writing():
+            cursor = self._connection.execute(
+                "INSERT INTO batches (number, attempt, keys, started) VALUES (?, ?, ?, ?)", values
+            )
+        assert cursor.lastrowid is not None
+        return cursor.lastrowid
+
+    def commit(self, batch: int, outcomes: Sequence[Outcome], *, seconds: float) -> None:
+        """Write the results of a batch, all or none, onto the disk."""
+        rows = [_row(batch, outcome) for outcome in outcomes]
+        failpoint("journal.before_commit")
+        with self._writing():
+            self._connection.executemany(f"INSERT INTO results VALUES ({', '.join('?' * 10)})", rows)  # noqa: S608
+            self._connection.execute(
+                "UPDATE batches SET committed = ?, seconds = ? WHERE id = ?", (time.time(), seconds, batch)
+            )
+            failpoint("journal.in_commit")
+        failpoint("journal.committed")
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            with self._connection:
+                yield
+        except sqlite3.Error as error:
+            raise _cannot_write(self.path, error) from error
+
+
+@contextmanager
+def open_journal(run: Path, *, worker: str = "0") -> Iterator[Journal]:
+    """A new journal file of a run for one worker, closed at the end of the block."""
+    folder = run / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"worker-{worker}-{uuid.uuid4().hex[:8]}.db"
+    try:
+        connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, check_same_thread=False)
+        connection.execute(f"PRAGMA journal_mode={'DELETE' if is_network(folder) else 'WAL'}")
+        connection.execute("PRAGMA synchronous=FULL")
+        with connection:
+            connection.executescript(_SCHEMA)
+            born = psutil.Process().create_time()
+            connection.execute(
+                "INSERT INTO worker VALUES (?, ?, ?, ?)", (worker, socket.gethostname(), os.getpid(), born)
+            )
+    except sqlite3.Error as error:
+        raise _cannot_write(path, error) from error
+    try:
+        yield Journal(connection, path)
+    finally:
+        connection.close()
+
+
+def read_journals(run: Path) -> Told:
+    """What all workers of a run have written so far. Nothing is changed; workers may be writing."""
+    successes: dict[str, tuple[tuple[float, str], Outcome]] = {}
+    failures: dict[str, tuple[tuple[float, str], Outcome]] = {}
+    suspects, disagreements, batches, seconds = [], set(), 0, 0.0
+    for path in sorted((run / FOLDER).glob("worker-*.db")):
+        with closing(_reading(path)) as connection:
+            if not _has_tables(connection):
+                continue
+            for place, outcome in _outcomes(path, connection):
+                known = successes if outcome.status == "ok" else failures
+                other = known.get(outcome.key)
+                if other is not None and outcome.status == "ok" and not _agree(other[1], outcome):
+                    disagreements.add(outcome.key)
+                is_earlier = other is None or (place < other[0]) == (outcome.status == "ok")
+                if is_earlier:
+                    known[outcome.key] = (place, outcome)
+            suspects += _suspects(connection)
+            done = connection.execute("SELECT COUNT(*), SUM(seconds) FROM batches WHERE committed IS NOT NULL")
+            number, spent = done.fetchone()
+            batches, seconds = batches + number, seconds + (spent or 0.0)
+    results = {key: outcome for key, (_, outcome) in {**failures, **successes}.items()}
+    left = tuple(s for s in suspects if not all(key in results for key in s.keys))
+    return Told(results, left, tuple(sorted(disagreements)), batches, seconds)
+
+
+def is_network(folder: Path) -> bool:
+    """Whether a folder is on a network filesystem, where SQLite's write-ahead log is not safe."""
+    place = folder.resolve()
+    mounts = [m for m in psutil.disk_partitions(all=True) if place.is_relative_to(m.mountpoint)]
+    deepest = max(mounts, key=lambda m: len(m.mountpoint), default=None)
+    return deepest is not None and deepest.fstype.lower().startswith(_NETWORK)
+
+
+def _reading(path: Path) -> sqlite3.Connection:
+    # Opened for writing on purpose: after a kill, SQLite must first bring the log into the file.
+    try:
+        connection = sqlite3.connect(path, timeout=_BUSY_SECONDS)
+        connection.execute("SELECT COUNT(*) FROM sqlite_master")
+    except sqlite3.Error as error:
+        raise RunError(
+            f"the journal {path.name} cannot be read",
+            seen=f"{path}: {error}",
+            do="bring it back from a copy, or move it away: its samples are then scored again",
+        ) from error
+    return connection
+
+
+def _outcomes(path: Path, connection: sqlite3.Connection) -> Iterator[tuple[tuple[float, str], Outcome]]:
+    query = f"SELECT b.committed, b.id, {_COLUMNS} FROM results JOIN batches b ON b.id = batch ORDER BY b.id, key"  # noqa: S608
+    for committed, number, key, status, score, output, tokens, stage, kind, message, attempts in connection.execute(
+        query
+    ):
+        outcome = Outcome(
+            key=key, status=status, score=score, output=json.loads(output), tokens=tokens,
+            stage=stage, kind=kind, message=message, attempts=attempts,
+        )  # fmt: skip
+        yield (committed, f"{path.name}#{number:012d}"), outcome
+
+
+def _suspects(connection: sqlite3.Connection) -> list[Suspect]:
+    begun = connection.execute("SELECT number, attempt, keys FROM batches WHERE committed IS NULL").fetchall()
+    if not begun or _is_alive(connection):
+        return []
+    return [Suspect(number, attempt, tuple(json.loads(keys))) for number, attempt, keys in begun]
+
+
+def _has_tables(connection: sqlite3.Connection) -> bool:
+    """A worker killed while its file was made leaves one without tables."""
+    names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    return {"worker", "batches", "results"} <= names
+
+
+def _is_alive(connection: sqlite3.Connection) -> bool:
+    """Whether the worker still runs; one on another host is taken to be alive."""
+    found = connection.execute("SELECT host, pid, born FROM worker").fetchone()
+    if found is None:
+        return False
+    host, pid, born = found
+    if host != socket.gethostname():
+        return True
+    try:
+        return bool(math.isclose(psutil.Process(pid).create_time(), born, abs_tol=1.0))
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _agree(one: Outcome, other: Outcome) -> bool:
+    return one.score == other.score and one.output == other.output
+
+
+def _row(batch: int, outcome: Outcome) -> tuple[Any, ...]:
+    return (
+        outcome.key, batch, outcome.status, outcome.score, to_json(dict(outcome.output)), outcome.tokens,
+        outcome.stage, outcome.kind, outcome.message, outcome.attempts,
+    )  # fmt: skip
+
+
+def _cannot_write(path: Path, error: sqlite3.Error) -> RunError:
+    return RunError(
+        "the journal cannot be written; what was committed stays",
+        seen=f"{path}: {error}",
+        do="free space or mend the disk, then give the same command again: it goes on",
+    )

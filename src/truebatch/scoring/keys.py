@@ -1,0 +1,64 @@
+"""A key for the content of a sample: its words, its options and the bytes of its images, not its place or its name.
+
+Reordered or appended data keeps all work; samples of equal content are scored once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from truebatch.errors import DataError
+
+_CHUNK = 1 << 20
+_NUM_BYTES = 16
+
+
+def sample_key(content: Mapping[str, Any], images: Sequence[Any] = ()) -> str:
+    """The key of a sample: a hash of its JSON content and of every image (a path, bytes, or pixels in memory)."""
+    digest = hashlib.blake2b(digest_size=_NUM_BYTES)
+    digest.update(canonical(content).encode("utf-8", "surrogatepass"))
+    for image in images:
+        digest.update(b"\x00image\x00" + image_hash(image))
+    return digest.hexdigest()
+
+
+def canonical(value: Any) -> str:
+    """JSON text that is the same for equal values, whatever the order of their names."""
+    try:
+        return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            "a sample's content must be plain data", seen=f"{type(error).__name__}: {error}", do="use texts and numbers"
+        ) from error
+
+
+def image_hash(image: Any) -> bytes:
+    """A hash of an image: of the file's bytes, of the bytes given, or of mode, size and pixels of one in memory."""
+    digest = hashlib.blake2b(digest_size=_NUM_BYTES)
+    if isinstance(image, bytes | bytearray | memoryview):
+        digest.update(image)
+    elif isinstance(image, str | Path):
+        _add_file(digest, Path(image))
+    elif hasattr(image, "tobytes") and hasattr(image, "mode"):  # a PIL image
+        digest.update(f"{image.mode} {image.size}".encode())
+        digest.update(image.tobytes())
+    else:
+        raise DataError(
+            "an image is a path, bytes, or a PIL image", seen=f"a {type(image).__name__}", do="give one of the three"
+        )
+    return digest.digest()
+
+
+def _add_file(digest: Any, path: Path) -> None:
+    try:
+        with path.open("rb", buffering=0) as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+    except OSError as error:
+        raise DataError(
+            f"the image {path} cannot be read", seen=error.strerror or str(error), do="check the path"
+        ) from error
