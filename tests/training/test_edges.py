@@ -237,7 +237,8 @@ class LastIsNan(torch.optim.SGD):
 def test_a_checkpoint_that_is_not_good_is_said_to_be_so(tmp_path):
     model, said = model_of(), []
     groups = [Group(optimiser=LastIsNan(model.parameters(), 0.1))]
-    train(model, NextToken(), data(), settings(), groups=groups, out=tmp_path / "run", say=said.append)
+    with pytest.raises(NonFiniteError, match="the model is not finite after step 8"):
+        train(model, NextToken(), data(), settings(), groups=groups, out=tmp_path / "run", say=said.append)
     assert [saved.is_good for saved in list_checkpoints(tmp_path / "run/checkpoints")] == [True, False]
     assert any("step 8: NaN or infinity in model" in line for line in said)
 

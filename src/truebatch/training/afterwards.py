@@ -8,6 +8,7 @@ from truebatch.training.attending import Wish, join_wishes
 from truebatch.training.evaluating import evaluate_loss
 from truebatch.training.job import ALL_DONE, ASKED, CHECK_FAILED, Job
 from truebatch.training.metrics import MetricsLog
+from truebatch.training.nonfinite import check_parameters
 from truebatch.training.progress import Progress
 from truebatch.training.reducing import first_says, most_over_ranks
 from truebatch.training.saving import save_run
@@ -18,7 +19,8 @@ def finish_step(job: Job, progress: Progress, log: MetricsLog | None) -> None:
     """Validation, the end, a request to stop, and the checkpoint of all that."""
     is_end_of_epoch = progress.step_in_epoch == 0
     is_last = progress.step >= job.num_steps
-    is_best = _validate(job, progress, log) if _is_due(job.config.validate_every, progress, is_end_of_epoch) else False
+    is_due = is_last or _is_due(job.config.validate_every, progress, is_end_of_epoch)
+    is_best = _validate(job, progress, log) if is_due else False
     wants_stop = _agree(job, job.stop.requested is not None)
     wish = _ask(job, progress.step)
     if wish.stop:
@@ -39,6 +41,8 @@ def finish_step(job: Job, progress: Progress, log: MetricsLog | None) -> None:
         )  # fmt: skip
         if problem:
             job.say(f"step {progress.step}: {problem}")
+    if progress.is_done:
+        check_parameters(job, progress)
 
 
 def _ask(job: Job, step: int) -> Wish:

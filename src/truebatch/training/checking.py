@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from truebatch.training.step import Engine, accumulate
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 5e-2, "fp16": 1e-2}
 """How far the gradient of a step may be from one by one, relative, as one vector."""
+
+LOWERED = 2.0**4
+"""By how much a loss scale that overflows is lowered at a time."""
 
 Alone = Callable[[int], MicroBatch]
 """Sample id -> the micro-batch of that sample alone."""
@@ -26,14 +30,16 @@ def compare_with_one_by_one(
     *,
     epoch: int,
     precision: str,
-) -> float:
+) -> float | None:
     """The relative difference between this rank's gradient in true batches and one by one; LawError if too large.
 
-    Leaves no gradient behind. Randomness keyed by sample is the same both ways; foreign randomness would show.
+    Leaves no gradient behind. Randomness keyed by sample is the same both ways; foreign randomness would show. None for
+    a step that is not finite either way: that is for the policy to judge.
     """
     ids = [i for batch in batches for i in batch.sample_ids]
-    together = _gradient(engine, batches, counts, epoch)
-    singles = _gradient(engine, [alone(i) for i in ids], counts, epoch)
+    together, singles = _both(engine, batches, [alone(i) for i in ids], counts, epoch)
+    if not (together.isfinite().all() or singles.isfinite().all()):
+        return None
     norm = float(singles.norm()) or 1.0
     difference = float((together - singles).norm()) / norm
     if not difference <= TOLERANCE[precision]:
@@ -43,6 +49,23 @@ def compare_with_one_by_one(
             do="run `truebatch verify` on this model: it names the module and the cause; or train with true_batch: off",
         )
     return difference
+
+
+def _both(
+    engine: Engine,
+    batches: Sequence[MicroBatch],
+    singles: Sequence[MicroBatch],
+    counts: Mapping[str, int],
+    epoch: int,
+) -> tuple[Tensor, Tensor]:
+    """The gradient both ways. A loss scale that overflows is lowered for this comparison alone, as a run would."""
+    scale = 0.0 if engine.scaler is None else engine.scaler.get_scale()
+    while True:
+        found = _gradient(engine, batches, counts, epoch), _gradient(engine, singles, counts, epoch)
+        if scale <= 1.0 or all(bool(gradient.isfinite().all()) for gradient in found):
+            return found
+        scale = max(scale / LOWERED, 1.0)
+        engine = replace(engine, scaler=torch.amp.GradScaler(engine.device.type, init_scale=scale))
 
 
 def _gradient(engine: Engine, batches: Sequence[MicroBatch], counts: Mapping[str, int], epoch: int) -> Tensor:

@@ -33,13 +33,13 @@ from truebatch.training.optimising import Group, check_terms, make_groups
 from truebatch.training.place import find_place, move_model
 from truebatch.training.progress import Progress
 from truebatch.training.quarantine import open_guard, quarantine_record
-from truebatch.training.reducing import is_sharded, num_ranks, rank, sum_numbers
+from truebatch.training.reducing import all_say, is_sharded, num_ranks, rank, sum_numbers
 from truebatch.training.runs import Run, RunState, write_status
 from truebatch.training.saving import resume_run
 from truebatch.training.settings import TrainConfig
 from truebatch.training.signals import EXIT_INTERRUPTED, catch_signals
 from truebatch.training.step import Engine, StepOutcome, apply_update, step_counts, take_gradients
-from truebatch.training.task import TrainData, alone_of, first_samples, measure_by_reading
+from truebatch.training.task import TrainData, alone_of, content_of, first_samples, measure_by_reading
 from truebatch.training.watchdog import Watchdog, watch_progress
 from truebatch.training.watching import Watch
 
@@ -90,7 +90,7 @@ def train(
     num_steps = _num_steps(measured, plan_config, config)
     with opened_run(out, config) as run, catch_signals() as stop, _watched(config) as dog:
         if run is not None and rank() == 0:
-            check_data(run, measured)
+            check_data(run, measured, content=content_of(data))
         open_guard(guard, None if run is None else run.folder, is_sharded=is_sharded(model))
         job = Job(
             engine=engine, data=data, measured=measured, config=config, num_steps=num_steps, couplings=couplings,
@@ -231,14 +231,13 @@ def _step(job: Job, progress: Progress, loaded: LoadedStep, log: MetricsLog | No
     if job.dog is not None:
         job.dog.beat(f"step {progress.step}")
     if progress.step in progress.skipped_steps:
-        progress.step += 1
+        _pass_over(job, progress, loaded, log)
         return None
     engine, batches = job.engine, loaded.batches
     for attendant in engine.attendants:
         attendant.before_step(progress.step)
     counts = step_counts(batches, engine.objective, loaded.counts, device=engine.device)
-    if progress.step == 0:
-        check_terms(engine.groups, list(counts))
+    check_terms(engine.groups, list(counts), is_first=progress.step == 0)
     if job.config.true_batch == "compare" and progress.step < job.config.compare_steps:
         _compare(job, progress, loaded, counts)
     rates = {g.name: g.set_rate(progress.step, job.num_steps) for g in engine.groups}
@@ -262,7 +261,16 @@ def _compare(job: Job, progress: Progress, loaded: LoadedStep, counts: Mapping[s
             job.engine, loaded.batches, counts, alone_of(job.data, epoch=progress.epoch),
             epoch=progress.epoch, precision=job.config.precision,
         )  # fmt: skip
-    job.say(f"step {progress.step}: true batches differ from one by one by {difference:.1e}")
+    how = "are not finite, and not compared" if difference is None else f"differ from one by one by {difference:.1e}"
+    job.say(f"step {progress.step}: true batches {how}")
+
+
+def _pass_over(job: Job, progress: Progress, loaded: LoadedStep, log: MetricsLog | None) -> None:
+    """A step that made the run roll back: no gradient and no loss, but a line in the log with its samples."""
+    samples = sorted(all_say([i for batch in loaded.batches for i in batch.sample_ids]))
+    progress.step += 1
+    record = {"step": progress.step, "epoch": progress.epoch, "passed_over": True, "updated": False, "samples": samples}
+    job.tell(log, record)
 
 
 def _record(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor, nn
+
 from truebatch.errors import NonFiniteError
 from truebatch.tensors.loader import LoadedStep
 from truebatch.training.job import Job
 from truebatch.training.metrics import MetricsLog
 from truebatch.training.progress import Progress
+from truebatch.training.reducing import most_over_ranks
 from truebatch.training.saving import resume_run
 from truebatch.training.step import Engine, StepOutcome
 
@@ -42,6 +46,33 @@ def handle_nonfinite(
         seen=f"{', '.join(outcome.nonfinite)} from samples {ids[:16]}{' ...' if len(ids) > 16 else ''}",
         do="look at these samples and at the learning rate; nonfinite='skip' or 'roll_back' would go on without them",
     )
+
+
+def check_parameters(job: Job, progress: Progress) -> None:
+    """At the end of a run: an update may write NaN from finite gradients, and no step comes after the last to notice."""
+    bad = _nonfinite_names(job.engine.model)
+    if most_over_ranks(int(bool(bad)), job.engine.device):
+        raise NonFiniteError(
+            f"the model is not finite after step {progress.step}",
+            seen=f"NaN or infinity in {', '.join(bad[:4]) or 'a part on another rank'}{' ...' if len(bad) > 4 else ''}",
+            do="lower the learning rate, or look at the optimiser; the newest good checkpoint is from before this",
+        )
+
+
+def _nonfinite_names(model: nn.Module) -> list[str]:
+    """Trained parameters with NaN or infinity in them, and buffers with NaN, on this rank; one wait for the device."""
+    trained = {n: p.detach() for n, p in model.named_parameters() if p.requires_grad}
+    checks = {n: torch.isfinite(_here(p)).all() for n, p in trained.items()}
+    checks |= {n: ~torch.isnan(_here(b)).any() for n, b in model.named_buffers() if b.is_floating_point()}
+    if not checks:
+        return []
+    is_good = torch.stack([good.to(next(iter(checks.values())).device) for good in checks.values()]).tolist()
+    return [name for name, good in zip(checks, is_good, strict=True) if not good]
+
+
+def _here(value: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor."""
+    return value.to_local() if hasattr(value, "to_local") else value
 
 
 def _roll_back(job: Job, progress: Progress, log: MetricsLog | None) -> Progress:

@@ -6,12 +6,13 @@ All gradients of a step are taken at the parameters before it; then all groups u
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from truebatch.errors import ConfigError
+from truebatch.errors import CheckpointError, ConfigError
 from truebatch.training.schedules import Schedule
 
 
@@ -28,6 +29,8 @@ class Group:
     schedule: Schedule = field(default_factory=Schedule)
     base_rates: tuple[float, ...] = ()
     """The learning rate of each of the optimiser's own groups at factor 1; filled in by `make_groups`."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What decides its updates, as it was when training began, by name; filled in by `make_groups`."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -91,20 +94,50 @@ def _refuse_forgotten(model: nn.Module, owners: Mapping[int, str]) -> None:
 
 def _with_rates(group: Group) -> Group:
     rates = tuple(float(part.get("initial_lr", part["lr"])) for part in group.optimiser.param_groups)
-    return Group(
-        name=group.name,
-        optimiser=group.optimiser,
-        terms=group.terms,
-        max_grad_norm=group.max_grad_norm,
-        schedule=group.schedule,
-        base_rates=rates,
-    )
+    return replace(group, base_rates=rates, settings=_settings_of(group, rates))
 
 
-def check_terms(groups: Sequence[Group], terms: Sequence[str]) -> None:
-    """Every loss term must move some group, and every term a group names must exist."""
+_HOW = ("params", "param_names", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
+"""Of an optimiser's options, those that change nothing in its updates; learning rates are taken at factor 1."""
+
+
+def _settings_of(group: Group, rates: Sequence[float]) -> dict[str, Any]:
+    found = {
+        "terms": None if group.terms is None else list(group.terms),
+        "max_grad_norm": group.max_grad_norm,
+        **{f"schedule.{name}": value for name, value in asdict(group.schedule).items()},
+    }
+    for at, (part, rate) in enumerate(zip(group.optimiser.param_groups, rates, strict=True)):
+        options = {"lr": rate, **{name: value for name, value in part.items() if name not in _HOW}}
+        found |= {f"param_groups[{at}].{name}": _plain(value) for name, value in options.items()}
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return value if isinstance(value, bool | int | float | str | None) else repr(value)
+
+
+def check_settings(groups: Sequence[Group], saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise `CheckpointError` by name if a group's settings are not those the run began with."""
+    for group in groups:
+        then = saved.get(group.name, {})
+        for name, value in then.items():
+            if group.settings.get(name) != value:
+                raise CheckpointError(
+                    f"optimiser {group.name!r} has another {name} than when the run began",
+                    seen=f"{name}: {value!r} then, {group.settings.get(name)!r} now",
+                    do="set it back, or start another run with --out: the steps to come would not be those of this run",
+                )
+
+
+def check_terms(groups: Sequence[Group], terms: Sequence[str], *, is_first: bool = True) -> None:
+    """Every loss term must move some group; in the first step every term a group names must exist too."""
     unknown = sorted({t for g in groups for t in g.terms or ()} - set(terms))
-    if unknown:
+    if unknown and is_first:
         raise ConfigError(
             "an optimiser follows loss terms the objective does not give",
             seen=f"{unknown}; the objective gives {sorted(terms)}",

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from truebatch.errors import CheckpointError, TruebatchError
 from truebatch.training.checkpoints import Checkpoint, load_checkpoint, load_newest, save_checkpoint
 from truebatch.training.keeping import list_checkpoints, mark_best, mark_kept
+from truebatch.training.optimising import check_settings
 from truebatch.training.progress import Progress
 from truebatch.training.reducing import all_say, first_says, rank
 from truebatch.training.sharding import deal_out, gather_whole, whole_sum
@@ -75,6 +76,7 @@ def _parts(engine: Engine, progress: Progress) -> dict[str, Any]:
         "model": gather_whole(state, is_kept=rank() == 0),
         "frozen": {name: _sum_of(value) for name, value in frozen.items()},
         "optimisers": gather_whole(optimisers, is_kept=rank() == 0),
+        "groups": {group.name: dict(group.settings) for group in engine.groups},
         "scaler": engine.scaler.state_dict() if engine.scaler is not None else {},
         "random": generators[0],
         "random_of_other_ranks": generators[1:],
@@ -141,6 +143,7 @@ def restore(engine: Engine, parts: Any) -> Progress:
             do="build the model as it was when the run began, or start another run with --out",
         )
     _check_frozen(engine, parts)
+    check_settings(engine.groups, parts.get("groups", {}))
     restore_optimisers(
         {g.name: g.optimiser for g in engine.groups}, parts["optimisers"], engine.model.named_parameters()
     )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Sized
+import hashlib
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from truebatch.errors import DataError
 from truebatch.planning.measured import Measured
-from truebatch.planning.rows import padded_rows
+from truebatch.planning.rows import Ints, padded_rows
 from truebatch.tensors.collating import collate
 from truebatch.tensors.field import Field
 from truebatch.tensors.microbatch import CELLS, MicroBatch
@@ -59,6 +62,50 @@ def alone_of(data: TrainData, *, epoch: int) -> Callable[[int], MicroBatch]:
         return collate([sample], padded_rows(np.array([sample_id]), int(width)), data.fields)
 
     return alone
+
+
+SELECTED = 128
+"""Samples whose content is looked at, to tell whether the data is what it was: all of a small dataset."""
+
+
+def content_of(data: TrainData) -> str:
+    """A hash of what some samples hold, the same ones every time; empty if samples are drawn anew when they are read."""
+    number = len(data.samples) if isinstance(data.samples, Sized) else 0
+    chosen = np.arange(number)
+    if number > SELECTED:
+        chosen = np.sort(np.random.default_rng((SELECTED, number)).choice(number, SELECTED, replace=False))
+    try:
+        is_steady = _hash_samples(data, chosen[:2]) == _hash_samples(data, chosen[:2])
+        return _hash_samples(data, chosen) if is_steady else ""
+    except Exception:  # a sample that cannot be read is named by the loader, when its step comes
+        return ""
+
+
+def _hash_samples(data: TrainData, chosen: Ints) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for sample_id in chosen:
+        sample = data.samples[int(sample_id)]
+        for name in sorted({f.key for f in data.fields}):
+            digest.update(name.encode() + b"\0")
+            _add_value(digest, sample[name] if isinstance(sample, Mapping) else sample)
+    return digest.hexdigest()
+
+
+def _add_value(digest: Any, value: Any) -> None:
+    """By content: the same numbers give the same hash, as a list, an array or a tensor."""
+    if isinstance(value, list | tuple) and any(isinstance(one, list | tuple | np.ndarray | Tensor) for one in value):
+        for one in value:
+            _add_value(digest, one)
+        return
+    array = value.detach().cpu() if isinstance(value, Tensor) else value
+    numbers = np.asarray(array.float() if isinstance(array, Tensor) and array.dtype == torch.bfloat16 else array)
+    digest.update(f"{numbers.shape}".encode())
+    if numbers.dtype.kind == "O":  # objects are known by their place in memory only
+        return
+    digest.update(np.ascontiguousarray(numbers).astype(_KINDS.get(numbers.dtype.kind, numbers.dtype)).tobytes())
+
+
+_KINDS: Mapping[str, Any] = {"b": np.int64, "i": np.int64, "u": np.int64, "f": np.float64}
 
 
 @dataclass(frozen=True, slots=True)
