@@ -25,6 +25,7 @@ from truebatch.commands.fit import show_fit
 from truebatch.commands.generate import show_generate
 from truebatch.commands.init import show_init
 from truebatch.commands.plan import show_plan
+from truebatch.commands.seqset_vae import seqset_vae_app
 from truebatch.commands.train import show_train
 from truebatch.commands.verify import show_verify
 from truebatch.errors import TruebatchError, exit_code_of
@@ -56,6 +57,7 @@ app.command("doctor", short_help="Check this machine; with --drill, kill a small
 )
 app.add_typer(bench_app, name="bench", short_help="Make the measured tables again.")
 app.add_typer(chinese_gpt_app, name="chinese_gpt", short_help="The small Chinese GPT: look at a corpus.")
+app.add_typer(seqset_vae_app, name="seqset_vae", short_help="Stays as sequences of sets: look at data and batches.")
 app.command("env", short_help="Describe this machine for a bug report.")(show_environment)
 
 

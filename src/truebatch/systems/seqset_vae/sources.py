@@ -5,7 +5,7 @@ Each gives the stays of every split with their raw values, and the variables.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from truebatch.systems.seqset_vae.labels import (
 )
 from truebatch.systems.seqset_vae.nafld import load_nafld
 from truebatch.systems.seqset_vae.repairing import Numbers, Unknown, repair_stay
-from truebatch.systems.seqset_vae.settings import GENERATED, NAFLD
+from truebatch.systems.seqset_vae.settings import GENERATED, NAFLD, ColumnConfig
 from truebatch.systems.seqset_vae.stays import UNLABELLED, Stays, make_stays, take_stays
 from truebatch.systems.seqset_vae.tables import Events, by_patient, read_long_table, read_stay_file
 from truebatch.systems.seqset_vae.variables import NOTHING_NAME, Variables, name_variables, read_embeddings
@@ -132,9 +132,22 @@ def _read_folder(config: Any, layout: Layout, findings: Findings) -> Source:
     reader = _Reader(config, findings, known_variables(config))
     splits = {}
     for split in (s for s in SPLITS if files.get(s)):
-        named = ((file.stem, read_stay_file(file, config.columns)) for file in files[split])
+        named = _open_files(files[split], config.columns, findings)
         splits[split] = reader.read(named, labels, str(path or "no label file"))
     return reader.source(splits)
+
+
+def _open_files(files: Iterable[Path], columns: ColumnConfig, findings: Findings) -> Iterator[tuple[str, Events]]:
+    """The events of every file. One that cannot be read is an error, or a line of the report on all faults."""
+    for file in files:
+        try:
+            events = read_stay_file(file, columns)
+        except DataError as error:
+            if not findings.policy.collect:
+                raise
+            findings.note("unreadable", str(file), seen=f"{error.wrong.removeprefix(str(file)).strip()}; {error.seen}")
+            continue
+        yield file.stem, events
 
 
 def _share_files(config: Any, files: list[Path], labels: Labels) -> dict[str, list[Path]]:
