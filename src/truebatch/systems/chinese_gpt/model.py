@@ -126,13 +126,17 @@ class ChineseGPT(nn.Module):
         self.shape = shape
         # Every checkpoint holds its vocabulary: ids mean nothing without it.
         self.register_buffer("vocabulary", _as_bytes(vocab))
+        with torch.random.fork_rng(devices=[]):  # torch draws first weights of its own, which are written over
+            self._make_parts(shape)
+        self._draw(seed)
+
+    def _make_parts(self, shape: ModelShape) -> None:
         width = shape.embedding_dim
         self.tokens = nn.Embedding(shape.vocabulary, width)
         self.places = nn.Embedding(shape.max_seq_len, width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm_out = nn.LayerNorm(width, eps=NORM_EPS)
         self.head = nn.Linear(width, shape.vocabulary, bias=False)
-        self._draw(seed)
 
     @property
     def vocab(self) -> Vocab:

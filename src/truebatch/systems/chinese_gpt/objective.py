@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from truebatch.tensors.chunkedloss import IGNORE
@@ -21,5 +22,16 @@ class NextToken:
         return {TERM: int((batch["labels"] != IGNORE).sum())}
 
     def sums(self, model: nn.Module, batch: MicroBatch) -> dict[str, Tensor]:
-        """Summed over the micro-batch, never averaged."""
+        """Summed over the micro-batch, never averaged. Nothing to learn gives no gradient at all, not one of zeros:
+
+        zeros would still move weights by the momentum of an optimiser.
+        """
+        if self._is_empty(batch):
+            return {TERM: torch.zeros((), device=batch["labels"].device)}
         return {TERM: model(batch["input_ids"], batch.positions, batch.segments, labels=batch["labels"])}
+
+    def _is_empty(self, batch: MicroBatch) -> bool:
+        """From the plan where it knows: a card is not waited for."""
+        if TERM in batch.counts or batch["labels"].device.type != "cpu":
+            return batch.counts.get(TERM) == 0
+        return self.counts(batch)[TERM] == 0

