@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from truebatch.errors import ConfigError, exit_code_of
+from truebatch.errors import ConfigError, RestartError, exit_code_of
 from truebatch.objective import Objective
 from truebatch.planning.measured import Measured
 from truebatch.planning.plan import Plan, build_plan
@@ -33,7 +33,7 @@ from truebatch.training.optimising import Group, check_terms, make_groups
 from truebatch.training.place import find_place, move_model
 from truebatch.training.progress import Progress
 from truebatch.training.quarantine import open_guard, quarantine_record
-from truebatch.training.reducing import all_say, is_sharded, num_ranks, rank, sum_numbers
+from truebatch.training.reducing import all_say, has_lost_a_rank, is_sharded, num_ranks, rank, sum_numbers
 from truebatch.training.runs import Run, RunState, write_status
 from truebatch.training.saving import resume_run
 from truebatch.training.settings import TrainConfig
@@ -137,11 +137,14 @@ def _run(job: Job, plan_config: PlanConfig) -> TrainResult:
                 costs=job.measured.costs, counts=job.measured.counts,
             )  # fmt: skip
             progress = _epoch(job, progress, plan, log)
-    except BaseException as error:
+    except BaseException as caught:
+        error = _named(caught)
         code = exit_code_of(error)
         state: RunState = "interrupted" if code == EXIT_INTERRUPTED else "failed"
         _status(job, state, progress, exit_code=code, message=f"{type(error).__name__}: {error}")
-        raise
+        if error is caught:
+            raise
+        raise error from caught
     finally:
         if log is not None:
             log.close()
@@ -150,6 +153,17 @@ def _run(job: Job, plan_config: PlanConfig) -> TrainResult:
     ends: dict[int, RunState] = {0: "done", 1: "failed", EXIT_INTERRUPTED: "interrupted"}
     _status(job, ends[code], progress, exit_code=code)
     return TrainResult(progress.step, job.records, progress.best_loss, progress.why, is_interrupted)
+
+
+def _named(error: BaseException) -> BaseException:
+    """What a library says when another process of the run is gone, in words; any other error as it is."""
+    if not has_lost_a_rank(error):
+        return error
+    return RestartError(
+        "another process of this run is gone",
+        seen=f"rank {rank()} of {num_ranks()} waited for it: {str(error).strip().splitlines()[0][:160]}",
+        do="look at what the other ranks have said; the same command goes on from the last checkpoint",
+    )
 
 
 def _begin(job: Job) -> Progress:

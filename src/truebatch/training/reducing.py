@@ -70,6 +70,16 @@ def all_say(mine: Sequence[T]) -> list[T]:
     return [value for values in found for value in values]
 
 
+_LOST = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
+
+
+def has_lost_a_rank(error: BaseException) -> bool:
+    """True if this error says that another process of the run is gone: the ranks then cannot add anything up."""
+    if num_ranks() == 1 or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, dist.DistError) or any(words in str(error).lower() for words in _LOST)
+
+
 def names_over_ranks(mine: Iterable[str]) -> list[str]:
     """The names all ranks have between them, sorted: a rank with nothing to do knows none."""
     return sorted(set(all_say(sorted(mine))))
