@@ -100,23 +100,32 @@ def start_identity(adapter: StitchAdapter) -> None:
 
 
 @torch.no_grad()
-def start_linear(adapter: StitchAdapter, weight: Tensor, bias: Tensor, factors: Tensor | None = None) -> None:
+def start_linear(
+    adapter: StitchAdapter,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    directions: Tensor | None = None,
+    centre: Tensor | None = None,
+) -> None:
     """Set the linear part to x @ weight + bias, weight [width_in, width_out].
 
-    A low_rank adapter gets its best approximation in the directions `factors` [width_out, rank], orthonormal columns;
-    without them those of the largest singular values.
+    A low_rank adapter keeps what varies along the first `directions` [width_out, width_out] (orthonormal columns, by
+    default those of the largest singular values); the rest stands still at what it is for x = `centre` (default 0).
     """
     if adapter.linear is not None:
         adapter.linear.weight.copy_(weight.T)
         adapter.linear.bias.copy_(bias)
     elif adapter.down is not None and adapter.up is not None:
-        rank = adapter.shape.rank
-        kept = torch.linalg.svd(weight.double())[2].T[:, :rank] if factors is None else factors[:, :rank]
+        wide = weight.double()
+        found = torch.linalg.svd(wide)[2].T if directions is None else directions
+        kept = found[:, : adapter.shape.rank].double()
+        middle = wide.new_zeros(len(wide)) if centre is None else centre.double()
         adapter.down.weight.zero_()
         adapter.up.weight.zero_()
-        adapter.down.weight[: kept.shape[1]] = (weight.double() @ kept.double()).T.to(adapter.down.weight)
+        adapter.down.weight[: kept.shape[1]] = (wide @ kept).T.to(adapter.down.weight)
         adapter.up.weight[:, : kept.shape[1]] = kept.to(adapter.up.weight)
-        adapter.up.bias.copy_(bias)
+        adapter.up.bias.copy_(bias + middle @ (wide - wide @ kept @ kept.T))
     _flatten_bend(adapter)
 
 

@@ -65,6 +65,7 @@ class NormalEquations:
             bias=mean_y - mean_x @ weight,
             residual=(max(total - explained, 0.0) / total) ** 0.5 if total > 0 else 0.0,
             directions=torch.linalg.eigh(fitted)[1].flip(1),
+            centre=mean_x,
             count=self.count,
         )
 
@@ -80,5 +81,7 @@ class Solution:
     """||Y - fit|| / ||Y - mean of Y||: 0 is perfect, 1 is no better than a constant."""
     directions: Tensor
     """[width_out, width_out]: where the fitted stream varies most, first; a low_rank adapter keeps the first ones."""
+    centre: Tensor
+    """[width_in]: the mean of X."""
     count: int
     """Tokens it was fitted on."""

@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from truebatch.errors import ConfigError
 from truebatch.hf.finetuning.adapters import check_peft
 from truebatch.systems.stitched_llm.model import StitchedForCausalLM
 from truebatch.systems.stitched_llm.settings import Part, Stored
-from truebatch.training.reducing import num_ranks
 from truebatch.training.settings import Precision
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -41,19 +41,37 @@ def _quantise(model: StitchedForCausalLM) -> int:
         raise ConfigError(
             "int8 donors need the package torchao", seen=str(error), do="pip install 'truebatch[quant]'"
         ) from error
-    if num_ranks() > 1:
-        raise ConfigError(
-            "int8 donors are trained by one process", seen=f"{num_ranks()} processes", do="--set train.devices=1"
-        )
-    linears = [m for donor in (model.bottom, model.top) for m in donor.modules() if type(m) is nn.Linear]
-    for part in (model.bottom, model.top):
-        quantize_(part, Int8WeightOnlyConfig())
-    for linear in linears:
-        # A buffer that is not saved: checkpoints hold what is trained, and a quantised tensor has no sum to check.
-        weight = linear.weight
-        del linear.weight
-        linear.register_buffer("weight", weight.detach(), persistent=False)
-    return len(linears)
+    number = 0
+    for donor in (model.bottom, model.top):
+        quantize_(donor, Int8WeightOnlyConfig())
+        for name, module in list(donor.named_modules()):
+            if type(module) is nn.Linear:
+                owner, _, last = name.rpartition(".")
+                setattr(donor.get_submodule(owner), last, Int8Linear(module))
+                number += 1
+    return number
+
+
+class Int8Linear(nn.Module):
+    """A frozen linear layer over a quantised weight, which is moved with the layer and is no parameter of it.
+
+    A quantised tensor cannot be summed, compared or broadcast like others, and need not be: it is made again from the
+    donor, whose hash is checked.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._held = [linear.weight.detach()]  # a list hides it from nn.Module
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x @ weight.T + bias; the gradient goes on to x."""
+        return functional.linear(x, self._held[0], self.bias)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._held = [fn(self._held[0])]
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 
 def also_train(model: StitchedForCausalLM, parts: Iterable[str], *, first_layers: int) -> None:
@@ -95,6 +113,6 @@ def autocast_of(device: torch.device, precision: str) -> AbstractContextManager[
 def describe_parts(model: StitchedForCausalLM) -> str:
     """How many parameters are trained, of how many."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    buffers = sum(b.numel() for name, b in model.named_buffers() if name.endswith("weight"))
-    total = sum(p.numel() for p in model.parameters()) + buffers
+    quantised = sum(m.in_features * m.out_features for m in model.modules() if isinstance(m, Int8Linear))
+    total = sum(p.numel() for p in model.parameters()) + quantised
     return f"trained: {trained:,} of {total:,} parameters"

@@ -20,7 +20,7 @@ from truebatch.hf.finetuning.models import without_chatter
 from truebatch.systems.stitched_llm.adapters import AdapterShape
 from truebatch.systems.stitched_llm.donors import Donor, open_donor
 from truebatch.systems.stitched_llm.model import StitchedForCausalLM
-from truebatch.systems.stitched_llm.parts import add_top_lora
+from truebatch.systems.stitched_llm.parts import Int8Linear, add_top_lora
 from truebatch.systems.stitched_llm.stitching import Cut, stitch
 
 WEIGHTS, ABOUT = "adapter.safetensors", "stitch_config.json"
@@ -125,9 +125,8 @@ def export_merged(model: StitchedForCausalLM, folder: Path, tokenizer: Any = Non
 
     Whoever loads it imports truebatch.systems.stitched_llm.model first, which registers the class.
     """
-    if any("lora_" in name for name, _ in model.named_parameters()) or any(
-        name.endswith("proj.weight") for name, _ in model.named_buffers()
-    ):
+    has_lora = any("lora_" in name for name, _ in model.named_parameters())
+    if has_lora or any(isinstance(module, Int8Linear) for module in model.modules()):
         raise ConfigError(
             "a merged folder holds plain weights",
             seen="LoRA matrices or int8 layers in the model",

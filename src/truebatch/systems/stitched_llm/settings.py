@@ -79,6 +79,12 @@ class StitchConfig:
                 raise ConfigError(
                     f"{name} must be at least 1", seen=f"{name}={getattr(self, name)}", do=f"raise {name}"
                 )
+        if self.lora and self.stored == "int8":
+            raise ConfigError(
+                "LoRA matrices stand beside plain linear layers",
+                seen="lora=true, stored=int8",
+                do="leave one of them out",
+            )
         if self.adapter == "identity" and self.start != "identity":
             raise ConfigError(
                 "an identity adapter has no other start",
@@ -135,4 +141,3 @@ class StitchTrain(TrainConfig):
     schedule: Shape = "cosine"
     weight_decay: float = 0.01
     save_every: int | None = 100
-    validate_every: int | None = 100

@@ -116,7 +116,7 @@ def fit_start(model: StitchedForCausalLM, top: Any, cut: Cut, rows: Iterable[Row
         y = below(**given, use_cache=False).last_hidden_state
         sums.add(model.adapter.features(x)[kept], y[kept])
     found = sums.solve()
-    start_linear(model.adapter, found.weight, found.bias, found.directions)
+    start_linear(model.adapter, found.weight, found.bias, directions=found.directions, centre=found.centre)
     return found
 
 
