@@ -93,6 +93,21 @@ def test_the_first_token_of_a_word_carries_its_tag(tmp_path):
     assert len(expected) > 4
 
 
+def test_words_the_tokenizer_makes_nothing_of_are_counted_and_named(tmp_path):
+    lines = [
+        {"tokens": ["grass", "sky"], "tags": ["thing", "O"]},
+        {"tokens": ["grass", "", "sky", ""], "tags": ["thing", "lost", "thing", "O"]},
+    ]
+    encoded = encode_file(encoder("token_classification"), write_lines(tmp_path / "x.jsonl", lines))
+    notes = [note for note in encoded.notes if "no tokens" in note]
+    assert len(notes) == 1
+    assert notes[0].startswith("2 words in 1 samples have no tokens")
+    assert "word 2 of" in notes[0]
+    assert "x.jsonl:2: '' (lost)" in notes[0]
+    clean = encode_file(encoder("token_classification"), write_lines(tmp_path / "y.jsonl", lines[:1]))
+    assert not [note for note in clean.notes if "no tokens" in note]
+
+
 def test_a_source_and_its_target(tmp_path):
     lines = [{"source": "the sky", "target": "blue"}]
     sample = encode_file(encoder("seq2seq"), write_lines(tmp_path / "x.jsonl", lines))[0]

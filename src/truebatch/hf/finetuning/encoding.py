@@ -22,7 +22,7 @@ from truebatch.planning.datafiles import read_samples
 from truebatch.planning.measuring import content_hash
 from truebatch.planning.settings import Overlong
 
-WAY = "2"
+WAY = "3"
 """Raised whenever the same file would be encoded differently."""
 Sample = dict[str, Sequence[int]]
 Placed = tuple[str, Record]
@@ -75,6 +75,7 @@ def _encode(encoder: Encoder, path: Path, names: Sequence[str] | None) -> Encode
         names = label_names(found, encoder.known_labels, name=str(path)) if (found := _labels(records)) else ()
     encode = _ENCODERS[type(records[0][1])]
     samples = [(place, encode(encoder, record, place, names)) for place, record in records]
+    mute = _words_without_tokens(encoder, records, samples)
     kept, notes = _fit(encoder, samples, path)
     if not any(label != IGNORE for sample in kept for label in _labels_of(sample)):
         raise DataError(
@@ -83,7 +84,7 @@ def _encode(encoder: Encoder, path: Path, names: Sequence[str] | None) -> Encode
             do="raise max_length, or check the texts",
         )
     columns = make_columns(kept)
-    return Encoded(columns, tuple(names), (*_described(encoder, records, kept, names), *notes))
+    return Encoded(columns, tuple(names), (*_described(encoder, records, kept, names), *mute, *notes))
 
 
 def _refuse_mixture(records: Sequence[Placed], path: Path) -> None:
@@ -160,6 +161,27 @@ def _of_tagged(encoder: Encoder, record: Any, place: str, names: Sequence[str]) 
         labels.append(number_of(record.tags[word], names, place) if is_first else IGNORE)
         before = word
     return {"input_ids": _some(encoded["input_ids"], place), "labels": labels}
+
+
+def _words_without_tokens(
+    encoder: Encoder, records: Sequence[Placed], samples: Sequence[tuple[str, Sample]]
+) -> list[str]:
+    """A tokenizer may make nothing of a word (a blank, a control character): its tag is then learned from nowhere."""
+    lost: list[tuple[str, Tagged, int]] = []
+    for (place, record), (_, sample) in zip(records, samples, strict=True):
+        if isinstance(record, Tagged):
+            number = len(record.tags) - sum(label != IGNORE for label in sample["labels"])
+            lost += [(place, record, number)] if number else []
+    if not lost:
+        return []
+    place, first, _ = lost[0]
+    found = set(encoder.tokenizer(list(first.words), is_split_into_words=True).word_ids())
+    at = next(at for at in range(len(first.words)) if at not in found)
+    total = sum(number for *_, number in lost)
+    return [
+        f"{total:,} words in {len(lost):,} samples have no tokens, and their tags are not learned; the first is word "
+        f"{at + 1} of {place}: {first.words[at]!r} ({first.tags[at]})"
+    ]
 
 
 _ENCODERS: Mapping[type, Callable[[Encoder, Any, str, Sequence[str]], Sample]] = {
