@@ -25,6 +25,7 @@ from truebatch.commands.fit import show_fit
 from truebatch.commands.generate import show_generate
 from truebatch.commands.init import show_init
 from truebatch.commands.plan import show_plan
+from truebatch.commands.report import show_report
 from truebatch.commands.seqset_vae import seqset_vae_app
 from truebatch.commands.train import show_train
 from truebatch.commands.verify import show_verify
@@ -51,6 +52,7 @@ app.command("train", short_help="Train a system or your Hugging Face model; the 
 app.command("fit", short_help="Measure memory and speed on your samples; the largest safe budget.")(show_fit)
 app.command("evaluate", short_help="The figures of a trained run on held-out samples.")(show_evaluate)
 app.command("generate", short_help="Text from a trained run, for prompts or in a dialogue.")(show_generate)
+app.command("report", short_help="One HTML file about a run, or about several beside each other.")(show_report)
 app.command("init", short_help="Write the starting files of a system.")(show_init)
 app.command("doctor", short_help="Check this machine; with --drill, kill a small run everywhere and see it recover.")(
     show_doctor
