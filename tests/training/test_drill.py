@@ -15,7 +15,7 @@ import pytest
 
 from truebatch.cli import run
 from truebatch.errors import TruebatchError
-from truebatch.training import drill
+from truebatch.training import drill, memorydrill
 from truebatch.training.checkpoints import load_newest
 from truebatch.training.drill import CONFIG, Trial, end_of, num_visits, practise, prepare_ground, run_trial
 from truebatch.training.failpoints import ERRORS, FAILPOINTS
@@ -184,10 +184,11 @@ def test_doctor_fails_where_runs_cannot_be_kept(tmp_path, capsys):
 def test_the_drill_of_the_command_shows_every_trial_and_ends_with_1_when_one_fails(tmp_path, capsys, monkeypatch):
     names = ["write.synced", "checkpoint.after_manifest"]
     monkeypatch.setattr(drill, "FAILPOINTS", names)
+    monkeypatch.setattr(memorydrill, "PLACES", ())
     assert run(["doctor", "--drill", "--folder", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "4 of 4 trials recovered" in out
+    assert "8 of 8 trials recovered" in out
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(drill, "_check_left", lambda folder, start: "planted")
-    assert run(["doctor", "--drill", "--folder", str(tmp_path), "--json"]) == 1
+    assert run(["doctor", "--drill", "--folder", str(tmp_path), "--keep", "2", "--json"]) == 1
     assert '"planted"' in capsys.readouterr().out

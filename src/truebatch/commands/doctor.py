@@ -16,12 +16,15 @@ CHECK_FAILED = 1
 
 def show_doctor(
     drill: Annotated[
-        bool, typer.Option("--drill", help="Kill a small run at every failpoint and see it recover (a minute or so).")
+        bool,
+        typer.Option("--drill", help="Fail small runs everywhere, and let memory run out, and see them recover."),
     ] = False,
     folder: Annotated[
         Path | None, typer.Option(help="Where runs will be kept: its filesystem is checked. Default: here.")
     ] = None,
-    keep: Annotated[int, typer.Option(help="Checkpoints the runs of the drill keep.", min=1)] = 1,
+    keep: Annotated[
+        int | None, typer.Option(help="Checkpoints the runs of the drill keep. Default: 1, then 3.", min=1)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Check versions, accelerator, write access, locks and free space; with --drill, prove recovery on this disk.
@@ -42,19 +45,27 @@ def show_doctor(
     if not as_json:
         _print(("check", "verdict", "found"), [(check.name, check.verdict, check.words) for check in checks])
     is_well = all(check.verdict != "failed" for check in checks)
-    trials = _drill(place, keep, quiet=as_json) if drill and is_well else []
+    trials = _drill(place, (1, 3) if keep is None else (keep,), quiet=as_json) if drill and is_well else []
     if as_json:
         _write_json(checks, trials)
     return 0 if is_well and not any(trial["problem"] for trial in trials) else CHECK_FAILED
 
 
-def _drill(folder: Path, keep: int, *, quiet: bool) -> list[dict[str, Any]]:
+def _drill(folder: Path, keeps: tuple[int, ...], *, quiet: bool) -> list[dict[str, Any]]:
     from truebatch.training.drill import run_drill
+    from truebatch.training.memorydrill import run_memory_drill
 
     with tempfile.TemporaryDirectory(dir=folder, prefix=".truebatch-") as place:
-        results = run_drill(Path(place), keep=keep, told=lambda result: None)
+        results = run_drill(Path(place), keeps=keeps, told=lambda result: None)
+    results += run_memory_drill(told=lambda result: None)
     trials: list[dict[str, Any]] = [
-        {"failpoint": r.trial.failpoint, "action": r.trial.action, "visit": r.trial.nth, "problem": r.problem}
+        {
+            "failpoint": r.trial.failpoint,
+            "action": r.trial.action,
+            "visit": r.trial.nth,
+            "keep": r.trial.keep,
+            "problem": r.problem,
+        }
         for r in results
     ]
     if not quiet:
@@ -63,10 +74,10 @@ def _drill(folder: Path, keep: int, *, quiet: bool) -> list[dict[str, Any]]:
 
 
 def _print_drill(trials: list[dict[str, Any]]) -> None:
-    rows = [(t["failpoint"], t["action"], str(t["visit"]), t["problem"] or "recovered") for t in trials]
+    rows = [(t["failpoint"], t["action"], str(t["visit"]), str(t["keep"]), t["problem"] or "recovered") for t in trials]
     failed = sum(1 for trial in trials if trial["problem"])
     sys.stdout.write("\n")
-    _print(("failpoint", "action", "visit", "result"), rows)
+    _print(("failpoint", "action", "visit", "keep", "result"), rows)
     sys.stdout.write(f"\n{len(trials) - failed} of {len(trials)} trials recovered by themselves\n")
 
 

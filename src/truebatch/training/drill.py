@@ -5,6 +5,7 @@ template run -> for every failpoint: copy, fail there, look, start again -> the 
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import random
 import shutil
@@ -72,19 +73,21 @@ def run_drill(
     folder: Path,
     *,
     actions: Sequence[str] = ("kill", "enospc"),
-    keep: int = 1,
+    keeps: Sequence[int] = (1, 3),
     told: Callable[[TrialResult], None] = print,
 ) -> tuple[TrialResult, ...]:
     """Fail at every failpoint in every way asked, on the filesystem of `folder` (which is left as it was).
 
-    Each result is handed to `told` as it comes. Failpoints that the small run never visits have no trial.
+    `keeps` are the numbers of checkpoints the runs keep. Each result is handed to `told` as it comes. Failpoints that
+    the small run never visits have no trial.
     """
     ground = prepare_ground(folder / "truebatch-drill")
     try:
         results = []
         for name in (name for name in FAILPOINTS if num_visits(ground, name)):
-            for action in actions:
-                nth = max(1, num_visits(ground, name) - 1)
+            for action, keep in itertools.product(actions, keeps):
+                # With one checkpoint to keep, the last visit but one: the folder is full then.
+                nth = max(1, num_visits(ground, name) - 1) if keep == 1 else 1
                 results.append(run_trial(ground, Trial(name, action, nth, keep)))
                 told(results[-1])
         return tuple(results)

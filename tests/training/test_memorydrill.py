@@ -1,0 +1,42 @@
+"""The drill of memory: a training that runs out of it at random micro-batches ends like one that does not."""
+
+from __future__ import annotations
+
+import json
+
+from truebatch.cli import run
+from truebatch.training import drill, guard, memorydrill
+from truebatch.training.drill import Trial
+from truebatch.training.memorydrill import PLACES, run_memory_drill, run_memory_trial
+
+
+def test_memory_may_run_out_at_any_place_of_a_step():
+    told = []
+    results = run_memory_drill(told=told.append)
+    assert [result.problem for result in results] == [""] * len(results)
+    assert {result.trial.failpoint for result in results} == set(PLACES)
+    assert len(results) >= 2 * len(PLACES)
+    assert told == list(results)
+
+
+def test_another_seed_fails_at_other_micro_batches():
+    visits = [[r.trial.nth for r in run_memory_drill(seed=seed, visits_each=1)] for seed in (1, 2)]
+    assert visits[0] != visits[1]
+
+
+def test_a_training_that_ends_otherwise_or_stops_is_told(monkeypatch):
+    quiet = memorydrill._trained()
+    trial = Trial("step.backward", "oom", 2)
+    assert run_memory_trial(trial, quiet).problem == ""
+    assert "away" in run_memory_trial(trial, quiet * 1.001).problem
+    # A training without a guard for its memory does not survive; the drill says so.
+    monkeypatch.setattr(guard, "is_out_of_memory", lambda error: False)
+    assert "MemoryError" in run_memory_trial(trial, quiet).problem
+
+
+def test_the_command_lets_memory_run_out_too(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(drill, "FAILPOINTS", [])
+    monkeypatch.setattr(memorydrill, "PLACES", ("step.forward",))
+    assert run(["doctor", "--drill", "--folder", str(tmp_path), "--json"]) == 0
+    trials = json.loads(capsys.readouterr().out)["trials"]
+    assert [(t["failpoint"], t["action"], t["problem"]) for t in trials] == [("step.forward", "oom", "")] * 3
