@@ -278,6 +278,7 @@ ORDER = [
     "bench.training_attention",
     "bench.training_table",
     "bench.training",
+    "bench.stitched_llm",
     "commands.bench",
     "commands.chinese_gpt",
     "commands.datasets",
