@@ -44,6 +44,8 @@ def curves(
             axes.annotate(_plain(name), (place, 1), xycoords=("data", "axes fraction"), fontsize=7, color=_INK)
         if log_y:
             axes.set_yscale("log")
+        if all(float(place).is_integer() for xs, _ in lines.values() for place in xs):
+            axes.locator_params(axis="x", integer=True)
         _legend(axes, len(lines))
     return finished[0]
 

@@ -100,7 +100,11 @@ def _curve(logs: Sequence[Log], key: str, y: str) -> str:
 
 def _overview(run: Path) -> Iterator[Section]:
     status = read_status(run)
-    rows = [(name, str(status[name])) for name in ("state", "step", "exit_code", "message", "time") if status.get(name)]
+    rows = [
+        (name, str(status[name]))
+        for name in ("state", "step", "exit_code", "message", "time")
+        if status.get(name) not in (None, "")
+    ]
     tables = [Table(("run", run.name), tuple(rows))]
     if (run / CONFIG).is_file():
         values = read_yaml(run / CONFIG).values
