@@ -46,12 +46,15 @@ def test_a_kill_at_every_failpoint_is_survived(ground, keep, part):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("keep", [1, 3])
 @pytest.mark.parametrize("name", DRILLED)
-def test_every_failure_at_every_visit_is_survived(ground, keep, name):
-    for nth in range(1, num_visits(ground, name) + 1):
-        for action in ("kill", "exit", *ERRORS):
+def test_every_failure_at_every_visit_is_survived(ground, keep, name, record_property):
+    visits, actions = num_visits(ground, name), ("kill", "exit", *ERRORS)
+    for nth in range(1, visits + 1):
+        for action in actions:
             assert run_trial(ground, Trial(name, action, nth, keep)).problem == ""
+    record_property("trials", visits * len(actions))
 
 
 def test_a_trial_that_does_not_recover_is_told(ground, monkeypatch):
@@ -62,8 +65,9 @@ def test_a_trial_that_does_not_recover_is_told(ground, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("part", range(10))
-def test_a_thousand_kills_at_random_times_are_survived(ground, tmp_path, part):
+def test_a_thousand_kills_at_random_times_are_survived(ground, tmp_path, part, record_property):
     draw = random.Random(part)
     for number in range(100):
         folder = tmp_path / str(number)
@@ -74,6 +78,7 @@ def test_a_thousand_kills_at_random_times_are_survived(ground, tmp_path, part):
         assert drill._in_child(drill._attempt, folder, keep, False, "") == 0
         assert end_of(folder / "run") == ground.ends["go-on"]
         shutil.rmtree(folder)
+    record_property("trials", 100)
 
 
 def kill_at_random(folder: Path, keep: int, draw: random.Random) -> None:
@@ -137,8 +142,9 @@ def attempt_under_strace(folder: Path, inject: str) -> tuple[int, bool]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 @pytest.mark.parametrize(("call", "fault"), CELLS)
-def test_a_fault_of_any_call_to_the_system_is_survived(ground, tmp_path, call, fault):
+def test_a_fault_of_any_call_to_the_system_is_survived(ground, tmp_path, call, fault, record_property):
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed")
     import_module("torch._dynamo")  # the first optimiser step loads it; here, so that no child has to
@@ -156,6 +162,7 @@ def test_a_fault_of_any_call_to_the_system_is_survived(ground, tmp_path, call, f
         assert end_of(folder / "run") == ground.ends["go-on"], nth
         shutil.rmtree(folder)
     assert hits
+    record_property("trials", hits)
 
 
 def test_the_quiet_run_keeps_what_it_should(tmp_path):

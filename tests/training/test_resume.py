@@ -96,9 +96,10 @@ def test_a_run_resumes_to_the_bit(step, workers, layout, is_augmented, whole, tm
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("is_augmented", [False, True], ids=["plain", "augmented"])
 @pytest.mark.parametrize("layout", ["padded", "packed"])
-def test_a_run_resumes_to_the_bit_at_every_step(layout, is_augmented, workers, whole, tmp_path):
+def test_a_run_resumes_to_the_bit_at_every_step(layout, is_augmented, workers, whole, tmp_path, record_property):
     for step in range(1, STEPS):
         resume_at(step, layout, workers, is_augmented, whole, tmp_path / str(step), STEPS)
+    record_property("trials", STEPS - 1)
 
 
 class StopAt:
@@ -134,7 +135,7 @@ def test_a_run_stopped_at_random_moments_ends_like_one_that_was_not(seed, whole,
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_sixty_requests_to_stop_at_random_moments(whole, tmp_path):
+def test_sixty_requests_to_stop_at_random_moments(whole, tmp_path, record_property):
     stops = 0
     seed = 100
     while stops < 60:
@@ -142,3 +143,4 @@ def test_sixty_requests_to_stop_at_random_moments(whole, tmp_path):
         assert torch.equal(weights(model), whole(config.layout, True, FEW)[1])
         stops += codes.count(75)
         seed += 1
+    record_property("trials", stops)
