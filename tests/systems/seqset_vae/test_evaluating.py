@@ -54,10 +54,13 @@ def test_evaluation_writes_predictions_and_judges_the_first_hours(model, tmp_pat
         rows = list(csv.DictReader(file))
     assert [row["id"] for row in rows] == list(test.ids)
     labels = np.array([int(row["label"]) for row in rows])
-    assert figures["auroc"]["value"] == pytest.approx(
+    assert figures["auroc"] == pytest.approx(
         auroc(labels, np.array([float(row["probability"]) for row in rows])), abs=1e-6
     )
-    assert figures["auroc"]["low"] <= figures["auroc"]["value"] <= figures["auroc"]["high"]
+    low, high = figures["auroc_interval"]
+    assert low <= figures["auroc"] <= high
+    with (tmp_path / "calibration.csv").open() as file:
+        assert sum(int(row["stays"]) for row in csv.DictReader(file)) == len(test)
     assert (tmp_path / "calibration.svg").read_text().startswith("<svg")
     day = figures["after_hours"]["24"]
     lasting = test.set_minute[test.set_starts[1:] - 1] >= 24 * 60

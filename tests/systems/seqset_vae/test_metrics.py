@@ -82,7 +82,7 @@ def test_intervals_are_the_same_for_the_same_seed_and_pairs_are_compared_on_the_
 def test_a_summary_leaves_out_and_counts_what_has_no_label():
     figures = summarise(np.array([0, 1, -1, 1]), np.array([0.1, 0.9, 0.5, 0.8], dtype=np.float32), draws=20)
     assert (figures["stays"], figures["unlabelled"], figures["positives"]) == (3, 1, 2)
-    assert figures["auroc"] == {"value": 1.0, "low": 1.0, "high": 1.0}
+    assert (figures["auroc"], figures["auroc_interval"]) == (1.0, [1.0, 1.0])
 
 
 def test_one_class_or_a_number_that_is_no_probability_is_refused():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from torch import nn
 from truebatch.errors import DataError
 from truebatch.reports.pictures import curves
 from truebatch.systems.seqset_vae.loading import prepare, stays_cut_at
-from truebatch.systems.seqset_vae.metrics import summarise
+from truebatch.systems.seqset_vae.metrics import calibration, summarise
 from truebatch.systems.seqset_vae.predicting import find_latents, predict
 from truebatch.systems.seqset_vae.settings import NAFLD
 from truebatch.systems.seqset_vae.stays import Stays, take_stays
 
-PREDICTIONS, RELIABILITY = "predictions.csv", "calibration.svg"
+PREDICTIONS, CALIBRATION, RELIABILITY = "predictions.csv", "calibration.csv", "calibration.svg"
 
 
 def evaluate(config: Any, model: nn.Module, stays: Any, out: Path) -> dict[str, Any]:
@@ -37,7 +37,8 @@ def evaluate(config: Any, model: nn.Module, stays: Any, out: Path) -> dict[str, 
     risk = predict(model, stays)
     write_predictions(out / PREDICTIONS, stays, risk)
     figures = summarise(stays.labels, risk[:, 1])
-    draw_calibration(figures, out / RELIABILITY)
+    is_labelled = stays.labels >= 0
+    write_calibration(calibration(stays.labels[is_labelled], risk[is_labelled, 1]), out)
     return {**figures, "after_hours": _after_hours(config, model, stays)}
 
 
@@ -74,14 +75,18 @@ def export_latents(config: Any, model: nn.Module, path: Path) -> dict[str, int]:
     return {split: len(arrays[f"{split}/mean"]) for split in prepare(config).splits}
 
 
-def draw_calibration(figures: Mapping[str, Any], path: Path) -> None:
-    """Mean probability against the share of positives; only where matplotlib is installed."""
+def write_calibration(rows: Sequence[Mapping[str, float]], out: Path) -> None:
+    """Probability against share of positives, as a table and, where matplotlib is installed, as a picture."""
+    with (out / CALIBRATION).open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
     if find_spec("matplotlib") is None:
         return
-    rows = figures["calibration"]
     points = [row["mean_probability"] for row in rows], [row["share_positive"] for row in rows]
     lines = {"honest": ([0.0, 1.0], [0.0, 1.0]), "this model": points}
-    path.write_text(curves(lines, title="Calibration", x="probability", y="share of label 1"), encoding="utf-8")
+    picture = curves(lines, title="Calibration", x="probability", y="share of label 1")
+    (out / RELIABILITY).write_text(picture, encoding="utf-8")
 
 
 def _after_hours(config: Any, model: nn.Module, stays: Stays) -> dict[str, Any]:
@@ -98,6 +103,5 @@ def _after_hours(config: Any, model: nn.Module, stays: Stays) -> dict[str, Any]:
             found[f"{hours:g}"] = {"stays": len(there), "note": "not stays of both classes"}
             continue
         part = take_stays(known, there)
-        figures = summarise(part.labels, predict(model, part)[:, 1])
-        found[f"{hours:g}"] = {name: value for name, value in figures.items() if name != "calibration"}
+        found[f"{hours:g}"] = summarise(part.labels, predict(model, part)[:, 1])
     return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,25 +117,24 @@ def bootstrap(
     return np.array([statistic(np.concatenate([rng.choice(c, len(c)) for c in classes])) for _ in range(draws)])
 
 
-def summarise(labels: Labels, scores: Scores, *, draws: int = 1000, seed: int = 0) -> dict[str, object]:
-    """All figures with their intervals, the calibration table, and how many stays they come from.
+def summarise(labels: Labels, scores: Scores, *, draws: int = 1000, seed: int = 0) -> dict[str, Any]:
+    """Every figure with its interval [low, high], and how many stays they come from.
 
     Stays without a label (-1) are left out and counted.
     """
     is_labelled = labels >= 0
     labels, scores = labels[is_labelled], scores[is_labelled].astype(np.float64)
     _check(labels, scores)
-    figures: dict[str, object] = {
-        name: confidence(metric, labels, scores, draws=draws, seed=seed).as_dict() for name, metric in METRICS.items()
-    }
-    return {
+    found: dict[str, Any] = {
         "stays": len(labels),
         "unlabelled": int((~is_labelled).sum()),
         "positives": int((labels == 1).sum()),
         "prevalence": float((labels == 1).mean()),
-        **figures,
-        "calibration": calibration(labels, scores),
     }
+    for name, metric in METRICS.items():
+        figure = confidence(metric, labels, scores, draws=draws, seed=seed)
+        found |= {name: figure.value, f"{name}_interval": [figure.low, figure.high]}
+    return found
 
 
 def _check(labels: Labels, scores: Scores) -> None:
