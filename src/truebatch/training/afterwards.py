@@ -23,6 +23,8 @@ def finish_step(job: Job, progress: Progress, log: MetricsLog | None) -> None:
     is_best = _validate(job, progress, log) if is_due else False
     wants_stop = _agree(job, job.stop.requested is not None)
     wish = _ask(job, progress.step)
+    if wish.say:
+        job.say(f"step {progress.step}: {wish.say}")
     if wish.stop:
         progress.is_done, progress.why = True, f"{CHECK_FAILED}: {wish.stop}"
         job.say(f"step {progress.step}: {progress.why}")

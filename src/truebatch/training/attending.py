@@ -19,6 +19,8 @@ class Wish:
     """Save a checkpoint of this step, and do not prune it until another one is asked for."""
     stop: str = ""
     """Why the run must end here, as a check that failed (exit code 1); empty to go on."""
+    say: str = ""
+    """A line for whoever follows the run; empty for none."""
 
 
 class Attendant(Protocol):
@@ -49,4 +51,5 @@ class Attendant(Protocol):
 def join_wishes(wishes: Iterable[Wish]) -> Wish:
     """All wishes as one: kept if anybody asks, stopped with every reason there is."""
     found = list(wishes)
-    return Wish(any(w.keep for w in found), "; ".join(w.stop for w in found if w.stop))
+    reasons, lines = (("; ".join(filter(None, words))) for words in ((w.stop for w in found), (w.say for w in found)))
+    return Wish(any(w.keep for w in found), reasons, lines)

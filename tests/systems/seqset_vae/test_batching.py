@@ -29,7 +29,7 @@ def results(model, stays, ids, *, layout="padded", extra=0, spoil=None) -> dict[
         batch = spoiled(batch, spoil)
     with noise_for(batch, seed=7, epoch=2), torch.no_grad():
         inputs = read_stays(batch)
-        noise = draw_noise(batch, inputs, model.config) if model.training else None
+        noise = draw_noise(batch, inputs, model.settings) if model.training else None
         found = model(inputs, noise)
     back = inputs.layout.back
     of_sets = {

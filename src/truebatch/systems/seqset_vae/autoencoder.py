@@ -43,13 +43,17 @@ class EventEmbedding(nn.Module):
         self.of_value = nn.Linear(reduced, width)
         self.of_name = nn.Linear(reduced, width, bias=False)
         self.norm = nn.LayerNorm(width)
+        self.unseen = nn.Parameter(torch.randn(width))
+        """Stands for an event that is dropped out: zeros would make every norm behind them explode in backward."""
 
     def directions(self) -> Tensor:
         """[V, R] of length 1."""
         return functional.normalize(self.reduce(self.vectors).float(), dim=-1, eps=1e-8)
 
-    def forward(self, var: Tensor, val: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, var: Tensor, val: Tensor, is_kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Variables and values [n] -> embedded events [n, Z], and direction times value [n, R] without a gradient.
+
+        Events that are not kept [n] are embedded as unseen; their targets stay.
 
         Linear layers act on the V directions and not on the n events: it is the same number for every event of a
         variable. The name has a part of its own, because a value of 0, the mean, would leave nothing of the event, and
@@ -59,6 +63,8 @@ class EventEmbedding(nn.Module):
         named = torch.cat([functional.linear(directions, self.of_value.weight), self.of_name(directions)], dim=-1)
         value_part, name_part = named.index_select(0, var).chunk(2, dim=-1)
         embedded = functional.gelu(self.norm(val[:, None] * value_part + name_part + self.of_value.bias))
+        if is_kept is not None:
+            embedded = torch.where(is_kept[:, None], embedded, self.unseen.to(embedded.dtype))
         target = directions.detach().index_select(0, var) * val[:, None]
         return embedded, target
 
@@ -98,6 +104,7 @@ class SetDecoder(nn.Module):
         self.from_state = nn.Linear(Z, Z)
         self.from_latent = nn.Linear(Z, Z)
         self.levels = nn.ModuleList(InducedBlock(Z, config.heads, config.inducing_points) for _ in range(config.levels))
+        self.norm = nn.LayerNorm(Z)
         self.out = nn.Linear(Z, config.reduced_dim)
 
     def forward(self, state: Tensor, latents: Tensor, layout: SetLayout, noise: Tensor | None) -> Tensor:
@@ -110,7 +117,7 @@ class SetDecoder(nn.Module):
             events = events + layout.spread(above + given[:, level])
             events = block(events, layout) + events
             above = 0
-        found: Tensor = self.out(events)
+        found: Tensor = self.out(self.norm(events))
         return found
 
 

@@ -43,8 +43,8 @@ class StayInputs:
 class Noise:
     """All randomness of one forward pass, so that anybody can supply it. Sets and events in the order of the layout."""
 
-    posterior: Tensor
-    """[M, L, Z] standard normal."""
+    posterior: Tensor | None
+    """[M, L, Z] standard normal; None takes the means."""
     seeds: Tensor
     """[n, SEED_WIDTH] standard normal."""
     is_kept_event: Tensor

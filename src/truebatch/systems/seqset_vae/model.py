@@ -88,7 +88,7 @@ class SeqSetVAE(nn.Module):
 
     def __init__(self, config: ModelConfig, vectors: Tensor) -> None:
         super().__init__()
-        self.config = config
+        self.settings = config
         Z = config.latent_dim
         self.events = EventEmbedding(vectors, config.reduced_dim, Z)
         self.encoder = SetEncoder(config)
@@ -102,9 +102,8 @@ class SeqSetVAE(nn.Module):
 
     def forward(self, inputs: StayInputs, noise: Noise | None = None, *, decode: bool = True) -> Outputs:
         """All stays of a micro-batch; without noise the result is a function of the stays alone."""
-        embedded, target = self.events(inputs.var, inputs.val)
-        if noise is not None and self.config.dropout:
-            embedded = embedded * noise.is_kept_event[:, None]
+        is_kept = noise.is_kept_event if noise is not None and self.settings.dropout else None
+        embedded, target = self.events(inputs.var, inputs.val, is_kept)
         posterior = self.encoder(embedded, inputs.layout)
         latents = posterior.sample(None if noise is None else noise.posterior)
         states = self._states(latents, inputs, noise)
@@ -115,7 +114,7 @@ class SeqSetVAE(nn.Module):
         """States [M, Z] (stay after stay) and latents [M, L, Z] -> events [n, R]."""
         here = states.index_select(0, inputs.layout.order)
         found: Tensor = self.decoder(
-            here, latents, inputs.layout, None if noise is None else noise.seeds * self.config.seed_noise
+            here, latents, inputs.layout, None if noise is None else noise.seeds * self.settings.seed_noise
         )
         return found
 
@@ -127,7 +126,7 @@ class SeqSetVAE(nn.Module):
         is_kept = None if noise is None else noise.is_kept
         for at, layer in enumerate(self.layers):
             x = layer(x, rows, None if is_kept is None else is_kept[2 * at : 2 * at + 2])
-        x = dropped(self.norm(x), is_kept, -1, self.config.dropout)
+        x = dropped(self.norm(x), is_kept, -1, self.settings.dropout)
         return x.flatten(0, 1).index_select(0, rows.cell_of_token)
 
     def _logits(self, states: Tensor, posterior: Posterior, inputs: StayInputs) -> Tensor:
@@ -146,4 +145,4 @@ def _initialise(model: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
             if module.bias is not None:
-                nn.init.zeros_(module.bias)
+                nn.init.normal_(module.bias, std=0.02)  # Zeros through norms would explode in backward.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +79,9 @@ class SeqSetObjective:
         """Every term summed over the stays of a micro-batch; noise and schedules only in training."""
         assert isinstance(model, SeqSetVAE)
         inputs = read_stays(batch)
-        noise = draw_noise(batch, inputs, model.config) if model.training else None
+        noise = draw_noise(batch, inputs, model.settings) if model.training else None
+        if noise is not None and self.mode == "finetune":
+            noise = replace(noise, posterior=None)  # Latents are given here and not learned.
         outputs = model(inputs, noise, decode=RECONSTRUCTION in self.terms)
         return self.sums_of(outputs, inputs, batch["label"], is_training=model.training)
 
