@@ -2,56 +2,87 @@
 
 from __future__ import annotations
 
-import numpy as np
+import pytest
 import torch
 
+from truebatch import demo
 from truebatch.cli import run
-from truebatch.demo import TinyCausalModel, cut_one_step, make_samples, run_cut
+from truebatch.demo import DemoSize, run_demo
+from truebatch.democuts import cut_one_step, run_cut
+from truebatch.systems.chinese_gpt.model import ChineseGPT
+from truebatch.systems.chinese_gpt.preparing import prepare
+from truebatch.systems.chinese_gpt.settings import ChineseGPTConfig
+
+SMALL = DemoSize(
+    corpus=ChineseGPTConfig(embedded_statements=60, embedded_dialogues=120),
+    width=16,
+    samples_per_step=8,
+    compared_steps=6,
+    steps=6,
+    answers=2,
+)
 
 
-def test_the_demo_ends_well_and_shows_its_three_parts(capsys):
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(demo.run_demo, "__kwdefaults__", {"seed": 0, "size": SMALL})
+
+
+@pytest.fixture(scope="module")
+def dialogues():
+    return demo._dialogues(prepare(SMALL.corpus).train)
+
+
+@pytest.mark.usefixtures("small")
+def test_the_demo_ends_well_and_shows_its_four_parts(capsys):
     assert run(["demo"]) == 0
     out = capsys.readouterr().out
-    for word in (
-        "1. Plans",
-        "bucketed",
-        "2. One step",
+    for words in (
+        "1. Cells that hold nothing but padding",
+        "fixed 128  dynamic  bucketed  packed",
+        "2. One step of 16 dialogues",
         "padded left",
         "packed, 3 ranks",
-        "3. Equal",
-        "next: truebatch plan",
+        "3. 6 steps of 8 dialogues, trained twice",
+        "o one by one, x true batches",
+        "samples a second",
+        "4. 6 steps in true batches",
+        "用户：",
+        "Equal to one by one in every part",
+        "next: truebatch train chinese_gpt",
     ):
-        assert word in out
+        assert words in out
 
 
-def test_a_model_that_breaks_the_law_ends_with_exit_code_1(capsys, monkeypatch):
-    forward = TinyCausalModel.forward
+def test_a_model_that_breaks_the_law_is_found_in_every_part(capsys, monkeypatch):
+    forward, step = ChineseGPT.forward, ChineseGPT.forward_step
 
-    def mixing(self, batch):
-        logits = forward(self, batch)
-        return logits + 1e-2 * logits.mean(dim=(0, 1))
+    def mixing(self, input_ids, positions, segments, *, labels=None):
+        shift = 1e-1 * input_ids.float().mean() / self.shape.vocabulary
+        return forward(self, input_ids, positions, segments, labels=labels) * (1 + shift)
 
-    monkeypatch.setattr(TinyCausalModel, "forward", mixing)
-    assert run(["demo"]) == 1
-    assert "NOT EQUAL" in capsys.readouterr().out
+    def mixing_step(self, tokens, positions, cache, is_real_key):
+        logits, cache = step(self, tokens, positions, cache, is_real_key)
+        return logits.roll(tokens.shape[0], dims=-1), cache
+
+    monkeypatch.setattr(ChineseGPT, "forward", mixing)
+    monkeypatch.setattr(ChineseGPT, "forward_step", mixing_step)
+    assert not run_demo(size=SMALL)
+    last = capsys.readouterr().out
+    assert "NOT EQUAL" in last
+    for words in ("padded right", "the loss differs", "answers given together and one by one differ"):
+        assert words in last.partition("NOT EQUAL")[2]
 
 
-def test_every_cut_holds_the_same_samples():
-    cuts = cut_one_step(make_samples(3), seed=3)
+def test_every_cut_holds_the_same_samples(dialogues):
+    cuts = cut_one_step(dialogues, samples_per_step=16, seed=3)
     ids = [sorted(i for batch in cut.batches for i in batch.sample_ids) for cut in cuts]
     assert all(one == ids[0] for one in ids)
     assert len(cuts[0].batches) == len(ids[0]) > len(cuts[1].batches) > 1
 
 
-def test_samples_depend_on_the_seed_alone():
-    one, again, other = make_samples(0, 50), make_samples(0, 50), make_samples(1, 50)
-    assert all(np.array_equal(a["input_ids"], b["input_ids"]) for a, b in zip(one, again, strict=True))
-    assert not all(np.array_equal(a["input_ids"], b["input_ids"]) for a, b in zip(one, other, strict=True))
-
-
-def test_a_cut_gives_the_gradient_of_the_whole_step():
-    torch.manual_seed(0)
-    model = TinyCausalModel(width=16, heads=2, layers=1)
-    cuts = cut_one_step(make_samples(1), seed=1)
+def test_a_cut_gives_the_gradient_of_the_whole_step(dialogues):
+    model = demo._model(prepare(SMALL.corpus), SMALL, 0).eval()
+    cuts = cut_one_step(dialogues, samples_per_step=16, seed=1)
     alone, packed = (run_cut(model, cut, repeats=1).gradients for cut in (cuts[0], cuts[3]))
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-6)

@@ -1,68 +1,80 @@
-"""The main job on embedded data: plan ragged samples, build micro-batches, show that they equal one by one.
+"""The main job on embedded data: a small Chinese GPT trained one by one and in true batches, and the answers it gives.
 
-samples -> plans side by side -> one step, cut in several ways -> outputs and gradients against one by one
+texts -> padding by grouping -> one step cut in several ways -> two trainings, one curve -> longer training -> answers
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
 
-from truebatch.planning.measuring import measure
-from truebatch.planning.plan import build_plan
-from truebatch.planning.rows import Ints, Layout, Rows, padded_rows
-from truebatch.planning.settings import PlanConfig
-from truebatch.reports.plans import compared_settings, plan_and_count, plans_table
+from truebatch.democuts import TOLERANCE, compare_cuts, cut_one_step, largest_difference, run_cut, wrong_cuts
+from truebatch.generation.settings import Generation
+from truebatch.reports.charts import draw_curves
 from truebatch.reports.tables import Table, print_table
-from truebatch.tensors.attention import attend
-from truebatch.tensors.collating import collate
-from truebatch.tensors.field import Field, Side
-from truebatch.tensors.microbatch import MicroBatch
+from truebatch.systems.chinese_gpt.advice import padding_shares
+from truebatch.systems.chinese_gpt.characters import normalise
+from truebatch.systems.chinese_gpt.dialogues import is_dialogue, question_and_answer
+from truebatch.systems.chinese_gpt.generating import continue_texts
+from truebatch.systems.chinese_gpt.model import ChineseGPT, ModelShape
+from truebatch.systems.chinese_gpt.objective import NextToken
+from truebatch.systems.chinese_gpt.preparing import Prepared, prepare
+from truebatch.systems.chinese_gpt.samples import FIELDS, Encoded
+from truebatch.systems.chinese_gpt.settings import ChineseGPTConfig
+from truebatch.training.job import TrainResult
+from truebatch.training.loop import train
+from truebatch.training.settings import TrainConfig
+from truebatch.training.task import TrainData
 
-NUM_SAMPLES = 2000
-LONGEST = 256
-VOCABULARY = 400
-SAMPLES_PER_STEP = 64
-CELLS = 2048
-TOLERANCE = 1e-5
-"""Relative difference of fp32 results that is promised; rounding in another order of sums stays far below."""
-IGNORE = -100
-FIELDS = (Field(name="input_ids"), Field(name="labels", source="input_ids", shift=1, pad=IGNORE))
-
-Sample = dict[str, Ints]
+CURVE_TOLERANCE = 1e-4
+"""Relative difference of two losses after as many steps as are shown: every step begins with what rounding left."""
+ONE, MANY = "one by one", "true batches"
 
 
-def run_demo(*, seed: int = 0) -> bool:
-    """Print the three parts of the demo; True if every way of cutting a step equals one by one."""
-    samples = make_samples(seed)
-    measured = measure(samples)
-    lengths = measured.lengths
-    _write(f"{len(samples):,} embedded samples, {lengths.min()} to {lengths.max()} tokens, mean {lengths.mean():.1f}\n")
-    settings = {"cells": CELLS, "samples_per_step": SAMPLES_PER_STEP, "seed": seed}
-    configs = [PlanConfig(**values) for values in compared_settings(settings)]
-    rows = [plan_and_count(measured, config, epoch=0, ranks=1)[1] for config in configs]
-    print_table(plans_table(rows, title=f"1. Plans: steps of {SAMPLES_PER_STEP} samples, at most {CELLS:,} cells"))
-    cuts = cut_one_step(samples, seed=seed)
-    torch.manual_seed(seed)
-    model = TinyCausalModel()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoSize:
+    """How much is shown; a test shows less."""
+
+    corpus: ChineseGPTConfig = field(default_factory=ChineseGPTConfig)
+    width: int = 128
+    samples_per_step: int = 16
+    compared_steps: int = 30
+    steps: int = 450
+    """Of the training whose answers are shown."""
+    answers: int = 4
+
+
+FULL = DemoSize()
+
+
+def run_demo(*, seed: int = 0, size: DemoSize = FULL) -> bool:
+    """Print the four parts of the demo; True if true batches gave what one by one gives in all of them."""
+    began = time.perf_counter()
+    ready = prepare(size.corpus)
     with _one_thread():
-        results = [run_cut(model, cut) for cut in cuts]
-    _write(f"\n2. One step of {SAMPLES_PER_STEP} samples, cut in several ways; differences are relative")
-    print_table(compare_cuts(results))
-    return _judge(results)
+        _show_padding(ready, size)
+        samples = _dialogues(ready.train)
+        faults = _show_cuts(samples, _model(ready, size, seed), size, seed)
+        faults += _show_curves(samples, ready, size, seed)
+        faults += _show_answers(samples, ready, size, seed)
+    if faults:
+        _write(f"\nNOT EQUAL to one by one: {'; '.join(faults)}")
+    else:
+        _write(f"\nEqual to one by one in every part. {time.perf_counter() - began:.0f} seconds in all.")
+    _write("next: truebatch train chinese_gpt, then: truebatch generate runs/chinese_gpt")
+    return not faults
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    # A model this small gains nothing from threads, and on a busy machine they wait for each other.
+    # A model this small gains little from threads, and on a busy machine they wait for each other.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -71,151 +83,126 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def make_samples(seed: int, num: int = NUM_SAMPLES) -> list[Sample]:
-    """Token ids with the lengths of short sentences, some dialogues and a few long texts."""
-    rng = np.random.default_rng(seed)
-    kinds = rng.choice(3, size=num, p=[0.7, 0.25, 0.05])
-    middle, spread = np.array([2.8, 4.2, 5.3])[kinds], np.array([0.4, 0.4, 0.2])[kinds]
-    lengths = np.clip(np.exp(rng.normal(middle, spread)), 2, LONGEST).astype(np.int64)
-    return [{"input_ids": rng.integers(1, VOCABULARY, size=n)} for n in lengths]
+def _dialogues(part: Encoded) -> list[dict[str, Any]]:
+    return [part[i] for i, text in enumerate(part.texts) if is_dialogue(text.text)]
 
 
-class TinyCausalModel(nn.Module):
-    """A causal transformer of two layers: [B, T] ids -> [B, T, V] logits."""
-
-    def __init__(self, width: int = 64, heads: int = 4, layers: int = 2) -> None:
-        super().__init__()
-        self.heads = heads
-        self.token, self.position = nn.Embedding(VOCABULARY, width), nn.Embedding(LONGEST, width)
-        self.layers = nn.ModuleList(nn.ModuleDict(_layer(width)) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY)
-
-    def forward(self, batch: MicroBatch) -> Tensor:
-        """Positions restart with every sample and attention stays inside it; both come with the micro-batch."""
-        x: Tensor = self.token(batch["input_ids"]) + self.position(batch.positions)  # [B, T, D]
-        for layer in self.layers:
-            assert isinstance(layer, nn.ModuleDict)
-            qkv = layer["qkv"](layer["norm"](x)).unflatten(-1, (3, self.heads, -1)).transpose(1, 3)  # [B, H, 3, T, D]
-            seen = attend(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], batch.segments, causal=True)
-            x = x + layer["out"](seen.transpose(1, 2).flatten(2))
-            x = x + layer["mlp"](x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+def _model(ready: Prepared, size: DemoSize, seed: int) -> ChineseGPT:
+    shape = ModelShape(
+        vocabulary=len(ready.vocab), embedding_dim=size.width, hidden_dim=2 * size.width, heads=4, dropout=0.1
+    )
+    return ChineseGPT(shape, seed=seed, vocab=ready.vocab)
 
 
-def _layer(width: int) -> dict[str, nn.Module]:
-    mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-    return {"norm": nn.LayerNorm(width), "qkv": nn.Linear(width, 3 * width), "out": nn.Linear(width, width), "mlp": mlp}
+def _show_padding(ready: Prepared, size: DemoSize) -> None:
+    """What each grouping wastes, for statements and for dialogues."""
+    batch, width = size.samples_per_step, size.corpus.max_seq_len
+    rows = []
+    for name, wanted in (("statements", False), ("dialogues", True)):
+        lengths = ready.train.lengths[[is_dialogue(text.text) == wanted for text in ready.train.texts]]
+        shares = padding_shares(lengths, batch, fixed=width)
+        each = (shares.fixed, shares.dynamic, shares.bucketed, shares.packed)
+        about = f"{lengths.min()} to {lengths.max()}, mean {lengths.mean():.1f}"
+        rows.append((name, f"{len(lengths):,}", about, *(f"{share:.1%}" for share in each)))
+    header = ("embedded texts", "samples", "tokens", f"fixed {width}", "dynamic", "bucketed", "packed")
+    print_table(Table(header, tuple(rows), f"1. Cells that hold nothing but padding, {batch} samples a forward pass"))
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """One way to run the samples of a step."""
-
-    name: str
-    batches: tuple[MicroBatch, ...]
-    is_right: bool = True
-    """False for the mistake that is shown on purpose: the mean of the means of micro-batches."""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What a cut gave."""
-
-    cut: Cut
-    outputs: Tensor
-    """[n, V] logits of all tokens of the step, samples in order of their ids."""
-    gradients: Tensor
-    """All gradients as one vector."""
-    seconds: float
-    """The quickest of a few forward and backward passes over the whole step."""
+def _show_cuts(samples: Sequence[Any], model: ChineseGPT, size: DemoSize, seed: int) -> list[str]:
+    """One step of this model, cut in several ways."""
+    cuts = cut_one_step(samples, samples_per_step=2 * size.samples_per_step, seed=seed)
+    results = [run_cut(model.eval(), cut) for cut in cuts]
+    _write(f"\n2. One step of {2 * size.samples_per_step} dialogues, cut in several ways; differences are relative")
+    print_table(compare_cuts(results))
+    wrong = wrong_cuts(results)
+    if not wrong:
+        _write(f"   at most {largest_difference(results):.1e}, {TOLERANCE:.0e} is allowed; the last line is the usual")
+        _write("   mistake, shown on purpose")
+    return wrong
 
 
-def cut_one_step(samples: Sequence[Sample], *, seed: int) -> list[Cut]:
-    """The first step of a plan, one by one and in true batches; the same samples in every cut."""
-    lengths = np.array([len(sample["input_ids"]) for sample in samples])
-
-    def batches(rows: Sequence[Rows], side: Side = "right") -> tuple[MicroBatch, ...]:
-        return tuple(collate([samples[i] for i in r.ids], r, FIELDS, side=side) for r in rows if r.num_samples)
-
-    def planned(cells: int, layout: Layout, ranks: int = 1) -> list[Rows]:
-        config = PlanConfig(cells=cells, layout=layout, samples_per_step=SAMPLES_PER_STEP, seed=seed)
-        step = build_plan(lengths, config, ranks=ranks).step(0)
-        return [rows for rank in step for rows in rank]
-
-    padded, packed, pieces = planned(CELLS, "padded"), planned(CELLS, "packed"), planned(CELLS // 4, "packed", 3)
-    ids = sorted(int(i) for rows in packed for i in rows.ids)
-    return [
-        Cut("one by one", batches([padded_rows(np.array([i]), int(lengths[i])) for i in ids])),
-        Cut("padded right", batches(padded)),
-        Cut("padded left", batches(padded, "left")),
-        Cut("packed", batches(packed)),
-        Cut("packed, 3 ranks", batches(pieces)),
-        Cut("mean of means (wrong)", batches(pieces), is_right=False),
-    ]
+def _train(samples: Sequence[Any], model: ChineseGPT, config: TrainConfig) -> TrainResult:
+    return train(model, NextToken(), TrainData(samples=samples, fields=FIELDS), config)
 
 
-def run_cut(model: nn.Module, cut: Cut, *, repeats: int = 5) -> Result:
-    """Forward and backward over all micro-batches; each loss is a sum, divided once by the count of the step."""
-    counts = [int((batch["labels"] != IGNORE).sum()) for batch in cut.batches]
-    divisors = [sum(counts)] * len(counts) if cut.is_right else [count * len(counts) for count in counts]
-    seconds = []
-    for _ in range(repeats):
-        model.zero_grad()
-        outputs: dict[int, Tensor] = {}
-        began = time.perf_counter()
-        for batch, divisor in zip(cut.batches, divisors, strict=True):
-            logits = model(batch)
-            torch.autograd.backward(_sum(logits, batch) / divisor)
-            outputs |= zip(batch.sample_ids, batch.per_sample(logits.detach()), strict=True)
-        seconds.append(time.perf_counter() - began)
-    gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    return Result(cut, torch.cat([outputs[i] for i in sorted(outputs)]), gradients, min(seconds))
-
-
-def _sum(logits: Tensor, batch: MicroBatch) -> Tensor:
-    return functional.cross_entropy(
-        logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORE, reduction="sum"
+def _settings(size: DemoSize, seed: int) -> TrainConfig:
+    """True batches: packed rows, the steps of a plain run with 16 samples each."""
+    return TrainConfig(
+        samples_per_step=size.samples_per_step,
+        cells=64 * size.samples_per_step,
+        layout="packed",
+        learning_rate=5e-3,
+        warmup_steps=20,
+        max_steps=size.compared_steps,
+        epochs=10_000,
+        seed=seed,
     )
 
 
-def compare_cuts(results: Sequence[Result]) -> Table:
-    """Every cut beside one by one, which is the first result."""
-    header = ("cut", "micro-batches", "cells", "outputs", "gradients", "speed")
-    return Table(header, tuple(_line(result, results[0]) for result in results))
-
-
-def _line(result: Result, alone: Result) -> tuple[str, ...]:
-    is_alone = result is alone
-    return (
-        result.cut.name,
-        str(len(result.cut.batches)),
-        f"{sum(batch.is_real.numel() for batch in result.cut.batches):,}",
-        "-" if is_alone else f"{difference(result.outputs, alone.outputs):.1e}",
-        "-" if is_alone else f"{difference(result.gradients, alone.gradients):.1e}",
-        f"{alone.seconds / result.seconds:.1f} x",
+def _show_curves(samples: Sequence[Any], ready: Prepared, size: DemoSize, seed: int) -> list[str]:
+    """The same training one by one and in true batches: the same samples a step, dropout and all."""
+    batched = _settings(size, seed)
+    alone = replace(batched, true_batch="off", layout="padded", cells=None)
+    records = {
+        name: _train(samples, _model(ready, size, seed), config).records
+        for name, config in ((ONE, alone), (MANY, batched))
+    }
+    losses = {name: [float(record["loss"]) for record in run] for name, run in records.items()}
+    _write(
+        f"\n3. {size.compared_steps} steps of {size.samples_per_step} dialogues, trained twice: the loss of every step"
     )
+    for line in draw_curves(losses):
+        _write(line)
+    apart = [abs(a - b) / abs(a) for a, b in zip(losses[ONE], losses[MANY], strict=True)]
+    print_table(_curve_table(losses, apart))
+    # The middle step: on a busy machine a few take far longer.
+    speed = {
+        name: size.samples_per_step / statistics.median(r["seconds"] for r in run) for name, run in records.items()
+    }
+    _write(f"   samples a second: {ONE} {speed[ONE]:.0f}, {MANY} {speed[MANY]:.0f}: {speed[MANY] / speed[ONE]:.1f} x")
+    return [f"the loss differs by {max(apart):.1e}, {CURVE_TOLERANCE:.0e} is allowed"] * (max(apart) > CURVE_TOLERANCE)
 
 
-def difference(ours: Tensor, reference: Tensor) -> float:
-    """||ours - reference|| / ||reference||."""
-    return float((ours - reference).norm() / reference.norm())
+def _curve_table(losses: dict[str, list[float]], apart: Sequence[float]) -> Table:
+    last = len(apart) - 1
+    shown = sorted({0, last // 3, 2 * last // 3, last})
+    rows = tuple((str(at + 1), f"{losses[ONE][at]:.6f}", f"{losses[MANY][at]:.6f}", f"{apart[at]:.1e}") for at in shown)
+    return Table(("step", ONE, MANY, "difference"), rows)
 
 
-def _judge(results: Sequence[Result]) -> bool:
-    alone = results[0]
-    parts: list[Callable[[Result], Tensor]] = [lambda r: r.outputs, lambda r: r.gradients]
-    worst = {r.cut.name: max(difference(part(r), part(alone)) for part in parts) for r in results[1:]}
-    wrong = [r.cut.name for r in results[1:] if (worst[r.cut.name] <= TOLERANCE) != r.cut.is_right]
-    largest = max(worst[r.cut.name] for r in results[1:] if r.cut.is_right)
-    if wrong:
-        _write(f"\nNOT EQUAL to one by one (allowed {TOLERANCE:.0e}), or a mistake not seen: {', '.join(wrong)}")
-    else:
-        _write(f"\n3. Equal to one by one: every difference is at most {largest:.1e}, {TOLERANCE:.0e} is allowed.")
-        _write("   The last line is the usual mistake, shown on purpose; it is not equal.")
-    _write("\nnext: truebatch plan YOUR.jsonl --compare")
-    return not wrong
+def _show_answers(samples: Sequence[Any], ready: Prepared, size: DemoSize, seed: int) -> list[str]:
+    """A longer training in true batches, and answers to questions it has not seen; all at once, and one by one."""
+    model = _model(ready, size, seed)
+    config = replace(_settings(size, seed), max_steps=size.steps, schedule="cosine")
+    began = time.perf_counter()
+    loss = _train(samples, model, config).records[-1]["loss"]
+    held = [text.text for part in (ready.test, ready.validation) if part is not None for text in part.texts]
+    pairs = [question_and_answer(text) for text in held if is_dialogue(text)]
+    _write(
+        f"\n4. {size.steps} steps in true batches ({time.perf_counter() - began:.0f} s, loss {loss:.3f}); then questions"
+    )
+    questions = [question for question, _ in pairs]
+    settings = Generation(max_new_tokens=64, temperature=0)
+    answers, together = _timed_answers(model, questions, settings, rows=len(questions))
+    some = sorted(range(len(pairs)), key=lambda at: len(questions[at]))[: 4 * size.answers]
+    alone, one = _timed_answers(model, [questions[at] for at in some], settings, rows=1)
+    is_right = [normalise(mine) == normalise(theirs) for mine, (_, theirs) in zip(answers, pairs, strict=True)]
+    for at in some[::4][: size.answers]:
+        _write(f"   {questions[at]}{answers[at]}" + ("" if is_right[at] else f"   (expected: {pairs[at][1]})"))
+    _write(f"   right, word for word: {sum(is_right)} of {len(pairs)} that it was not trained on")
+    rate = (len(questions) / together) / (len(some) / one)
+    _write(f"   {len(questions)} answers together: {rate:.1f} x as many a second as one by one")
+    return ["answers given together and one by one differ"] * (alone != [answers[at] for at in some])
+
+
+def _timed_answers(
+    model: ChineseGPT, questions: Sequence[str], settings: Generation, *, rows: int
+) -> tuple[list[str], float]:
+    began = time.perf_counter()
+    answers = continue_texts(model.eval(), questions, settings, rows=rows)
+    return answers, time.perf_counter() - began
 
 
 def _write(text: str) -> None:
     sys.stdout.write(text + "\n")
+    sys.stdout.flush()
