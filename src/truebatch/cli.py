@@ -27,6 +27,7 @@ from truebatch.commands.init import show_init
 from truebatch.commands.plan import show_plan
 from truebatch.commands.report import show_report
 from truebatch.commands.seqset_vae import seqset_vae_app
+from truebatch.commands.stitched_llm import stitched_llm_app
 from truebatch.commands.train import show_train
 from truebatch.commands.verify import show_verify
 from truebatch.errors import TruebatchError, exit_code_of
@@ -60,6 +61,7 @@ app.command("doctor", short_help="Check this machine; with --drill, kill a small
 app.add_typer(bench_app, name="bench", short_help="Make the measured tables again.")
 app.add_typer(chinese_gpt_app, name="chinese_gpt", short_help="The small Chinese GPT: look at a corpus.")
 app.add_typer(seqset_vae_app, name="seqset_vae", short_help="Stays as sequences of sets: look at data and batches.")
+app.add_typer(stitched_llm_app, name="stitched_llm", short_help="What only models stitched from two donors have.")
 app.command("env", short_help="Describe this machine for a bug report.")(show_environment)
 
 

@@ -85,11 +85,14 @@ def stitch(
 
 
 def _join(base: Any, upper: Any, head: nn.Linear, shape: AdapterShape, origin: dict[str, Any]) -> StitchedForCausalLM:
+    attention = [part.config._attn_implementation for part in (base, upper)]
     config = join_configs(base.config, upper.config, shape, vocab_size=head.out_features, origin=origin)
     with torch.device("meta"):
         model = StitchedForCausalLM(config)
     model.bottom, model.top, model.lm_head = base, upper, head
     model.config.bottom, model.config.top = base.config, upper.config
+    for part, own in zip((base, upper), attention, strict=True):
+        part.config._attn_implementation = own  # some versions give the choice of the whole to its parts
     model.adapter = StitchAdapter(shape).to(head.weight.device)
     start_random(model.adapter, seed=0)
     model.requires_grad_(False)
