@@ -79,9 +79,9 @@ def test_events_go_into_their_cells_and_come_back(sizes, call_cells):
     layout = lay_sets(sizes, call_cells=call_cells)
     events = torch.arange(int(sizes.sum()), dtype=torch.float32)[layout.event_order]
     assert sorted(events.tolist()) == list(range(len(events)))
-    back = torch.cat([bucket.take(bucket.put(events)) for bucket in layout.buckets])
-    assert torch.equal(back, events)
-    sums = torch.cat([bucket.put(torch.ones_like(events)).sum(1) for bucket in layout.buckets])
+    cells = zip(layout.buckets, layout.in_cells(events), strict=True)
+    assert torch.equal(torch.cat([bucket.take(part) for bucket, part in cells]), events)
+    sums = torch.cat([part.sum(1) for part in layout.in_cells(torch.ones_like(events))])
     assert torch.equal(sums, layout.sizes)
     assert layout.sizes[layout.back].tolist() == sizes.tolist()
 

@@ -29,7 +29,8 @@ def reconstruction(decoded: Tensor, target: Tensor, layout: SetLayout) -> Tensor
     with torch.autocast(decoded.device.type, enabled=False):
         exact = torch.promote_types(decoded.dtype, torch.float32)
         both = torch.cat([decoded.to(exact), target.to(exact)], dim=-1)
-        parts = [_nearest(bucket.put(both), bucket, layout.sizes[bucket.sets]) for bucket in layout.buckets]
+        cells = zip(layout.in_cells(both), layout.buckets, layout.cut_sets(layout.sizes), strict=True)
+        parts = [_nearest(part, bucket, sizes) for part, bucket, sizes in cells]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from truebatch.planning.rows import Ints
 
-CALL_CELLS = {"cpu": 64, "cuda": 16384}
+CALL_CELLS = {"cpu": 256, "cuda": 16384}
 """Padded cells that cost as much as one more bucket: on a GPU launches are dear and cells cheap."""
 
 
@@ -41,13 +41,12 @@ class Bucket:
         return self.sets.stop - self.sets.start, self.width
 
     def put(self, events: Tensor) -> Tensor:
-        """[n, ...] of the whole micro-batch -> [sets, width, ...] of this bucket, zeros in the padding."""
-        mine = events[self.events]
-        rest = mine.shape[1:]
+        """[events, ...] of this bucket -> [sets, width, ...], zeros in the padding."""
+        rest = events.shape[1:]
         if self.cell_of_event is None:
-            return mine.view(*self.shape, *rest)
-        empty = mine.new_zeros(self.shape[0] * self.width, *rest)
-        return empty.index_copy(0, self.cell_of_event, mine).view(*self.shape, *rest)
+            return events.view(*self.shape, *rest)
+        empty = events.new_zeros(self.shape[0] * self.width, *rest)
+        return empty.index_copy(0, self.cell_of_event, events).view(*self.shape, *rest)
 
     def take(self, cells: Tensor) -> Tensor:
         """[sets, width, ...] -> [events, ...]: the way back."""
@@ -82,6 +81,18 @@ class SetLayout:
     def num_cells(self) -> int:
         """Cells of all buckets, padding included."""
         return sum(bucket.shape[0] * bucket.width for bucket in self.buckets)
+
+    def cut_events(self, events: Tensor) -> tuple[Tensor, ...]:
+        """[n, ...] -> [events, ...] for every bucket; one operation, because slices each cost a whole gradient."""
+        return torch.split(events, [bucket.events.stop - bucket.events.start for bucket in self.buckets])
+
+    def cut_sets(self, sets: Tensor) -> tuple[Tensor, ...]:
+        """[M, ...] -> [sets, ...] for every bucket."""
+        return torch.split(sets, [bucket.shape[0] for bucket in self.buckets])
+
+    def in_cells(self, events: Tensor) -> list[Tensor]:
+        """[n, ...] -> [sets, width, ...] for every bucket."""
+        return [bucket.put(part) for bucket, part in zip(self.buckets, self.cut_events(events), strict=True)]
 
     def spread(self, sets: Tensor) -> Tensor:
         """[M, ...] -> [n, ...]: every event gets what its set has."""
@@ -179,24 +190,24 @@ class InducedBlock(nn.Module):
 
     def forward(self, events: Tensor, layout: SetLayout) -> Tensor:
         """[n, Z] -> [n, Z]. Sets never see each other."""
-        width = events.shape[1]
-        projected = self.event_projections(events)  # [n, 3Z]
-        cells = [bucket.put(projected) for bucket in layout.buckets]
+        cells = [part.chunk(3, dim=-1) for part in layout.in_cells(self.event_projections(events))]
         queries = self._split(self.point_query(self.points)[None])
-        seen = [self._points_look(queries, c, bucket) for c, bucket in zip(cells, layout.buckets, strict=True)]
+        seen = [
+            self._points_look(queries, key, value, bucket)
+            for (key, value, _), bucket in zip(cells, layout.buckets, strict=True)
+        ]
         points = self.of_points(_joined(seen))  # [M, m, Z]
-        answers = self.point_key_value(points)
+        answers = layout.cut_sets(self.point_key_value(points))
         looked = [
-            bucket.take(self._events_look(c[..., 2 * width :], answers[bucket.sets]))
-            for c, bucket in zip(cells, layout.buckets, strict=True)
+            bucket.take(self._events_look(query, answer))
+            for (_, _, query), answer, bucket in zip(cells, answers, layout.buckets, strict=True)
         ]
         found: Tensor = self.of_events(_joined(looked))
         return found
 
-    def _points_look(self, queries: Tensor, cells: Tensor, bucket: Bucket) -> Tensor:
-        """Queries [1, H, m, d], cells [sets, width, 3Z] -> [sets, m, Z]."""
-        key, value, _ = cells.chunk(3, dim=-1)
-        asked = queries.expand(len(cells), -1, -1, -1).to(cells.dtype)
+    def _points_look(self, queries: Tensor, key: Tensor, value: Tensor, bucket: Bucket) -> Tensor:
+        """Queries [1, H, m, d], key and value [sets, width, Z] -> [sets, m, Z]."""
+        asked = queries.expand(len(key), -1, -1, -1).to(key.dtype)
         allowed = None if bucket.is_real is None else bucket.is_real[:, None, None, :]
         return _merged(
             functional.scaled_dot_product_attention(asked, self._split(key), self._split(value), attn_mask=allowed)

@@ -206,7 +206,7 @@ class SeqSetConfig:
     last_hours: float | None = None
     """Only events of the last hours of what is left."""
     use_dynamic_padding: bool = True
-    """False pads every batch of the note's form to max_events; results are the same."""
+    """False pads every stay to max_events, as the note does without it: more cells, the same results."""
     carry_minutes: float | None = None
     """Carry the last value of every variable forward for so long; by default not at all."""
     always_carry: tuple[str, ...] = ()

@@ -43,6 +43,11 @@ FIELDS = (
 )
 
 
+def stay_fields(*, least_events: int = 0) -> tuple[Field, ...]:
+    """How a micro-batch holds stays; padded to `least_events` events where the note's fixed padding is asked for."""
+    return tuple(replace(f, least_cells=least_events) if f.name == "var" else f for f in FIELDS)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Stays:
     """A dataset of stays. Arrays may be mapped from a file; a sample is a copy."""

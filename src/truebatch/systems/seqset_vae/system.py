@@ -24,7 +24,7 @@ from truebatch.systems.seqset_vae.losses import balanced_weights
 from truebatch.systems.seqset_vae.model import SeqSetVAE
 from truebatch.systems.seqset_vae.objective import CLASS, SeqSetObjective
 from truebatch.systems.seqset_vae.settings import SeqSetConfig
-from truebatch.systems.seqset_vae.stays import FIELDS, Stays, measure_stays, take_stays
+from truebatch.systems.seqset_vae.stays import Stays, measure_stays, stay_fields, take_stays
 from truebatch.systems.seqset_vae.weights import WEIGHTS, load_weights, read_weights
 from truebatch.training.settings import TrainConfig
 from truebatch.training.tensorfiles import write_tensors
@@ -120,7 +120,7 @@ SEQSET_VAE = System(
     name="seqset_vae",
     config_type=SeqSetConfig,
     load=lambda config: prepare(config).train,  # type: ignore[arg-type, return-value]
-    fields=lambda config: FIELDS,
+    fields=lambda config: stay_fields(least_events=0 if config.use_dynamic_padding else config.max_events or 0),
     measure=_measure,
     build_model=build_model,
     objective=make_objective,
