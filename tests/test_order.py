@@ -269,6 +269,8 @@ ORDER = [
     "systems.stitched_llm.evaluating",
     "systems.stitched_llm.searching",
     "systems.stitched_llm.system",
+    "systems.stitched_llm.trainer",
+    "systems.stitched_llm.compat",
     "environment",
     "checkup",
     "bench.processes",

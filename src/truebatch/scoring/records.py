@@ -50,7 +50,11 @@ class Outcome:
             )
 
 
-def failed(key: str, *, stage: Stage, kind: str, message: str, attempts: int = 1) -> Outcome:
+def failed(
+    key: str, *, stage: Stage, kind: str, message: str, attempts: int = 1, output: Mapping[str, Any] | None = None
+) -> Outcome:
     """A failure as a record. A message may come from anywhere: what is not Unicode in it is replaced."""
     plain = message[:_MESSAGE].encode("utf-8", "replace").decode("utf-8")
-    return Outcome(key=key, status="failed", stage=stage, kind=kind, message=plain, attempts=attempts)
+    return Outcome(
+        key=key, status="failed", stage=stage, kind=kind, message=plain, attempts=attempts, output=dict(output or {})
+    )
