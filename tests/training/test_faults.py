@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.tiny import TEXT_FIELDS, NextToken, TextModel, text_samples
-from truebatch.errors import CheckpointError, ConfigError, LawError, NonFiniteError, RunError
+from truebatch.errors import CheckpointError, ConfigError, DataError, LawError, NonFiniteError, RunError, TruebatchError
 from truebatch.training.checking import compare_with_one_by_one
 from truebatch.training.keeping import best_step
 from truebatch.training.loop import train
@@ -234,3 +234,74 @@ def test_a_run_that_ends_within_an_epoch_is_validated_at_its_end(tmp_path, every
     assert [line["step"] for line in lines if "validation_loss" in line] == [3, 5]
     assert result.best_loss is not None
     assert best_step(tmp_path / "run" / "checkpoints") in (3, 5)
+
+
+# --- objectives and models that do not keep to the law ----------------------------------------------------------------
+
+
+class Detached(NextToken):
+    def sums(self, model, batch):
+        return {"nll": super().sums(model, batch)["nll"].detach()}
+
+
+class Vector(NextToken):
+    def sums(self, model, batch):
+        return {"nll": super().sums(model, batch)["nll"].expand(2)}
+
+
+class Number(NextToken):
+    def sums(self, model, batch):
+        return {"nll": super().sums(model, batch)["nll"].item()}
+
+
+class Nameless(NextToken):
+    def sums(self, model, batch):
+        return super().sums(model, batch)["nll"]
+
+
+class Uncounted(NextToken):
+    def counts(self, batch):
+        return {"nll": 0}
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        (Detached, "no parameter got a gradient"),
+        (Vector, r"tensor of no axes[\s\S]*\(2,\)"),
+        (Number, r"tensor of no axes[\s\S]*float"),
+        (Nameless, "must name its terms"),
+        (Uncounted, "has a sum and counts nothing"),
+    ],
+)
+def test_an_objective_that_would_train_nothing_or_wrongly_is_refused(objective, message):
+    with pytest.raises(TruebatchError, match=message):
+        train(model_of(), objective(), data(), settings())
+
+
+class FunctionalDropout(TextModel):
+    def forward(self, batch):
+        return torch.nn.functional.dropout(super().forward(batch), 0.3, self.training)
+
+
+class Counting(TextModel):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, batch):
+        self.seen += 1
+        return super().forward(batch)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(FunctionalDropout, "dropout"), (Counting, "buffers")])
+def test_a_coupling_that_only_running_shows_is_refused_unless_allowed_by_name(kind, name):
+    with pytest.raises(LawError, match=f"depend on how steps are cut: {name}"):
+        train(model_of(kind), NextToken(), data(), settings())
+    result = train(model_of(kind), NextToken(), data(), settings(allow=(name,)))
+    assert {record["equality"] for record in result.records} == {"in distribution"}
+
+
+def test_a_sample_without_its_field_is_named():
+    with pytest.raises(DataError, match=r"sample 12 has no list 'input_ids'[\s\S]*\['ids'\]"):
+        train(model_of(), NextToken(), data(samples=[*SAMPLES, {"ids": [1]}]), settings())

@@ -58,7 +58,8 @@ class Job:
     measured: Measured
     config: TrainConfig
     num_steps: int
-    couplings: Sequence[Coupling]
+    couplings: list[Coupling]
+    """Allowed by name; the first step may add what only running shows."""
     run: Run | None
     stop: StopFlag
     say: Callable[[str], None]

@@ -6,10 +6,12 @@ and no operation mixes samples. Everything else has a name here, and is refused 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from truebatch.errors import LawError
@@ -37,7 +39,60 @@ def find_couplings(model: nn.Module) -> list[Coupling]:
 def refuse_couplings(model: nn.Module, allow: Sequence[str]) -> list[Coupling]:
     """Raise LawError for couplings that are not allowed by name; return those that are."""
     found = find_couplings(model)
-    refused = [c for c in found if c.name not in allow]
+    _refuse([c for c in found if c.name not in allow])
+    return found
+
+
+@contextmanager
+def refused_if_seen(model: nn.Module, allow: Sequence[str], found: list[Coupling]) -> Iterator[None]:
+    """Around the first step: couplings that only running shows are refused as well, or added to those `found`.
+
+    Randomness drawn from the global generators (functional dropout, noise) and buffers that a forward pass changes.
+    """
+    before, versions = _generators(model), _buffer_versions(model)
+    yield
+    is_drawn = any(not torch.equal(a, b) for a, b in zip(before, _generators(model), strict=True))
+    seen = [_DRAWN] if is_drawn and not any(c.name == "dropout" for c in found) else []
+    changed = [name for name, version in _buffer_versions(model).items() if versions.get(name, version) != version]
+    seen += [_changed_buffer(changed)] if changed else []
+    _refuse([c for c in seen if c.name not in allow])
+    found += seen
+
+
+_DRAWN = Coupling(
+    "dropout",
+    "the first step",
+    "it drew random numbers from torch's global generator (functional dropout, noise), for the micro-batch",
+    "use truebatch.KeyedDropout, or noise keyed by sample",
+)
+
+
+def _changed_buffer(names: Sequence[str]) -> Coupling:
+    return Coupling(
+        "buffers",
+        ", ".join(names[:3]),
+        "a forward pass in training changes it, so it depends on how many forward passes a step is cut into",
+        "change it once a step, outside the model, or freeze it",
+    )
+
+
+def _generators(model: nn.Module) -> list[torch.Tensor]:
+    devices = {p.device for p in model.parameters() if p.is_cuda}
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in sorted(devices, key=str))]
+
+
+def _buffer_versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Saved buffers, but for those of modules that have a name of their own here."""
+    known = {name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)}
+    saved = model.state_dict(keep_vars=True)
+    return {
+        name: (id(buffer), buffer._version)
+        for name, buffer in model.named_buffers()
+        if name in saved and name.rpartition(".")[0] not in known
+    }
+
+
+def _refuse(refused: Sequence[Coupling]) -> None:
     if refused:
         first = refused[0]
         names = sorted({c.name for c in refused})
@@ -46,7 +101,6 @@ def refuse_couplings(model: nn.Module, allow: Sequence[str]) -> list[Coupling]:
             seen=f"{first.where}: {first.words}" + (f" (and {len(refused) - 1} more)" if len(refused) > 1 else ""),
             do=f"{first.fix}; or allow it by name (allow={names}), and every log says 'equal in distribution'",
         )
-    return found
 
 
 def _of_module(name: str, module: nn.Module) -> Iterable[Coupling]:

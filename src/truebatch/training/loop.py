@@ -25,7 +25,7 @@ from truebatch.training.attending import Attendant
 from truebatch.training.checking import compare_with_one_by_one
 from truebatch.training.guard import Guard, steady_steps
 from truebatch.training.job import ALL_DONE, ASKED, Job, Record, TrainResult, exit_code_of_end
-from truebatch.training.law import refuse_couplings
+from truebatch.training.law import refuse_couplings, refused_if_seen
 from truebatch.training.metrics import MetricsLog, open_metrics
 from truebatch.training.nonfinite import handle_nonfinite, is_bad
 from truebatch.training.opening import check_data, opened_run
@@ -38,7 +38,7 @@ from truebatch.training.runs import Run, RunState, write_status
 from truebatch.training.saving import resume_run
 from truebatch.training.settings import TrainConfig
 from truebatch.training.signals import EXIT_INTERRUPTED, catch_signals
-from truebatch.training.step import Engine, StepOutcome, apply_update, step_counts, take_gradients
+from truebatch.training.step import Engine, StepOutcome, apply_update, check_moved, step_counts, take_gradients
 from truebatch.training.task import TrainData, alone_of, content_of, first_samples, measure_by_reading
 from truebatch.training.watchdog import Watchdog, watch_progress
 from truebatch.training.watching import Watch
@@ -255,7 +255,7 @@ def _step(job: Job, progress: Progress, loaded: LoadedStep, log: MetricsLog | No
     if job.config.true_batch == "compare" and progress.step < job.config.compare_steps:
         _compare(job, progress, loaded, counts)
     rates = {g.name: g.set_rate(progress.step, job.num_steps) for g in engine.groups}
-    outcome = take_gradients(engine, batches, counts, epoch=progress.epoch)
+    outcome = _take_gradients(job, progress, loaded, counts)
     if is_bad(engine, outcome):
         rolled = handle_nonfinite(job, progress, loaded, outcome, log)
         if rolled is not None:
@@ -277,6 +277,16 @@ def _compare(job: Job, progress: Progress, loaded: LoadedStep, counts: Mapping[s
         )  # fmt: skip
     how = "are not finite, and not compared" if difference is None else f"differ from one by one by {difference:.1e}"
     job.say(f"step {progress.step}: true batches {how}")
+
+
+def _take_gradients(job: Job, progress: Progress, loaded: LoadedStep, counts: Mapping[str, int]) -> StepOutcome:
+    """The gradient of a step; the first one of a process is also watched for what only running shows."""
+    if job.records:
+        return take_gradients(job.engine, loaded.batches, counts, epoch=progress.epoch)
+    with refused_if_seen(job.engine.model, job.config.allow, job.couplings):
+        outcome = take_gradients(job.engine, loaded.batches, counts, epoch=progress.epoch)
+    check_moved(job.engine, outcome)
+    return outcome
 
 
 def _pass_over(job: Job, progress: Progress, loaded: LoadedStep, log: MetricsLog | None) -> None:

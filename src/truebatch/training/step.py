@@ -10,11 +10,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from truebatch.errors import BatchError
+from truebatch.errors import BatchError, ConfigError
 from truebatch.objective import Objective, add_counts, divide_once, held_open
 from truebatch.tensors.microbatch import MicroBatch
 from truebatch.tensors.noise import noise_for
@@ -132,6 +133,32 @@ def _moved(engine: Engine) -> list[Group]:
     return [group for group in engine.groups if any(p.grad is not None for p in group.parameters)]
 
 
+def check_moved(engine: Engine, outcome: StepOutcome) -> None:
+    """A loss without a gradient would train nothing, and say so nowhere."""
+    if not _moved(engine) and any(outcome.counts.values()):
+        raise ConfigError(
+            "no parameter got a gradient",
+            seen=f"loss terms {sorted(outcome.loss)}, {sum(len(g.parameters) for g in engine.groups)} parameters",
+            do="let `sums` return tensors that depend on the model's parameters: no .detach(), .item() or no_grad",
+        )
+
+
+def _check_sums(sums: Any) -> None:
+    if not isinstance(sums, Mapping):
+        raise ConfigError(
+            "an objective's `sums` must name its terms",
+            seen=f"a {type(sums).__name__}",
+            do="return {'nll': total}",
+        )
+    for name, value in sums.items():
+        if not isinstance(value, Tensor) or value.ndim:
+            raise ConfigError(
+                f"the sum of {name!r} must be a tensor of no axes",
+                seen=f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}",
+                do="add it up over the micro-batch (reduction='sum'), and leave it a tensor",
+            )
+
+
 def clear_gradients(engine: Engine) -> None:
     """No parameter that is trained has a gradient any more."""
     for group in engine.groups:
@@ -191,6 +218,7 @@ def _accumulate(
             failpoint("step.forward")
             with engine.autocast():
                 sums = engine.objective.sums(engine.model, moved)
+            _check_sums(sums)
             failpoint("step.backward")
             _backward(engine, sums, counts, weight=weight * (num_ranks() if sharded else 1))
         for name, value in sums.items():
@@ -232,6 +260,13 @@ def _outcome(engine: Engine, sums: Mapping[str, Tensor], counts: Mapping[str, in
     losses = torch.stack([sums[n].to(torch.float64) for n in names]) if names else norms.new_zeros(0)
     numbers = torch.cat([sum_over_ranks(losses), norms]).tolist()
     loss = {n: x / max(counts[n], 1) for n, x in zip(names, numbers[: len(names)], strict=True)}
+    uncounted = [n for n in names if counts[n] == 0 and loss[n] != 0]
+    if uncounted:
+        raise BatchError(
+            f"the term {uncounted[0]!r} has a sum and counts nothing",
+            seen=f"sum {loss[uncounted[0]]:.4g}, count 0, over the whole step",
+            do="count in `counts` what `sums` adds up; it would be divided by nothing",
+        )
     return StepOutcome(
         loss, dict(zip([g.name for g in engine.groups], numbers[len(names) :], strict=True)), dict(counts)
     )

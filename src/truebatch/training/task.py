@@ -47,8 +47,20 @@ def measure_by_reading(samples: Dataset, fields: Sequence[Field], *, what: str =
     field = next((f for f in ragged if f.axis == CELLS), ragged[0] if ragged else None)
     if field is None:
         return Measured(lengths=np.ones(number, dtype=np.int64), found="one cell a sample")
-    lengths = np.fromiter((len(samples[i][field.key]) for i in range(number)), dtype=np.int64, count=number)
+    lengths = np.fromiter((_length(samples[i], field.key, i) for i in range(number)), dtype=np.int64, count=number)
     return Measured(lengths=lengths, found=f"length of field {field.key!r}")
+
+
+def _length(sample: Any, key: str, sample_id: int) -> int:
+    try:
+        return len(sample[key])
+    except (KeyError, IndexError, TypeError) as error:
+        names = f"fields {sorted(sample)}" if isinstance(sample, Mapping) else f"a {type(sample).__name__}"
+        raise DataError(
+            f"sample {sample_id} has no list {key!r} to measure",
+            seen=f"{names} ({type(error).__name__})",
+            do="return a dictionary with an entry for every declared field from the dataset",
+        ) from error
 
 
 def alone_of(data: TrainData, *, epoch: int) -> Callable[[int], MicroBatch]:
