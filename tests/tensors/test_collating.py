@@ -188,6 +188,19 @@ def test_a_table_of_fixed_slots_has_the_same_shape_for_any_samples():
     assert tables[0].shape == tables[1].shape == (9,)
 
 
+def test_rows_are_as_wide_as_a_field_asks_for_and_hold_the_same():
+    wide = Field(name="ids", pad=-7, least_cells=6)
+    samples = [{"ids": [1, 2]}, {"ids": [3]}]
+    for side in ("left", "right"):
+        batch, plain = (collate(samples, padded_rows(np.array([0, 1]), 2), (f,), side=side) for f in (wide, ALONG))
+        assert batch["ids"].shape == (2, 6)
+        assert [x.tolist() for x in batch.per_sample(batch["ids"])] == [
+            x.tolist() for x in plain.per_sample(plain["ids"])
+        ]
+        assert batch.is_real.sum() == 3
+    assert collate(samples, packed_row(np.array([0, 1]), 3), (wide,))["ids"].shape == (1, 3)
+
+
 def test_read_only_and_foreign_arrays_are_read_without_being_changed():
     frozen = np.arange(4)
     frozen.flags.writeable = False

@@ -16,6 +16,10 @@ from truebatch.tensors.field import Field, check_fields
         ({"shift": 1, "kind": "once"}, "cannot be shifted\n  seen: shift=1, kind='once'"),
         ({"kind": "nested"}, "`inner` names the second level.*\n  seen: kind='nested', inner=''"),
         ({"inner": "events"}, "`inner` names the second level.*\n  seen: kind='along', inner='events'"),
+        (
+            {"least_cells": 4, "axis": "sets"},
+            "cannot ask for a width.*\n  seen: least_cells=4, kind='along', axis='sets'",
+        ),
         ({"kind": "padded"}, "field 'x' has an unknown kind\n  seen: kind='padded'"),
         (
             {"kind": "nested", "axis": "sets", "inner": "sets"},

@@ -89,8 +89,15 @@ def _build_axes(values: Values, rows: Rows, fields: Sequence[Field], side: Side,
         elif name == first.inner:
             axes[name] = replace(_row_axis(lengths, _one_each(lengths), "right", None), outer=first.axis)
         else:
-            axes[name] = _row_axis(lengths, rows, side, slots if name == CELLS else None, is_planned=name == CELLS)
+            laid = _widened(rows, fields) if name == CELLS else rows
+            axes[name] = _row_axis(lengths, laid, side, slots if name == CELLS else None, is_planned=name == CELLS)
     return axes
+
+
+def _widened(rows: Rows, fields: Sequence[Field]) -> Rows:
+    """Padded rows as wide as the fields ask for at least."""
+    least = max(f.least_cells for f in fields)
+    return replace(rows, width=least) if rows.layout == "padded" and least > rows.width else rows
 
 
 def _agreed_lengths(values: Values, rows: Rows, fields: Sequence[Field]) -> dict[str, tuple[Field, Ints]]:

@@ -43,6 +43,8 @@ class Field:
     """The sample's key to read, if it is not `name`."""
     shift: int = 0
     """Cell t holds entry t + shift of the same sample (teacher forcing: 1); what runs over the end holds `pad`."""
+    least_cells: int = 0
+    """Padded rows along `cells` are at least this wide: shapes that do not change, for empty cells that cost time."""
     host: bool = False
     """Stays on the host when the micro-batch moves: numbers that decide shapes, so that no forward waits for them."""
 
@@ -62,6 +64,12 @@ class Field:
                 f"field {self.name!r} cannot be shifted",
                 seen=f"shift={self.shift}, kind={self.kind!r}",
                 do="give a shift of 0 or more, and only to a field of kind 'along'",
+            )
+        if self.least_cells < 0 or (self.least_cells and (self.kind, self.axis) != ("along", "cells")):
+            raise ConfigError(
+                f"field {self.name!r} cannot ask for a width of its rows",
+                seen=f"least_cells={self.least_cells}, kind={self.kind!r}, axis={self.axis!r}",
+                do="give 0 or more, and only to a field of kind 'along' whose axis is 'cells'",
             )
         if (self.kind == "nested") != bool(self.inner):
             raise ConfigError(
