@@ -111,3 +111,45 @@ def show_chinese_gpt(
     config = make_config(device=device, data=data, threads=threads, seconds=seconds, quick=quick, quality=quality)
     run_gpt_bench(config, out=json_file, say=typer.echo)
     return 0
+
+
+@bench_app.command("seqset_vae", short_help="Stays as sets: speed and memory by batch size, against one call a set.")
+def show_seqset_vae(
+    device: Annotated[str, typer.Option(help="cpu (a small model, one thread) or cuda (the note's sizes).")] = "cpu",
+    seconds: Annotated[float | None, typer.Option(help="Nothing begins after this time.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A tiny model and few stays: a dry run.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write all rows as JSON, and the curves beside.")
+    ] = None,
+) -> int:
+    """Measure the note's table: batch 1 to 32 and beyond, the note's own way beside it, and that the loss is the same.
+
+    Examples:
+
+      truebatch bench seqset_vae --quick
+
+      truebatch bench seqset_vae --device cuda --json docs/results/seqset_vae_cuda.json
+    """
+    # Imported here so that `truebatch --help` answers at once.
+    from truebatch.bench.seqset_vae import make_config, run_seqset
+
+    run_seqset(make_config(device=device, seconds=seconds, quick=quick), out=json_file, say=typer.echo)
+    return 0
+
+
+@bench_app.command("nafld", short_help="Real persons: seqset_vae beside logistic regression and gradient boosting.")
+def show_nafld(
+    quick: Annotated[bool, typer.Option("--quick", help="A few steps only: a dry run.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows as JSON.")] = None,
+) -> int:
+    """Judge who dies within five years, in three ways on the same persons; needs the packages survival, scikit-learn.
+
+    Examples:
+
+      truebatch bench nafld --json docs/results/nafld_cpu.json
+    """
+    # Imported here so that `truebatch --help` answers at once.
+    from truebatch.bench.nafld import make_config, run_nafld
+
+    run_nafld(make_config(quick=quick), out=json_file, say=typer.echo)
+    return 0

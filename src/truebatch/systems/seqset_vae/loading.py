@@ -15,6 +15,7 @@ from truebatch.errors import DataError
 from truebatch.systems.seqset_vae.carrying import carry_forward, numbers_of
 from truebatch.systems.seqset_vae.cutting import cut_stays
 from truebatch.systems.seqset_vae.faults import Findings, Policy
+from truebatch.systems.seqset_vae.keeping import State, read_once
 from truebatch.systems.seqset_vae.labels import TEST, TRAIN, VALIDATION
 from truebatch.systems.seqset_vae.sources import Source, find_table, read_source
 from truebatch.systems.seqset_vae.stays import Stays
@@ -64,7 +65,8 @@ class _Key:
     def __init__(self, config: Any) -> None:
         self.config = config
         model = (config.model.embedding_dim, config.model.num_classes)
-        self.parts = (*(getattr(config, name) for name in DATA_FIELDS), model, _state(config))
+        self.files = _state(config)
+        self.parts = (*(getattr(config, name) for name in DATA_FIELDS), model, self.files)
 
     def __hash__(self) -> int:
         return hash(self.parts)
@@ -73,7 +75,7 @@ class _Key:
         return isinstance(other, _Key) and self.parts == other.parts
 
 
-def _state(config: Any) -> tuple[tuple[str, int, int], ...]:
+def _state(config: Any) -> State:
     """Name, size and time of every file the stays come from."""
     paths = [Path(config.data), *(p for p in (config.labels, config.embeddings, config.statistics) if p is not None)]
     files = [file for path in paths for file in ([path] if path.is_file() else sorted(path.glob("**/*.*")))]
@@ -84,7 +86,7 @@ def _state(config: Any) -> tuple[tuple[str, int, int], ...]:
 def _prepare(key: _Key) -> Prepared:
     config = key.config
     findings = Findings(Policy(drop_faulty=config.drop_faulty, strict=config.strict))
-    source = read_source(config, findings)
+    source = read_once(config, key.files, findings, lambda: read_source(config, findings))
     if TRAIN not in source.splits:
         raise DataError(
             "no stays are left to train on",
