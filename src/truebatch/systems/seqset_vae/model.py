@@ -106,9 +106,9 @@ class SeqSetVAE(nn.Module):
         embedded, target = self.events(inputs.var, inputs.val, is_kept)
         posterior = self.encoder(embedded, inputs.layout)
         latents = posterior.sample(None if noise is None else noise.posterior)
-        states = self._states(latents, inputs, noise)
+        states = self.states(latents, inputs, noise)
         decoded = self.decode(states, latents, inputs, noise) if decode else None
-        return Outputs(posterior, decoded, target, states, self._logits(states, posterior, inputs))
+        return Outputs(posterior, decoded, target, states, self.logits(states, posterior, inputs))
 
     def decode(self, states: Tensor, latents: Tensor, inputs: StayInputs, noise: Noise | None) -> Tensor:
         """States [M, Z] (stay after stay) and latents [M, L, Z] -> events [n, R]."""
@@ -118,7 +118,7 @@ class SeqSetVAE(nn.Module):
         )
         return found
 
-    def _states(self, latents: Tensor, inputs: StayInputs, noise: Noise | None) -> Tensor:
+    def states(self, latents: Tensor, inputs: StayInputs, noise: Noise | None) -> Tensor:
         """Latents [M, L, Z] -> what is known after each set [M, Z], stay after stay."""
         rows = inputs.rows
         joined = self.join_levels(latents.flatten(1)).index_select(0, inputs.layout.back)
@@ -129,7 +129,8 @@ class SeqSetVAE(nn.Module):
         x = dropped(self.norm(x), is_kept, -1, self.settings.dropout)
         return x.flatten(0, 1).index_select(0, rows.cell_of_token)
 
-    def _logits(self, states: Tensor, posterior: Posterior, inputs: StayInputs) -> Tensor:
+    def logits(self, states: Tensor, posterior: Posterior, inputs: StayInputs) -> Tensor:
+        """States [M, Z] (stay after stay) -> [N, C]."""
         N, S = inputs.is_real.shape
         variance = torch.exp(posterior.logvar[:, -1]).index_select(0, inputs.layout.back)
 
