@@ -25,7 +25,10 @@ _NOT_FOR_DONORS = ("num_items_in_batch", "shift_labels", "return_dict", "cache_p
 
 
 class StitchedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
-    """The bottom of one donor, an adapter, and the top of another; `stitch` makes one from donors."""
+    """The bottom of one donor, an adapter, and the top of another; `stitch` makes one from donors.
+
+    `vocabulary` is the map of ids its output layer was re-indexed by, `lora` rank and alpha of matrices in its top.
+    """
 
     config_class = StitchedConfig
     base_model_prefix = "stitched"
@@ -47,6 +50,8 @@ class StitchedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=bool(config.origin.get("head_bias")))
         self.config.bottom, self.config.top = self.bottom.config, self.top.config
         self.loss_type = "ForCausalLM"
+        self.vocabulary: Tensor | None = None
+        self.lora: tuple[int, float] | None = None
         self.post_init()
 
     def forward(

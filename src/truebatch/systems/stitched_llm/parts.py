@@ -99,6 +99,7 @@ def add_top_lora(model: StitchedForCausalLM, *, rank: int, alpha: float) -> None
     settings = peft.LoraConfig(r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules="all-linear")
     top: Any = model.top
     top.add_adapter(settings)
+    model.lora = (rank, alpha)
     for name, value in model.top.named_parameters():
         if "lora_" in name:
             value.data = value.data.float()

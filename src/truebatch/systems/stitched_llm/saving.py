@@ -6,7 +6,7 @@ adapter.safetensors + stitch_config.json (what was trained, and on which weights
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,7 @@ from truebatch.systems.stitched_llm.stitching import Cut, stitch
 WEIGHTS, ABOUT = "adapter.safetensors", "stitch_config.json"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lora:
-    """The LoRA matrices that were trained beside the adapter."""
-
-    rank: int
-    alpha: float
-
-
-def save_adapter(
-    model: StitchedForCausalLM, folder: Path, *, lora: Lora | None = None, vocabulary: Tensor | None = None
-) -> None:
+def save_adapter(model: StitchedForCausalLM, folder: Path) -> None:
     """Write what was trained, and what it was trained on: cut, adapter, names and hashes of the donors."""
     folder.mkdir(parents=True, exist_ok=True)
     trained = {name for name, p in model.named_parameters() if p.requires_grad or name.startswith("adapter.")}
@@ -45,8 +35,8 @@ def save_adapter(
     about = {
         "origin": model.config.origin,
         "adapter": asdict(model.adapter.shape),
-        "lora": None if lora is None else asdict(lora),
-        "vocabulary": None if vocabulary is None else vocabulary.tolist(),
+        "lora": None if model.lora is None else {"rank": model.lora[0], "alpha": model.lora[1]},
+        "vocabulary": None if model.vocabulary is None else model.vocabulary.tolist(),
         "trained": sorted(tensors),
     }
     (folder / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")

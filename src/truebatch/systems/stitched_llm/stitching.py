@@ -81,7 +81,9 @@ def stitch(
         "bottom_hash": weights_hash(base) if with_hashes else "",
         "top_hash": weights_hash(upper, head) if with_hashes else "",
     }
-    return _join(base, upper, head, shape, origin)
+    model = _join(base, upper, head, shape, origin)
+    model.vocabulary = vocabulary
+    return model
 
 
 def _join(base: Any, upper: Any, head: nn.Linear, shape: AdapterShape, origin: dict[str, Any]) -> StitchedForCausalLM:

@@ -20,11 +20,10 @@ from truebatch.planning.rows import Layout
 from truebatch.proof.layouts import choose_layout
 from truebatch.system import System
 from truebatch.systems.stitched_llm import data
-from truebatch.systems.stitched_llm.building import Built, build, open_donors, vocabulary_of
+from truebatch.systems.stitched_llm.building import Built, build, open_donors
 from truebatch.systems.stitched_llm.evaluating import compare_donors, draw_perplexities
-from truebatch.systems.stitched_llm.model import StitchedForCausalLM
 from truebatch.systems.stitched_llm.parts import autocast_of
-from truebatch.systems.stitched_llm.saving import Lora, save_adapter
+from truebatch.systems.stitched_llm.saving import save_adapter
 from truebatch.systems.stitched_llm.selftest import probe_masks
 from truebatch.systems.stitched_llm.settings import StitchConfig, StitchTrain
 
@@ -86,12 +85,7 @@ def _generate(config: Any, model: Any, prompts: Sequence[str], settings: Generat
 
 def _save(config: Any, model: Any, folder: Path) -> None:
     """The adapter and what it belongs to, the tokenizer, and what the masks were found to be."""
-    assert isinstance(model, StitchedForCausalLM)
-    lora = Lora(rank=config.lora_rank, alpha=config.lora_alpha) if config.lora else None
-    vocabulary = None
-    if config.vocabulary != "same" or config.vocabulary_map is not None:
-        vocabulary = vocabulary_of(config, *open_donors(config))
-    save_adapter(model, folder, lora=lora, vocabulary=vocabulary)
+    save_adapter(model, folder)
     load_tokenizer(data.sources_of(config).tokenizer, None).save_pretrained(folder)
     with autocast_of(model.device, config.train.precision):
         tested = probe_masks(model)

@@ -1,0 +1,137 @@
+"""The commands as a user types them, rightly and wrongly, and the starting files."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.systems.stitched_llm.conftest import SMALL
+from truebatch.cli import run
+from truebatch.systems.stitched_llm.embedded import embedded_folder
+from truebatch.systems.stitched_llm.searching import Pair, write_search
+from truebatch.systems.stitched_llm.settings import StitchConfig
+
+pytestmark = pytest.mark.xdist_group("stitched_donors")
+ROOT = Path(__file__).parents[3]
+SETTINGS = [part for name, value in SMALL.items() for part in ("--set", f"{name}={value}")]
+
+
+@pytest.fixture(scope="module")
+def trained(cached, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    code = run(
+        [
+            "train",
+            "stitched_llm",
+            *SETTINGS,
+            "--set",
+            "train.max_steps=5",
+            "--out",
+            str(folder),
+            "--log-format",
+            "plain",
+        ]
+    )
+    assert code == 0
+    return folder
+
+
+def test_train_then_evaluate_then_generate(trained, capsys):
+    assert run(["evaluate", str(trained), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["perplexity"]
+    assert found["stitched"] < found["cut_without_adapter"]
+    assert set(found) == {"stitched", "cut_without_adapter", "bottom_donor", "top_donor", "unigram"}
+    assert (trained / "evaluation" / "perplexity.svg").read_text().startswith("<svg")
+    assert json.loads((trained / "evaluation" / "eval.json").read_text())["perplexity"] == found
+    given = ["generate", str(trained), "--temperature", "1", "--max-new-tokens", "6", "--json"]
+    assert run([*given, "--prompt", "the boat", "--prompt", "soup"]) == 0
+    together = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    alone = []
+    for prompt in ("the boat", "soup"):
+        assert run([*given, "--prompt", prompt]) == 0
+        alone += [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["text"] for one in together] == [one["text"] for one in alone]
+    assert any(one["text"] for one in together)
+
+
+def test_a_run_is_exported_as_one_folder_that_transformers_loads(trained, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM
+
+    from truebatch.systems.stitched_llm.saving import load_stitched
+
+    assert run(["stitched_llm", "export", str(trained), "--out", str(tmp_path / "merged")]) == 0
+    merged, own = AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), load_stitched(trained / "model")
+    ids = torch.arange(2, 12)[None]
+    with torch.no_grad():
+        assert torch.equal(merged(input_ids=ids).logits, own(input_ids=ids).logits)
+    assert run(["stitched_llm", "export", str(trained), "--out", str(tmp_path / "merged")]) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_inspect_shows_both_donors_and_the_self_test(cached, capsys):
+    assert run(["stitched_llm", "inspect", *SETTINGS]) == 0
+    shown = capsys.readouterr().out
+    assert "llama" in shown
+    assert "mask self-test: causal" in shown
+    assert "trained: 6,240 of" in shown
+    assert run(["stitched_llm", "inspect", *SETTINGS, "--set", "cut_bottom=9"]) == 2
+    assert "from 1 to 4" in capsys.readouterr().err
+    assert run(["stitched_llm", "inspect", "--set", "bottom=nowhere"]) == 2
+    assert "go together" in capsys.readouterr().err
+
+
+def test_search_ranks_every_pair_and_draws_it(cached, tmp_path, capsys):
+    given = [
+        "stitched_llm",
+        "search",
+        *SETTINGS,
+        "--tokens",
+        "1500",
+        "--measure",
+        "3",
+        "--out",
+        str(tmp_path),
+        "--json",
+    ]
+    assert run(given) == 0
+    pairs = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {(p["cut_bottom"], p["cut_top"]) for p in pairs} == {(k, j) for k in range(1, 5) for j in range(5)}
+    measured = [p["perplexity"] for p in pairs if p["perplexity"] is not None]
+    assert len(measured) == 3
+    assert measured == sorted(measured)
+    assert all(0 < p["residual"] < 1 for p in pairs)
+    assert (tmp_path / "residual.svg").read_text().startswith("<svg")
+    assert (tmp_path / "perplexity.svg").exists()
+
+
+def test_a_search_without_losses_draws_one_picture(tmp_path):
+    files = write_search([Pair(1, 0, 0.5), Pair(1, 1, 0.6)], tmp_path)
+    assert [file.name for file in files] == ["search.json", "residual.svg"]
+
+
+def test_the_starting_files_train_and_speak(cached, tmp_path):
+    default = StitchConfig()
+    cache = tmp_path / "cache"
+    before = os.environ["TRUEBATCH_CACHE"]
+    os.environ["TRUEBATCH_CACHE"] = str(cache)
+    try:  # the donors of these tests in the place of the larger ones the script would train
+        home = embedded_folder(samples=default.made_up_samples, steps=default.donor_steps, seed=0)
+    finally:
+        os.environ["TRUEBATCH_CACHE"] = before
+    for role in ("bottom", "top"):
+        shutil.copytree(cached / role, home / role)
+    assert run(["init", "stitched_llm", "--out", str(tmp_path / "start")]) == 0
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "start" / "main.py"), "2"],
+        cwd=tmp_path / "start", capture_output=True, text=True, timeout=110,
+        env={**os.environ, "TRUEBATCH_CACHE": str(cache), "PYTHONPATH": str(ROOT / "src")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "✅ 有效batch_size: 8 × 4 (gradient_accumulation) = 32" in done.stdout
+    assert any(line.startswith("the boat") for line in done.stdout.splitlines())
+    assert (tmp_path / "start" / "stitch_model_optimized" / "adapter.safetensors").is_file()
