@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from truebatch.generation.settings import Generation
 from truebatch.systems.chinese_gpt.batchloader import Batch, BatchLoader, create_training_batches, make_batch
 from truebatch.systems.chinese_gpt.corpus import Text
-from truebatch.systems.chinese_gpt.generating import continue_texts
+from truebatch.systems.chinese_gpt.generating import answer_in_context, continue_texts, prompt_ids
 from truebatch.systems.chinese_gpt.model import Block, ChineseGPT, ModelShape
 from truebatch.systems.chinese_gpt.objective import NextToken
 from truebatch.systems.chinese_gpt.preparing import best_weights
@@ -58,6 +58,7 @@ class LLM:
         shape = ModelShape(vocabulary=len(vocab))
         self.network = network if network is not None else ChineseGPT(shape, seed=seed, vocab=vocab)
         self.seed = seed
+        self.context: tuple[int, ...] = ()
 
     def forward_batch(self, batch: Batch) -> Tensor:
         """[batch_size, seq_len, V] logits; zeros in padding."""
@@ -90,7 +91,27 @@ class LLM:
 
     def predict(self, text: str, *, temperature: float = 1.0, top_p: float = 0.9, top_k: int = 5) -> str:
         """A drawn continuation of a text."""
+        return self.predict_with_sampling(text, temperature, top_p, top_k)
+
+    def predict_with_sampling(self, text: str, temperature: float, top_p: float, top_k: int) -> str:
+        """A drawn continuation; a token must be allowed by top_k (0: all) and by top_p (1: all)."""
         settings = Generation(temperature=temperature, top_p=top_p, top_k=top_k, seed=self.seed)
+        return continue_texts(self.network.eval(), [text], settings)[0]
+
+    def predict_with_context(self, text: str, temperature: float = 1.0, top_p: float = 0.9, top_k: int = 5) -> str:
+        """An answer to 用户 that knows the turns before it, as far as the model's positions reach."""
+        settings = Generation(temperature=temperature, top_p=top_p, top_k=top_k, seed=self.seed)
+        answer, self.context = answer_in_context(self.network.eval(), self.context, text, settings)
+        return answer
+
+    def clear_context(self) -> None:
+        """Forget the turns of `predict_with_context`."""
+        self.context = ()
+
+    def predict_with_beam_search(self, text: str, beam_width: int, max_length: int) -> str:
+        """The likeliest continuation found with `beam_width` beams; `max_length` counts the prompt's tokens too."""
+        room = max(1, max_length - len(prompt_ids(self.vocab, text)))
+        settings = Generation(beams=beam_width, max_new_tokens=room, temperature=0.0)
         return continue_texts(self.network.eval(), [text], settings)[0]
 
     def _held(self, data: Sequence[str]) -> Callable[[int], bool]:
