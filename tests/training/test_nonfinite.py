@@ -13,6 +13,7 @@ from truebatch.training.keeping import list_checkpoints
 from truebatch.training.loop import train
 from truebatch.training.metrics import read_metrics
 from truebatch.training.optimising import Group
+from truebatch.training.reducing import num_ranks, rank
 from truebatch.training.settings import TrainConfig
 from truebatch.training.task import TrainData
 
@@ -68,11 +69,24 @@ class BadOptimiser(torch.optim.SGD):
             self.param_groups[0]["params"][0].data[0] = math.nan
 
 
+class BadOnOneRank(NextToken):
+    """NaN in the loss of the last rank alone, in its second micro-batch."""
+
+    calls = 0
+
+    def sums(self, model, batch):
+        sums = super().sums(model, batch)
+        self.calls += 1
+        is_bad = rank() == num_ranks() - 1 and self.calls == 2
+        return {"nll": sums["nll"] * math.nan} if is_bad else sums
+
+
 SOURCES = {
     "loss": (TextModel, BadLoss, torch.optim.SGD),
     "gradient": (TextModel, BadGradient, torch.optim.SGD),
     "input": (BadInput, NextToken, torch.optim.SGD),
     "optimiser": (TextModel, NextToken, BadOptimiser),
+    "one rank": (TextModel, BadOnOneRank, torch.optim.SGD),
 }
 
 
