@@ -166,12 +166,10 @@ def test_no_micro_batch_of_a_plan_under_the_largest_budget_needs_more_than_the_l
     cells = largest_cells(fit, lengths, layout=layout, limit_bytes=limit)
     if cells < lengths.max():
         return
-    for samples_per_step, epoch in itertools.product((16, 100, 400), range(2)):
-        config = PlanConfig(layout=layout, cells=cells, samples_per_step=samples_per_step)
-        plan = build_plan(lengths, config, epoch=epoch)
+    for samples_per_step in (50, 400):
+        plan = build_plan(lengths, PlanConfig(layout=layout, cells=cells, samples_per_step=samples_per_step))
         for rows in (rows for at in range(plan.num_steps) for rows in plan.step(at)[0]):
-            # What a plan has by chance, and not by its cut, is the margin's business.
-            assert fit.predict(*shape_of_lengths(lengths[rows.ids], layout)) <= limit * 1.01
+            assert fit.predict_safely(*shape_of_lengths(lengths[rows.ids], layout)) <= limit
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])

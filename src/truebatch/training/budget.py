@@ -16,7 +16,7 @@ from truebatch.training.memoryfit import MemoryFit
 
 MOST_SAMPLES = 20_000
 """Plans are tried with so many samples, drawn from all; the longest is always among them."""
-TRIALS = 4
+TRIALS, LESS = 4, 0.98
 STEPS = 8
 """Every plan is tried with all samples as one step, and with this many steps, which are cut less evenly."""
 
@@ -25,24 +25,26 @@ def largest_cells(fit: MemoryFit, lengths: Ints, *, layout: Layout, limit_bytes:
     """The largest budget of cells under which micro-batches of these samples need no more than the limit.
 
     The first trial would be safe even if all samples were as dear a cell as the dearest. From there on the dearest
-    micro-batch of a real plan counts; the larger the budget, the less can a micro-batch differ from the others, so no
-    trial is larger than its own plan allows. 0 if nothing fits.
+    micro-batch of a real plan counts: the larger the budget, the less can a micro-batch differ from the others. What is
+    given was tried: no micro-batch of its own plans needs more. 0 if nothing fits.
     """
     left = (limit_bytes - fit.constant_bytes) / (1 + fit.uncertainty) - fit.fixed
     if left <= 0 or left + fit.fixed < fit.floor:
         return 0
     drawn = _drawn(lengths)
-    ends = (max(int(drawn.max()), 1), max(int(drawn.min()), 1))
+    longest, most = max(int(drawn.max()), 1), int(drawn.sum()) // 2
+    ends = (longest, max(int(drawn.min()), 1))
     price = fit.per_cell + max(n * fit.per_pair + fit.per_sample / n for n in ends)
     if price <= 0:
         return max(point.cells for point in fit.points)
     for _ in range(TRIALS):
-        trial = min(max(math.floor(left / price), int(drawn.max())), int(drawn.sum()) // 2)
-        found = _dearest(fit, drawn, layout, trial)
-        if found >= price:
-            break
-        price = found
-    return math.floor(left / price)
+        trial = max(min(math.floor(left / price), most), longest)
+        shapes = _shapes(drawn, layout, trial)
+        price = min(price, max(_needs(fit, shape) / max(shape[0], trial // 2) for shape in shapes))
+    cells = math.floor(left / price)
+    while longest <= cells <= most and max(_needs(fit, shape) for shape in _shapes(drawn, layout, cells)) > left:
+        cells = math.floor(LESS * cells)
+    return cells
 
 
 def _drawn(lengths: Ints) -> Ints:
@@ -52,22 +54,20 @@ def _drawn(lengths: Ints) -> Ints:
     return np.append(drawn, lengths.max())
 
 
-def _dearest(fit: MemoryFit, lengths: Ints, layout: Layout, cells: int) -> float:
-    """Bytes a cell of the dearest micro-batch, without what is fixed; those of less than half the budget never matter."""
-    cells = max(cells, int(lengths.max()))
-    prices = []
+def _shapes(lengths: Ints, layout: Layout, cells: int) -> list[tuple[int, int, int]]:
+    """Cells, pairs and samples of every micro-batch of the plans under a budget."""
+    shapes = []
     for samples_per_step in {len(lengths), max(1, len(lengths) // STEPS)}:
         plan = build_plan(lengths, PlanConfig(layout=layout, cells=cells, samples_per_step=samples_per_step))
-        shapes = [
-            shape_of_lengths(lengths[rows.ids], layout) for at in range(plan.num_steps) for rows in plan.step(at)[0]
-        ]
-        prices += [_price(fit, shape) for shape in shapes if 2 * shape[0] >= cells]
-    return max(prices, default=math.inf)
+        for rows in (rows for at in range(plan.num_steps) for rows in plan.step(at)[0]):
+            shapes += [shape_of_lengths(lengths[rows.ids], layout)] if len(rows.ids) else []
+    return shapes
 
 
-def _price(fit: MemoryFit, shape: tuple[int, int, int]) -> float:
+def _needs(fit: MemoryFit, shape: tuple[int, int, int]) -> float:
+    """Bytes of a micro-batch without what is fixed."""
     cells, pairs, samples = shape
-    return fit.per_cell + (fit.per_pair * pairs + fit.per_sample * samples) / cells
+    return fit.per_cell * cells + fit.per_pair * pairs + fit.per_sample * samples
 
 
 def shape_of_lengths(lengths: Ints, layout: Layout) -> tuple[int, int, int]:

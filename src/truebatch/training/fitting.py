@@ -35,8 +35,8 @@ NUMBERS = (1, 2, 8, 32)
 MIXED = (4, 8, 16)
 MOST_TIMES_LONGEST = 8
 """A probe of several samples has no more cells than this many of the longest sample."""
-SHARES = (0.125, 0.25, 0.5)
-"""Of a given limit: what further probes take."""
+SHARES = (0.25, 0.5)
+"""Of what a given limit leaves for micro-batches: what further probes take."""
 STATES = {"AdamW": 2, "Adam": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad": 1, "RMSprop": 1}
 """Tensors an optimiser holds for each parameter; others are taken to hold 2."""
 
@@ -62,8 +62,8 @@ def fit_memory(engine: Engine, data: TrainData, config: TrainConfig, *, limit_by
         points = _probe_all(engine, data, choose_probes(lengths), config.layout)
         fit = fitted(points)
         for share in SHARES if limit_bytes is not None else ():
-            further = _further(fit, lengths, config.layout, int(share * limit_bytes))
-            points += _probe_all(engine, data, further, config.layout)
+            limit = fit.constant_bytes + int(share * (limit_bytes - fit.constant_bytes))
+            points += _probe_all(engine, data, _further(fit, lengths, config.layout, limit), config.layout)
             fit = fitted(points)
     return fit
 
@@ -103,9 +103,9 @@ def samples_near(order: Ints, place: int, number: int) -> Ints:
 
 
 def _further(fit: MemoryFit, lengths: Ints, layout: Layout, limit_bytes: int) -> list[Ints]:
-    """As much as this limit allows, of middling samples, of the longest and of all kinds; none where that is no news."""
+    """As much as this limit allows: of middling samples, of the longest and of all kinds. None if that is little."""
     cells = largest_cells(fit, lengths, layout=layout, limit_bytes=limit_bytes)
-    if cells <= max(point.cells for point in fit.points):
+    if 2 * cells <= max(point.cells for point in fit.points):
         return []
     order = np.argsort(lengths, kind="stable")
     places = [len(order) // 2, len(order) - 1]

@@ -24,12 +24,8 @@ Floats = NDArray[np.float64]
 FIT = "fit.json"
 LEAST_UNCERTAINTY = 0.01
 """A line through as many points as it has prices looks perfect; nothing measured is."""
-LARGE_SPAN, LEAST_LARGE = 6.0, 9
-ABOVE_FLOOR, LEAST_POINTS = 3.0, 6
-"""Where the line is what shows; and how many points there must be to leave the others out.
-
-A loss in chunks, say, takes memory by the cell only until a chunk is full: small points know nothing of large ones.
-"""
+ABOVE_FLOOR, LARGE_SPAN, LEAST_POINTS = 3.0, 5.0, 6
+"""Where the line is what shows: well above the floor, or near the largest; and how many points there must be for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,32 +94,32 @@ class MemoryFit:
 def fit_points(
     points: Sequence[Point], *, resident_bytes: int, optimiser_bytes: int, facts: Mapping[str, Any]
 ) -> MemoryFit:
-    """The line through measured points, least squares of the relative errors, no price below zero."""
-    fit = MemoryFit(
-        points=tuple(points), **_line(points), uncertainty=0.0, resident_bytes=resident_bytes,
-        optimiser_bytes=optimiser_bytes, facts=dict(facts),
-    )  # fmt: skip
-    kept = _above_floor(points)
-    errors = [abs(error) for point, error in zip(points, fit.residuals, strict=True) if point in kept]
-    return replace(fit, uncertainty=max(LEAST_UNCERTAINTY, *errors, *_left_out_errors(fit, kept)))
+    """The line through measured points, least squares of the relative errors, no price below zero.
 
-
-def _above_floor(points: Sequence[Point]) -> list[Point]:
-    """Those the prices come from: the large ones, where there are enough; else those well above the floor."""
+    It goes through the large points or through all that are well above the floor, whichever it misses by less: a loss
+    in chunks, say, takes memory by the cell only until a chunk is full, and small points know nothing of large ones.
+    """
     floor, largest = min(point.num_bytes for point in points), max(point.num_bytes for point in points)
-    for least, number in ((largest / LARGE_SPAN, LEAST_LARGE), (ABOVE_FLOOR * floor, LEAST_POINTS)):
+    fits = []
+    for least in (ABOVE_FLOOR * floor, largest / LARGE_SPAN):
         above = [point for point in points if point.num_bytes > least]
-        if len(above) >= number:
-            return above
-    return list(points)
+        kept = above if len(above) >= LEAST_POINTS else list(points)
+        fit = MemoryFit(
+            points=tuple(points), floor=float(floor), **_line(kept), uncertainty=0.0, resident_bytes=resident_bytes,
+            optimiser_bytes=optimiser_bytes, facts=dict(facts),
+        )  # fmt: skip
+        fits.append(replace(fit, uncertainty=max(LEAST_UNCERTAINTY, *_errors(fit, kept))))
+    return min(fits, key=lambda fit: fit.uncertainty)
 
 
 def _line(points: Sequence[Point]) -> dict[str, float]:
-    """The floor is the cheapest point; the prices come from points well above it, where the line is what shows."""
-    floor = min(point.num_bytes for point in points)
-    prices = _solve(_above_floor(points))
-    names = ("fixed", "per_cell", "per_pair", "per_sample")
-    return {"floor": float(floor), **dict(zip(names, prices, strict=True))}
+    return dict(zip(("fixed", "per_cell", "per_pair", "per_sample"), _solve(points), strict=True))
+
+
+def _errors(fit: MemoryFit, kept: Sequence[Point]) -> list[float]:
+    """How far the line misses each point it was made from, and where there are enough, how far without that point."""
+    own = [abs(error) for point, error in zip(fit.points, fit.residuals, strict=True) if point in kept]
+    return [*own, *_left_out_errors(fit, kept)]
 
 
 def _left_out_errors(fit: MemoryFit, kept: Sequence[Point]) -> list[float]:
