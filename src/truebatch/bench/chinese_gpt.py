@@ -68,9 +68,9 @@ class GPTBenchConfig:
     threads: int = 1
     """Of a CPU. With one, CPU seconds count; with more, those of the clock, which other work on the machine disturbs."""
     sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
-    samples: int = 96
+    samples: int = 64
     """Every way runs over these."""
-    rounds: int = 5
+    rounds: int = 3
     seconds: float = 900.0
     """Nothing begins after this time; what was left out is named."""
     quality: bool = False
@@ -307,7 +307,7 @@ def make_config(
     """Sizes for a CPU or a card; quick: few samples and rounds, a dry run."""
     config = GPTBenchConfig(device=device, data=data, threads=threads, quality=quality)
     if device == "cuda":
-        config = replace(config, sizes=(*config.sizes, 64, 256), samples=768, seconds=240.0)
+        config = replace(config, sizes=(*config.sizes, 64, 256), samples=768, rounds=5, seconds=240.0)
     if quick:
         config = replace(config, sizes=(1, 4, 16), samples=16, rounds=1)
     return config if seconds is None else replace(config, seconds=seconds)

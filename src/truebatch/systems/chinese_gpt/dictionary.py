@@ -1,6 +1,7 @@
 """Which runs of Han characters are words: learned from the corpus itself, without a dictionary.
 
-runs -> n-grams that occur often -> whose parts belong together (PMI) -> which stand in many surroundings (entropy)
+runs -> n-grams that occur often -> whose parts belong together (PMI) -> which stand in many surroundings (entropy), or
+are two characters of which one stands nowhere else
 """
 
 from __future__ import annotations
@@ -23,6 +24,12 @@ class WordRule:
     """How much more often (as a logarithm) the parts stand together than they would by chance, at the weakest joint."""
     min_entropy: float = 0.6
     """How open both sides are: a part of a word is always followed by the rest of it."""
+    min_bound: float = 0.95
+    """Or, of two characters: the share of the rarer one that stands in this word. Such a one is no word alone."""
+    common_share: float = 0.02
+    """A character that is more than this share of the text (such as 的) is a word of its own, and in no other."""
+    common_count: int = 50
+    """And occurs at least this often: in a few sentences every character is a large share."""
 
 
 def learn_words(runs: Sequence[str], rule: WordRule | None = None) -> dict[str, int]:
@@ -30,9 +37,12 @@ def learn_words(runs: Sequence[str], rule: WordRule | None = None) -> dict[str, 
     rule = rule or WordRule()
     counts = _count_grams(runs, rule)
     total = sum(n for gram, n in counts.items() if len(gram) == 1)
-    cohesive = {gram for gram in counts if len(gram) > 1 and _pmi(gram, counts, total) >= rule.min_pmi}
-    is_open = _open_grams(runs, cohesive, rule)
-    return {gram: counts[gram] for gram in sorted(is_open)}
+    common = {c for c in counts if len(c) == 1 and counts[c] > max(rule.common_share * total, rule.common_count)}
+    candidates = [gram for gram in counts if len(gram) > 1 and not common.intersection(gram)]
+    cohesive = {gram for gram in candidates if _pmi(gram, counts, total) >= rule.min_pmi}
+    bound = {gram for gram in cohesive if len(gram) == 2 and _bound(gram, counts) >= rule.min_bound}
+    words = _open_grams(runs, cohesive, rule) | bound
+    return {gram: counts[gram] for gram in sorted(words)}
 
 
 def _count_grams(runs: Sequence[str], rule: WordRule) -> dict[str, int]:
@@ -52,6 +62,10 @@ def _count_grams(runs: Sequence[str], rule: WordRule) -> dict[str, int]:
 def _pmi(gram: str, counts: Mapping[str, int], total: int) -> float:
     splits = ((gram[:i], gram[i:]) for i in range(1, len(gram)))
     return min(math.log(counts[gram] * total / (counts[left] * counts[right])) for left, right in splits)
+
+
+def _bound(gram: str, counts: Mapping[str, int]) -> float:
+    return counts[gram] / min(counts[character] for character in gram)
 
 
 def _open_grams(runs: Iterable[str], grams: set[str], rule: WordRule) -> set[str]:

@@ -10,7 +10,7 @@ import importlib
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -51,7 +51,17 @@ class BuiltinSegmenter:
 
     words: Mapping[str, int]
     """Words of two characters and more."""
+    total: int = 0
+    """What counts are divided by; 0: their sum. It stays when words are left out, or paths would change."""
     backend: Backend = field(default="builtin", init=False)
+
+    def __post_init__(self) -> None:
+        if not self.total:
+            object.__setattr__(self, "total", sum(self.words.values()) + 1)
+
+    def only(self, used: Collection[str]) -> BuiltinSegmenter:
+        """The same paths with fewer words, as long as every word of every path is among them."""
+        return BuiltinSegmenter({word: n for word, n in self.words.items() if word in used}, self.total)
 
     def cut(self, text: str) -> list[str]:
         """Every run of Han characters along its likeliest path; characters outside the dictionary stand alone."""
@@ -65,7 +75,7 @@ class BuiltinSegmenter:
 
     def describe(self) -> dict[str, Any]:
         """The dictionary."""
-        return {"backend": self.backend, "words": dict(sorted(self.words.items()))}
+        return {"backend": self.backend, "words": dict(sorted(self.words.items())), "total": self.total}
 
     def score(self, word: str) -> float:
         """The log-probability of a word: the path through a text has the highest sum of these."""
@@ -73,8 +83,7 @@ class BuiltinSegmenter:
 
     @cached_property
     def _scores(self) -> dict[str, float]:
-        total = sum(self.words.values()) + 1
-        return {word: math.log(n / total) for word, n in self.words.items()}
+        return {word: math.log(n / self.total) for word, n in self.words.items()}
 
     @cached_property
     def _longest(self) -> int:
@@ -82,7 +91,7 @@ class BuiltinSegmenter:
 
     @cached_property
     def _alone(self) -> float:
-        return -math.log(sum(self.words.values()) + 1)
+        return -math.log(self.total)
 
     def _path(self, run: str) -> list[str]:
         """Left to right: the best score up to each place, and how long the word before it is.
@@ -185,7 +194,7 @@ def segmenter_from(description: Mapping[str, Any]) -> Segmenter:
     """The segmenter that gave this description. jieba must have the same dictionary it had then."""
     backend = description["backend"]
     if backend == "builtin":
-        return BuiltinSegmenter(dict(description["words"]))
+        return BuiltinSegmenter(dict(description["words"]), int(description["total"]))
     if backend == "bpe":
         return BpeSegmenter(str(description["definition"]))
     now, then = _jieba_hash(), str(description["dictionary"])

@@ -52,8 +52,7 @@ class Vocab:
             return cls((*SPECIAL, *bpe_words(segmenter)), segmenter)
         used = {word for text in known for word in segmenter.cut(text)}
         if isinstance(segmenter, BuiltinSegmenter):
-            # A path through fewer words is the same path as long as its own words are among them.
-            segmenter = BuiltinSegmenter({word: n for word, n in segmenter.words.items() if word in used})
+            segmenter = segmenter.only(used)
         return cls((*SPECIAL, *sorted(used)), segmenter)
 
     def __len__(self) -> int:
