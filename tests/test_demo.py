@@ -19,6 +19,7 @@ SMALL = DemoSize(
     samples_per_step=8,
     compared_steps=6,
     steps=6,
+    about=("动物", "水果", "省份"),
     answers=2,
 )
 
