@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -32,6 +33,23 @@ def test_every_set_holds_what_a_loop_that_remembers_would_put_there(made, minute
     for i in range(len(made)):
         assert sets_of(carried[i]) == carried_slowly(sets_of(made[i]), minutes, always)
         assert carried.labels[i] == made.labels[i]
+
+
+@settings(deadline=None, max_examples=30)
+@given(stays())
+def test_counts_say_how_often_a_variable_was_observed_so_far(made):
+    plain, counted = carry_forward(made, minutes=50.0), carry_forward(made, minutes=50.0, count_from=10)
+    for i in range(len(made)):
+        seen: dict[int, int] = {}
+        for (_, raw), (minute, events), (same, more) in zip(
+            sets_of(made[i]), sets_of(plain[i]), sets_of(counted[i]), strict=True
+        ):
+            for v, _ in raw:
+                seen[v] = seen.get(v, 0) + 1
+            assert same == minute
+            assert sorted(more)[: len(events)] == events
+            found = {v - 10: x for v, x in more if v >= 10}
+            assert found == pytest.approx({v: math.log(seen[v]) for v, _ in events}, abs=1e-6)
 
 
 def test_age_and_origin_of_what_is_carried():

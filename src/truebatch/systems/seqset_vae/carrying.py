@@ -27,15 +27,20 @@ class Carried:
     """[n] minutes since it was observed."""
     is_carry: NDArray[np.bool_]
     """[n] True where the value was observed in an earlier set."""
+    number: Ints
+    """[n] how often its variable was observed so far."""
 
 
-def carry_forward(stays: Stays, *, minutes: float, always: Collection[int] = ()) -> Stays:
+def carry_forward(
+    stays: Stays, *, minutes: float, always: Collection[int] = (), count_from: int | None = None
+) -> Stays:
     """The stays with every variable copied into later sets until it is observed again or older than `minutes`.
 
-    Variables in `always` are copied however old they are. Set times stay as they are.
+    Variables in `always` are copied however old they are. Set times stay as they are. With `count_from`, variable v
+    brings along the event v + count_from: the logarithm of how often it was observed so far.
     """
     return make_stays(
-        _filled(stays[i], carry_stay(stays[i], minutes=minutes, always=always)) for i in range(len(stays))
+        _filled(stays[i], carry_stay(stays[i], minutes=minutes, always=always), count_from) for i in range(len(stays))
     )
 
 
@@ -56,8 +61,15 @@ def carry_stay(sample: dict[str, Any], *, minutes: float, always: Collection[int
     source = observed[which, latest[which, at]]
     order = np.lexsort((kinds[which], at))
     which, at, source = which[order], at[order], source[order]
-    is_carry = latest[which, at] != at
-    carried = Carried(at, kinds[which], sample["val"][source], age[which, at].astype(np.float32), is_carry)
+    times_seen = np.cumsum(observed >= 0, axis=1)[which, at]
+    carried = Carried(
+        at,
+        kinds[which],
+        sample["val"][source],
+        age[which, at].astype(np.float32),
+        latest[which, at] != at,
+        times_seen.astype(np.int64),
+    )
     return carried if len(at) else _nothing(sample)
 
 
@@ -77,9 +89,16 @@ def numbers_of(variables: Variables, names: Collection[str]) -> list[int]:
 def _nothing(sample: dict[str, Any]) -> Carried:
     """A stay of nothing keeps its one event."""
     zeros = np.zeros(len(sample["var"]), dtype=np.float32)
-    return Carried(sample["set_id"], sample["var"], sample["val"], zeros, zeros > 0)
+    return Carried(
+        sample["set_id"], sample["var"], sample["val"], zeros, zeros > 0, np.ones(len(zeros), dtype=np.int64)
+    )
 
 
-def _filled(sample: dict[str, Any], carried: Carried) -> dict[str, Any]:
-    sizes = np.bincount(carried.set_id, minlength=len(sample["set_minute"]))
-    return {**sample, "var": carried.var, "val": carried.val, "set_size": sizes}
+def _filled(sample: dict[str, Any], carried: Carried, count_from: int | None) -> dict[str, Any]:
+    set_id, var, val = carried.set_id, carried.var, carried.val
+    if count_from is not None and var[0] != NOTHING:
+        order = np.argsort(np.concatenate([set_id, set_id]), kind="stable")
+        set_id = np.concatenate([set_id, set_id])[order]
+        var = np.concatenate([var, var + count_from])[order]
+        val = np.concatenate([val, np.log(carried.number).astype(np.float32)])[order]
+    return {**sample, "var": var, "val": val, "set_size": np.bincount(set_id, minlength=len(sample["set_minute"]))}

@@ -19,11 +19,11 @@ from truebatch.systems.seqset_vae.keeping import State, read_once
 from truebatch.systems.seqset_vae.labels import TEST, TRAIN, VALIDATION
 from truebatch.systems.seqset_vae.sources import Source, find_table, read_source
 from truebatch.systems.seqset_vae.stays import Stays
-from truebatch.systems.seqset_vae.variables import Variables, normalise, read_statistics, statistics_of
+from truebatch.systems.seqset_vae.variables import Variables, normalise, read_statistics, statistics_of, with_counts
 
 DATA_FIELDS = (
     "data", "labels", "embeddings", "statistics", "columns", "max_events", "max_sets", "first_hours", "last_hours",
-    "carry_minutes", "always_carry", "drop_faulty", "strict", "validation_share", "test_share", "split_seed",
+    "carry_minutes", "always_carry", "carry_counts", "drop_faulty", "strict", "validation_share", "test_share", "split_seed",
     "generator",
 )  # fmt: skip
 """Settings that decide what the stays are."""
@@ -95,10 +95,12 @@ def _prepare(key: _Key) -> Prepared:
         )
     variables = find_statistics(config, source, findings)
     always = numbers_of(variables, config.always_carry)
+    count_from = len(variables) if config.carry_counts else None
+    variables = with_counts(variables) if config.carry_counts else variables
     splits, cuts = {}, []
     for split, stays in source.splits.items():
         if config.carry_minutes is not None:
-            stays = carry_forward(stays, minutes=config.carry_minutes, always=always)
+            stays = carry_forward(stays, minutes=config.carry_minutes, always=always, count_from=count_from)
         stays, lines = cut_to_settings(config, stays)
         cuts += [f"{split}: {line}" for line in lines]
         splits[split] = normalise(stays, variables)

@@ -117,7 +117,7 @@ class _Writer:
         always = [self.numbers[name] for name in self.config.always_carry_vars if name in self.numbers]
         carried = carry_stay(sample, minutes=self.config.lvcf_minutes, always=always)
         if carried.var[0] == NOTHING:
-            carried = Carried(*(getattr(carried, f)[:0] for f in ("set_id", "var", "val", "age", "is_carry")))
+            carried = Carried(*(getattr(carried, f)[:0] for f in ("set_id", "var", "val", "age", "is_carry", "number")))
         for number, value in zip(sample["var"].tolist(), sample["val"].tolist(), strict=True):
             known = self.seen.setdefault(number, set())
             if len(known) <= MOST_CATEGORIES:

@@ -211,6 +211,8 @@ class SeqSetConfig:
     """Carry the last value of every variable forward for so long; by default not at all."""
     always_carry: tuple[str, ...] = ()
     """Variables whose last value is carried however old it is."""
+    carry_counts: bool = False
+    """With carry_minutes: beside every value, how often its variable was charted so far, sets cut away included."""
     drop_faulty: bool = False
     """Leave out events with an unknown variable or without a finite value, and count them; by default they stop the run."""
     strict: bool = False
@@ -245,6 +247,12 @@ class SeqSetConfig:
                 "no stays would be left to train on",
                 seen=f"validation_share={self.validation_share}, test_share={self.test_share}",
                 do="make the two shares less than 1 together",
+            )
+        if self.carry_counts and self.carry_minutes is None:
+            raise ConfigError(
+                "counts are carried beside values only",
+                seen="carry_counts=True, carry_minutes=None",
+                do="set carry_minutes, for example 60, or leave carry_counts out",
             )
         if not self.use_dynamic_padding and self.max_events is None:
             raise ConfigError(

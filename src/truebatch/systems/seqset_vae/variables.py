@@ -105,6 +105,19 @@ def statistics_of(variables: Variables, stays: Stays, findings: Findings) -> Var
     return replace(variables, mean=mean, std=std)
 
 
+def with_counts(variables: Variables) -> Variables:
+    """The variables followed by one more for each: how often it was charted so far."""
+    counted = [f"{name}, times charted" for name in variables.names]
+    vectors = np.stack([_drawn(name, variables.vectors.shape[1]) for name in counted]).astype(np.float32)
+    zeros, ones = np.zeros(len(counted)), np.ones(len(counted))
+    return Variables(
+        (*variables.names, *counted),
+        np.concatenate([variables.vectors, vectors]),
+        np.concatenate([variables.mean, zeros]),
+        np.concatenate([variables.std, ones]),
+    )
+
+
 def normalise(stays: Stays, variables: Variables) -> Stays:
     """The same stays with every value as deviations from the mean of its variable."""
     scaled = (stays.val.astype(np.float64) - variables.mean[stays.var]) / variables.std[stays.var]
