@@ -11,11 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.tiny import TEXT_FIELDS, NextToken, TextModel
 from tests.training import sharded
 from tests.training.test_processes import relative
 from tests.training.test_resume import same
+from truebatch.errors import CheckpointError
 from truebatch.training.keeping import list_checkpoints
+from truebatch.training.loop import train
+from truebatch.training.settings import TrainConfig
 from truebatch.training.sharding import deal_out, gather_whole
+from truebatch.training.task import TrainData
 
 pytestmark = pytest.mark.xdist_group("sharded")
 
@@ -123,3 +128,12 @@ def test_what_is_not_sharded_is_left_as_it_is():
     assert gather_whole(value, is_kept=True)["a"][0] is value["a"][0]
     assert gather_whole(value, is_kept=False) == value
     assert deal_out(value["a"][0], torch.zeros(2)) is value["a"][0]
+
+
+def test_a_model_of_another_shape_is_refused_by_name(tmp_path):
+    torch.manual_seed(0)
+    data = TrainData(samples=sharded.TEXTS, fields=TEXT_FIELDS)
+    config = TrainConfig(samples_per_step=4, max_steps=1)
+    train(TextModel(vocab=17), NextToken(), data, config, out=tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"'tok.weight' has another shape"):
+        train(TextModel(vocab=18), NextToken(), data, config, out=tmp_path / "run")

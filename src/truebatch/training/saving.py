@@ -107,14 +107,16 @@ def _check_frozen(engine: Engine, parts: Any) -> None:
             )
 
 
-def _check_dtypes(engine: Engine, saved: Any) -> None:
+def _check_tensors(engine: Engine, saved: Any) -> None:
     for name, value in engine.model.state_dict().items():
-        if name in saved and saved[name].dtype != value.dtype:
-            raise CheckpointError(
-                f"{name!r} has another dtype than in the checkpoint",
-                seen=f"{value.dtype} now, {saved[name].dtype} in the checkpoint",
-                do="build the model in the dtype the run began with, or start another run with --out",
-            )
+        for what in ("dtype", "shape") if name in saved else ():
+            now, then = getattr(value, what), getattr(saved[name], what)
+            if now != then:
+                raise CheckpointError(
+                    f"{name!r} has another {what} than in the checkpoint",
+                    seen=f"{now} now, {then} in the checkpoint",
+                    do="build the model as it was when the run began, or start another run with --out",
+                )
 
 
 def resume_run(folder: Path, engine: Engine) -> tuple[Progress, tuple[str, ...]] | None:
@@ -129,7 +131,7 @@ def resume_run(folder: Path, engine: Engine) -> tuple[Progress, tuple[str, ...]]
 
 def restore(engine: Engine, parts: Any) -> Progress:
     """Bring a checkpoint's parts back into the engine, bit for bit."""
-    _check_dtypes(engine, parts["model"])
+    _check_tensors(engine, parts["model"])
     here = engine.model.state_dict()
     shards = {name: deal_out(value, here.get(name, value)) for name, value in parts["model"].items()}
     with torch.no_grad():
