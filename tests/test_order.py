@@ -58,7 +58,7 @@ ORDER = [
     "tensors.collating",
     "tensors.splitting",
     "tensors.reading",
-    "tensors.grouping",
+    "tensors.fixedtable",
     "tensors.varlen",
     "tensors.attention",
     "tensors.worker",

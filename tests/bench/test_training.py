@@ -34,7 +34,7 @@ def test_every_way_has_the_tokens_of_its_samples_and_runs_them(prepared):
         assert batches, way.name
         for batch in batches[:2]:
             ids = getattr(batch, "sample_ids", None)
-            if ids is not None:
+            if ids is not None and "uniform" not in way.name:
                 assert way.tokens(batch) == int(work.lengths[list(ids)].sum()), way.name
             assert way.tokens(batch) <= way.cells(batch)
         model.zero_grad()
@@ -94,7 +94,7 @@ def test_ratios_are_of_what_they_say():
     speeds = {"one by one": 1.0, "HF default, 8": 5.0, "ours packed": 40.0, "uniform": 50.0}
     rows = [
         {"case": "a/b", "way": way, "tokens_per_second": speed, "peak_gib": 80.0 / speed, "share_of_peak": 0.5,
-         "fill": 1.0, "compilations": 0}
+         "fill": 1.0, "compilations": 0, "updating_each": speed / 2, "first_round": speed}
         for way, speed in speeds.items()
     ]  # fmt: skip
     found = ratios(rows)
@@ -103,6 +103,8 @@ def test_ratios_are_of_what_they_say():
             "ours packed / uniform": 0.8,
             "ours packed / HF default, 8": 8.0,
             "ours packed / one by one": 40.0,
+            "one update a micro-batch: ours packed / HF default, 8": 8.0,
+            "one update a micro-batch: ours packed / one by one": 40.0,
             "memory, ours packed / HF default, 8": 0.125,
         }
     }

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from truebatch.planning.distributions import example_lengths
-from truebatch.tensors.grouping import STEEPNESS, kernel_groups
+from truebatch.tensors.fixedtable import table_bounds
 from truebatch.tensors.segments import Segments, packed_segments
 from truebatch.tensors.varlen import call_varlen
 
@@ -32,10 +32,9 @@ def explore_attention(*, longest: int, cells: int) -> Iterator[dict[str, Any]]:
     yield _one_table("packed as planned, exact table", packed_segments(lengths, cells=cells))
     fixed = packed_segments(lengths, cells=cells, slots=128, max_length=longest)
     yield _one_table("packed as planned, fixed table of 128", fixed)
-    yield _in_groups("packed as planned, one group", packed_segments(lengths, cells=cells, slots=2048))
+    yield _with_bounds("packed as planned, table of 2048 cut", packed_segments(lengths, cells=cells, slots=2048))
     in_order = packed_segments(np.sort(lengths)[::-1], cells=cells, slots=2048)
-    for steepness in (2, 4, 8):
-        yield _in_groups(f"packed longest first, groups, steepness {steepness}", in_order, steepness)
+    yield _with_bounds("packed longest first, table of 2048 cut", in_order)
 
 
 def explore_cudnn(*, longest: int, cells: int) -> dict[str, Any]:
@@ -57,13 +56,11 @@ def _one_table(name: str, segments: Segments) -> dict[str, Any]:
     return _row(name, lambda: _varlen(parts, table, table.max_length), parts)
 
 
-def _in_groups(name: str, segments: Segments, steepness: int = STEEPNESS) -> dict[str, Any]:
+def _with_bounds(name: str, segments: Segments) -> dict[str, Any]:
     parts, table = _parts(segments.num_cells), segments.to("cuda")
-    groups = kernel_groups(segments, steepness=steepness)
-    row = _row(name, lambda: _varlen(parts, table, groups), parts)
-    if row["ms"] is not None:
-        row |= {"groups": groups.tolist(), "difference": _difference(parts, segments, groups)}
-    return row
+    bounds = table_bounds(segments)
+    row = _row(name, lambda: _varlen(parts, table, bounds), parts)
+    return row if row["ms"] is None else {**row, "difference": _difference(parts, segments, bounds)}
 
 
 def _row_of_lengths(longest: int, cells: int) -> Any:
@@ -98,7 +95,7 @@ def _cudnn(parts: Parts, table: Segments) -> Tensor:
     return out
 
 
-def _difference(parts: Parts, segments: Segments, groups: Tensor) -> float:
+def _difference(parts: Parts, segments: Segments, bounds: Tensor) -> float:
     """The largest relative distance, over output and gradients, to one call of attention a sample."""
     table = segments.to("cuda")
     weight = torch.randn_like(parts[0])
@@ -112,7 +109,7 @@ def _difference(parts: Parts, segments: Segments, groups: Tensor) -> float:
         return torch.cat([*outs, torch.zeros_like(parts[0][used:])])
 
     results = []
-    runs: list[Callable[[], Tensor]] = [lambda: _varlen(parts, table, groups), alone]
+    runs: list[Callable[[], Tensor]] = [lambda: _varlen(parts, table, bounds), alone]
     for run in runs:
         out = run()
         grads = torch.autograd.grad(out, parts, weight)

@@ -14,9 +14,16 @@ def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
         speed = {way: row["tokens_per_second"] for way, row in of.items()}
         best = "ours packed, compiled" if "ours packed, compiled" in speed else "ours packed"
         pairs = [("ours packed", "uniform"), ("ours packed, compiled", "uniform, compiled")]
+        pairs += [
+            ("ours packed", "uniform, our kernel"), ("ours packed, compiled", "uniform, our kernel, compiled")
+        ]  # fmt: skip
         pairs += [(way, other) for way in dict.fromkeys([best, "ours packed"]) for other in
                   ("HF default, 8", "HF group_by_length, 8", "one by one", "HF packed, sdpa")]  # fmt: skip
         here = {f"{a} / {b}": speed[a] / speed[b] for a, b in pairs if a in speed and b in speed}
+        each = {way: row["updating_each"] for way, row in of.items()}
+        for other in ("HF default, 8", "HF group_by_length, 8", "one by one"):
+            if best in each and other in each:
+                here[f"one update a micro-batch: {best} / {other}"] = each[best] / each[other]
         if best in of and "HF default, 8" in of and of["HF default, 8"]["peak_gib"]:
             here[f"memory, {best} / HF default, 8"] = of[best]["peak_gib"] / of["HF default, 8"]["peak_gib"]
         found[case] = here
@@ -28,11 +35,15 @@ def table(result: dict[str, Any]) -> list[str]:
     lines = []
     for case, found in result["ratios"].items():
         lines += ["", case, *(f"  {ratio:8.3f}  {name}" for name, ratio in found.items())]
-        lines.append(f"  {'way':26}{'tokens/s':>12}{'of peak':>9}{'GiB':>8}{'fill':>7}{'recompiled':>12}")
+        lines.append(
+            f"  {'way':31}{'tokens/s':>10}{'first round':>12}{'update each':>12}{'of peak':>9}{'GiB':>7}{'fill':>7}"
+            f"{'recompiled':>11}"
+        )
         for row in result["rows"]:
             if row["case"] == case:
                 lines.append(
-                    f"  {row['way']:26}{row['tokens_per_second']:12,.0f}{row['share_of_peak']:9.1%}"
-                    f"{row['peak_gib']:8.1f}{row['fill']:7.1%}{row['compilations']:12}"
+                    f"  {row['way']:31}{row['tokens_per_second']:10,.0f}{row['first_round']:12,.0f}"
+                    f"{row['updating_each']:12,.0f}{row['share_of_peak']:9.1%}{row['peak_gib']:7.1f}{row['fill']:7.1%}"
+                    f"{row['compilations']:11}"
                 )
     return [*lines, *(f"left out: {what}" for what in result["left_out"])]

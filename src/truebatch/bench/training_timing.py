@@ -16,11 +16,13 @@ from truebatch.bench.training_ways import Way
 GIB = 2**30
 
 
-def time_rounds(way: Way, batches: Sequence[Any], device: torch.device, *, seconds: float) -> list[float]:
-    """Seconds of every round over all micro-batches: at least two rounds, at most nine."""
+def time_rounds(
+    way: Way, batches: Sequence[Any], device: torch.device, *, seconds: float, least: int = 2
+) -> list[float]:
+    """Seconds of every round over all micro-batches: at least `least` rounds, at most nine."""
     took: list[float] = []
     began = time.monotonic()
-    while len(took) < 2 or (len(took) < 9 and time.monotonic() - began < seconds):
+    while len(took) < least or (len(took) < 9 and time.monotonic() - began < seconds):
         took.append(time_once(lambda: _run_all(way, batches), device))
     return took
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -58,12 +58,16 @@ def all_ways(model: Any, work: Work, *, device: torch.device, backend: str) -> l
         Way(name="HF group_by_length, 8", batches=lambda: work.chunks(8, by_length=True), run=theirs, most=16, **known),
         Way(name="HF packed, sdpa", batches=work.flattened, run=_hf_packed_step(model, device), most=3, **known),
         Way(name="ours padded", batches=work.budgeted, run=ours, **known),
-        Way(name="ours packed, as planned", batches=lambda: work.packed(sort=False), run=ours, **known, **packed),
-        Way(name="ours packed", batches=lambda: work.packed(sort=True), run=ours, **known, **packed),
+        Way(name="ours packed", batches=lambda: work.packed(is_static=False), run=ours, **known, **packed),
         Way(name="uniform", **uniform),
-        Way(name="ours packed, compiled", batches=lambda: work.packed(sort=True), run=ours, **known, **both),
+        Way(name="uniform, our kernel", batches=lambda: work.even_packed(is_static=False) * 4, run=ours, **known, **packed),
+        Way(name="ours packed, compiled", batches=lambda: work.packed(is_static=True), run=ours, **known, **both),
         Way(name="uniform, compiled", **uniform, **compiled),
-    ]
+        Way(
+            name="uniform, our kernel, compiled", batches=lambda: work.even_packed(is_static=True) * 4, run=ours,
+            **known, **both,
+        ),
+    ]  # fmt: skip
 
 
 def trl_way(model: Any, work: Work, *, device: torch.device) -> Way | None:
@@ -164,20 +168,43 @@ def _packed_and_compiled(model: Any, backend: str) -> Iterator[None]:
         yield
 
 
-def compare_gradients(model: Any, work: Work, device: torch.device) -> dict[str, float]:
-    """How far the gradient of one packed row is from that of its samples one by one, as a share of its norm."""
+def compare_gradients(model: Any, work: Work, device: torch.device) -> dict[str, Any]:
+    """How far the gradient of one packed row is from that of its samples one by one, as a share of its norm.
+
+    Beside it the same for padded rows: what the precision alone does. Gradients are added up in fp32.
+    """
     step = _our_step(model, work, device)
     rows = longest_first(work.rows[0], work.lengths[work.rows[0].ids])
     alone = [
         work.collate(padded_rows(rows.ids[i : i + 1], int(work.lengths[rows.ids[i]]))) for i in range(len(rows.ids))
     ]
-    found = []
-    for batches in ([work.collate(rows, slots=work.slots)], alone):
+    packed = _gradient(model, step, [work.collate(rows)])
+    reference = _gradient(model, step, alone)
+    apart = {name: _distance([packed[name]], [value]) for name, value in reference.items()}
+    worst = max(apart, key=lambda name: apart[name])
+    found = {
+        "gradient": _distance(packed.values(), reference.values()), "samples": len(alone),
+        "worst parameter": worst, "its difference": apart[worst],
+    }  # fmt: skip
+    del packed
+    again = _gradient(model, step, [work.collate(padded_rows(rows.ids, int(work.lengths[rows.ids].max())))])
+    return {**found, "padded instead of packed": _distance(again.values(), reference.values())}
+
+
+def _gradient(model: Any, step: Callable[..., None], batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
+    """Of the mean over all tokens, added up in fp32."""
+    total: dict[str, Tensor] = {}
+    for batch in batches:
         model.zero_grad(set_to_none=True)
-        for batch in batches:
-            step(batch, _num_tokens(batch) / sum(map(_num_tokens, batches)))
-        found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        step(batch, _num_tokens(batch) / sum(map(_num_tokens, batches)))
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                total[name] = total[name].add_(p.grad) if name in total else p.grad.float()
     model.zero_grad(set_to_none=True)
-    squares = [((a - b).float().square().sum(), b.float().square().sum()) for a, b in zip(*found, strict=True)]
+    return total
+
+
+def _distance(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> float:
+    squares = [((a - b).square().sum(), b.square().sum()) for a, b in zip(found, wanted, strict=True)]
     apart, whole = (float(torch.stack(part).sum()) for part in zip(*squares, strict=True))
-    return {"gradient": (apart / whole) ** 0.5, "samples": len(alone)}
+    return float((apart / whole) ** 0.5)

@@ -77,10 +77,10 @@ class Work:
         tokens = [int(self.lengths[rows.ids].sum()) for rows in found]
         return [rows for rows, n in zip(found, tokens, strict=True) if n > 0.9 * self.cells] or found
 
-    def packed(self, *, sort: bool) -> list[MicroBatch]:
-        """Packed rows of exactly `cells` cells, as planned or the longest sample first."""
-        rows = [longest_first(r, self.lengths[r.ids]) if sort else r for r in self.rows]
-        return [self.collate(r, slots=self.slots) for r in rows]
+    def packed(self, *, is_static: bool) -> list[MicroBatch]:
+        """Packed rows of `cells` cells as the loader lays them; with a segment table of one shape for all if static."""
+        rows = [longest_first(r, self.lengths[r.ids]) for r in self.rows]
+        return [self.collate(r, slots=self.slots if is_static else None) for r in rows]
 
     def flattened(self) -> list[MicroBatch]:
         """The same rows without padding at their end, as Hugging Face's flattening collator lays them."""
@@ -88,6 +88,15 @@ class Work:
 
     def collate(self, rows: Rows, slots: int | None = None) -> MicroBatch:
         return collate([self.samples[i] for i in rows.ids.tolist()], rows, self.head.fields, slots=slots)
+
+    def even_packed(self, *, is_static: bool) -> list[MicroBatch]:
+        """One packed row of even samples, through the same kernel as ours: what is lost is raggedness alone."""
+        length = min(self.uniform_length, self.cells)
+        number = max(self.cells // length, 1)
+        longest = max(self.samples, key=lambda sample: len(sample["input_ids"]))
+        sample = {name: np.resize(values, length) for name, values in longest.items()}
+        rows = packed_row(np.arange(number), number * length)
+        return [collate([sample] * number, rows, self.head.fields, slots=self.slots if is_static else None)]
 
     def uniform(self, vocabulary: int) -> tuple[Tensor, Tensor]:
         """[B, L] tokens and labels: as many rows of the uniform length as fit the cells."""

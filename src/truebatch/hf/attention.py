@@ -95,15 +95,15 @@ def use_packed_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 def packed_inputs(
-    segments: Segments, *, positions: Tensor | None = None, groups: Tensor | None = None
+    segments: Segments, *, positions: Tensor | None = None, bounds: Tensor | None = None
 ) -> dict[str, Any]:
     """Keyword arguments that tell a model of its packed rows: positions that restart, and the segment table.
 
-    `positions` are made here unless somebody has them. With `groups` (see `kernel_groups`) no number that changes from
+    `positions` are made here unless somebody has them. With `bounds` (see `table_bounds`) no number that changes from
     row to row is handed over as a Python integer, so that compiled layers never compile again.
     """
     remember_lengths(segments)
-    longest = segments.max_length if groups is None else groups
+    longest = segments.max_length if bounds is None else bounds
     return {
         "position_ids": cell_positions(segments) if positions is None else positions,
         "cu_seq_lens_q": segments.starts,
@@ -201,7 +201,7 @@ def _longest(starts: Tensor, options: dict[str, Any]) -> int:
     given = options.get("max_length_q")
     if given is None:
         return int(starts.diff().max())
-    return int(given[:, -1].max()) if isinstance(given, Tensor) else int(given)
+    return int(given[-1]) if isinstance(given, Tensor) else int(given)
 
 
 def _end(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -16,7 +16,7 @@ from truebatch.errors import BatchError
 from truebatch.hf.attention import packed_inputs
 from truebatch.hf.blockmask import block_mask_inputs
 from truebatch.tensors.compiling import has_compiled_layers
-from truebatch.tensors.grouping import kernel_groups
+from truebatch.tensors.fixedtable import table_bounds
 from truebatch.tensors.microbatch import MicroBatch, RowAxis
 
 Route = Literal["alone", "padded", "packed", "block"]
@@ -81,9 +81,8 @@ def row_inputs(model: nn.Module, border: Border, batch: MicroBatch, route: Route
         out["position_ids"] = axis.positions + border.first_position
     elif route == "packed":
         _refuse_own_positions(model, border)
-        is_fast = axis.is_real.is_cuda or has_compiled_layers(model)
-        groups = kernel_groups(axis.segments) if is_fast else None
-        out |= packed_inputs(axis.segments, positions=axis.positions, groups=groups)
+        bounds = table_bounds(axis.segments) if has_compiled_layers(model) else None
+        out |= packed_inputs(axis.segments, positions=axis.positions, bounds=bounds)
     elif route == "block":
         out |= block_mask_inputs(language_model(model), axis.segments)
     if route in ("packed", "block"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from truebatch.errors import AttentionError
-from truebatch.tensors.kernels import Facts, Kernel, choose_kernel
+from truebatch.tensors.kernels import AMPERE, Facts, Kernel, choose_kernel
 from truebatch.tensors.scores import Rule, band_of, softmax_attention
 from truebatch.tensors.segments import Segments, owner_of_cells
 from truebatch.tensors.varlen import call_varlen, varlen_has_window, varlen_in_torch
@@ -55,7 +55,7 @@ def attend_table(
     """Attention from a table on the device alone, never waiting for it; None when the kernel of choice needs more.
 
     Shapes and code path depend on no length, so that a compiled model with a fixed number of slots compiles once.
-    `max_length` may be the host tensor of `kernel_groups`, whose values a compiled model does not depend on.
+    `max_length` may be the host tensor of `table_bounds`, whose values a compiled model does not depend on.
     """
     query, key, value = _in_one_dtype(query, key, value)
     rule = rule if isinstance(max_length, Tensor) else _without_idle_window(rule, max_length)
@@ -103,9 +103,17 @@ def call_facts(query: Tensor, value: Tensor, rule: Rule) -> Facts:
     )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+_capabilities: dict[int, tuple[int, int]] = {}
+"""Device number -> compute capability. Filled by calls as written: a compiled model can look it up, but not ask."""
+
+
 def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    number = device.index or 0
+    if torch.compiler.is_compiling():
+        return _capabilities.get(number, AMPERE)
+    if number not in _capabilities:
+        _capabilities[number] = torch.cuda.get_device_capability(device)
+    return _capabilities[number]
 
 
 def gather_facts(query: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Facts:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad
 
-from truebatch.tensors.grouping import attend_groups
+from truebatch.tensors.fixedtable import attend_fixed_table
 
 HEAD_STEP = 8
 INSTALLED = frozenset(inspect.signature(varlen_attn).parameters)
@@ -44,7 +44,7 @@ def call_varlen(
     """[cells, H, D] attention inside each segment of `starts`; key and value keep their own (fewer) heads.
 
     The kernel wants equal head sizes in steps of eight: zeros are added and cut off again, which changes nothing.
-    With the host tensor of `kernel_groups` for `max_length`, segments of similar length are a call of their own.
+    `max_length` may be the host tensor of `table_bounds`, for compiled models and tables with empty entries.
     """
     width, out_width = query.shape[-1], value.shape[-1]
     padded = -(-max(width, out_width) // HEAD_STEP) * HEAD_STEP
@@ -52,9 +52,8 @@ def call_varlen(
     if isinstance(max_length, Tensor):
         left = -1 if window is None else window - 1
         query, key, value = (_widen(part, padded) for part in (query, key, value))
-        return attend_groups(query, key, value, starts, max_length, (left, 0 if causal else left), scale)[
-            ..., :out_width
-        ]
+        sides = (left, 0 if causal else left)
+        return attend_fixed_table(query, key, value, starts, max_length, sides, scale)[..., :out_width]
     grouped = key.shape[1] != query.shape[1]
     names = INSTALLED if kernel is varlen_attn else frozenset(inspect.signature(kernel).parameters)
     options = spell_options(names, causal=causal, window=window, grouped=grouped)

@@ -1,4 +1,4 @@
-"""Attention in groups of segments of similar length is attention inside each segment, forward and backward.
+"""Attention from a table of fixed shape is attention inside each segment, forward and backward.
 
 The kernel itself needs a card; here a plain one stands in for it, one call of SDPA a segment.
 """
@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from truebatch.tensors import grouping
+from truebatch.tensors import fixedtable
 from truebatch.tensors.attention import attend
-from truebatch.tensors.grouping import MOST_GROUPS, attend_groups, kernel_groups
+from truebatch.tensors.fixedtable import attend_fixed_table, table_bounds
 from truebatch.tensors.segments import packed_segments
 from truebatch.tensors.varlen import call_varlen
 
@@ -53,8 +53,8 @@ def stand_in_backward(grad, query, key, value, out, lse, call):
 
 @pytest.fixture
 def kernel(monkeypatch):
-    monkeypatch.setattr(grouping, "flash_forward", stand_in_forward)
-    monkeypatch.setattr(grouping, "flash_backward", stand_in_backward)
+    monkeypatch.setattr(fixedtable, "flash_forward", stand_in_forward)
+    monkeypatch.setattr(fixedtable, "flash_backward", stand_in_backward)
 
 
 def make(cells, heads=(4, 2, 2), width=8):
@@ -62,34 +62,26 @@ def make(cells, heads=(4, 2, 2), width=8):
     return [torch.randn(cells, h, width, generator=chance).requires_grad_() for h in heads]
 
 
-@given(LENGTHS, st.integers(0, 90), st.booleans())
+@given(LENGTHS, st.integers(0, 90), st.integers(0, 9))
 @settings(deadline=None, max_examples=60)
-def test_groups_cover_every_cell_once_and_bound_their_segments(lengths, extra, in_order):
-    lengths = sorted(lengths, reverse=True) if in_order else lengths
-    segments = packed_segments(lengths, cells=sum(lengths) + extra)
-    used = [row for row in kernel_groups(segments).tolist() if any(row)]
-    assert len(used) <= MOST_GROUPS
-    assert [row[2] for row in used] == [0, *[row[3] for row in used[:-1]]]
-    assert used[-1][3] == segments.num_cells
-    for first, last, begin, end, longest in used:
-        inside = segments.lengths[first:last]
-        assert sum(inside) == end - begin
-        assert max(inside) == longest
-        assert int(segments.starts[first]) == begin
-
-
-def test_only_samples_in_order_of_falling_length_are_taken_apart():
-    assert sum(any(row) for row in kernel_groups(packed_segments([100, 5, 100, 5])).tolist()) == 1
-    assert sum(any(row) for row in kernel_groups(packed_segments([100, 100, 5, 5])).tolist()) == 2
+def test_bounds_are_of_the_segments_that_are_there(lengths, extra, empty):
+    cells = sum(lengths) + extra
+    segments = packed_segments(lengths, cells=cells, slots=len(lengths) + 1 + empty)
+    used, longest = table_bounds(segments).tolist()
+    assert int(segments.starts[used]) == cells
+    assert longest == max(*lengths, extra)
+    assert int(segments.starts[: used + 1].diff().min()) > 0
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("lengths", [[50, 40, 9, 8, 2, 1], [3, 50, 1, 7], [5]])
-def test_attention_in_groups_is_attention_inside_segments(kernel, lengths, causal):
+def test_attention_from_a_fixed_table_is_attention_inside_segments(kernel, lengths, causal):
     segments = packed_segments(lengths, cells=sum(lengths) + 7, slots=20)
     results = []
     for run in (
-        lambda parts: attend_groups(*parts, segments.starts, kernel_groups(segments), (-1, 0 if causal else -1), 0.4),
+        lambda parts: attend_fixed_table(
+            *parts, segments.starts, table_bounds(segments), (-1, 0 if causal else -1), 0.4
+        ),
         lambda parts: plain(*parts, segments.starts[: len(segments.lengths) + 1], causal, 0.4),
     ):
         parts = make(segments.num_cells)
@@ -108,19 +100,19 @@ def test_one_compilation_serves_every_row_of_one_shape(kernel):
         graphs.append(graph)
         return graph.forward
 
-    def run(query, key, value, starts, groups):
-        return call_varlen(query, key, value, starts, max_length=groups, causal=True, window=None, scale=None) * 2
+    def run(query, key, value, starts, bounds):
+        return call_varlen(query, key, value, starts, max_length=bounds, causal=True, window=None, scale=None) * 2
 
     compiled = torch.compile(run, backend=count, dynamic=False, fullgraph=True)
     for lengths in ([50, 20, 3, 1], [60, 1], [9, 9, 9, 9, 9]):
         segments = packed_segments(lengths, cells=80, slots=20)
         parts = make(80)
-        given_table = (segments.starts, kernel_groups(segments))
+        given_table = (segments.starts, table_bounds(segments))
         torch.testing.assert_close(compiled(*parts, *given_table), run(*parts, *given_table))
     assert len(graphs) == 1
 
 
 def test_the_operators_are_registered_as_torch_wants_them(kernel):
     segments = packed_segments([9, 8, 1], slots=8)
-    arguments = (*make(18), segments.starts, kernel_groups(segments), True, -1, 0, 0.5)
-    torch.library.opcheck(torch.ops.truebatch.attend_groups.default, arguments)
+    arguments = (*make(18), segments.starts, table_bounds(segments), [-1, 0, 0.5])
+    torch.library.opcheck(torch.ops.truebatch.attend_fixed_table.default, arguments)

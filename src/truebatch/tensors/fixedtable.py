@@ -1,0 +1,121 @@
+"""Variable-length attention with a segment table of fixed shape, for compiled models.
+
+table on the device + bounds on the host -> one call of the kernel, for the segments that are there -> [cells, H, D]
+
+How many segments a row has and how long the longest is stand in a tensor on the host: a compiled model guards its shape
+and never its values, so that neither compiles anything again. The operator cuts the table to the segments that are
+there, because the kernel starts a block of work for every piece of the longest segment in every segment, empty or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from truebatch.tensors.segments import Segments
+
+
+def table_bounds(segments: Segments) -> Tensor:
+    """[2] int32 on the host: the number of segments that are not empty, and the longest of them."""
+    lengths = [length for length in segments.lengths if length]
+    return torch.tensor([len(lengths), max(lengths, default=0)], dtype=torch.int32)
+
+
+def attend_fixed_table(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, bounds: Tensor, window: tuple[int, int], scale: float
+) -> Tensor:
+    """[cells, H, D] attention inside each segment; `window` is how far a query sees to the left and right, -1 all."""
+    out: Tensor = torch.ops.truebatch.attend_fixed_table(query, key, value, starts, bounds, [*window, scale])[0]
+    return out
+
+
+@torch.library.custom_op("truebatch::attend_fixed_table", mutates_args=())
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, bounds: Tensor, rule: Sequence[float]
+) -> tuple[Tensor, Tensor]:
+    return flash_forward(query, key, value, _call(starts, bounds, rule))
+
+
+@_forward.register_fake
+def _forward_shapes(query: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
+    cells, heads, _ = query.shape
+    return query.new_empty(query.shape), query.new_empty((heads, cells), dtype=torch.float32)
+
+
+@torch.library.custom_op("truebatch::attend_fixed_table_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: Tensor,
+    bounds: Tensor,
+    rule: Sequence[float],
+) -> tuple[Tensor, Tensor, Tensor]:
+    one, two, three = flash_backward(grad, query, key, value, out, lse, _call(starts, bounds, rule))
+    return one.contiguous(), two.contiguous(), three.contiguous()
+
+
+@_backward.register_fake
+def _backward_shapes(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor, ...]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, starts, bounds, ctx.rule = inputs
+    ctx.save_for_backward(*tensors, *output, starts, bounds)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    found = torch.ops.truebatch.attend_fixed_table_backward(grad.contiguous(), *ctx.saved_tensors, ctx.rule)
+    return (*found, None, None, None)
+
+
+_forward.register_autograd(_differentiate, setup_context=_keep_for_backward)
+
+
+class KernelCall(NamedTuple):
+    """What one call of the kernel needs beside its tensors."""
+
+    starts: Tensor
+    """First cells of the segments, and the end."""
+    longest: int
+    causal: bool
+    left: int
+    """Cells a query sees before its own; -1 all."""
+    right: int
+    scale: float
+
+
+def _call(starts: Tensor, bounds: Tensor, rule: Sequence[float]) -> KernelCall:
+    used, longest = bounds.tolist()
+    left, right, scale = int(rule[0]), int(rule[1]), rule[2]
+    # A bound of 1 would take the kernel's way for generation, with other layouts.
+    return KernelCall(starts[: used + 1], max(longest, 2), (left, right) == (-1, 0), left, right, scale)
+
+
+def flash_forward(query: Tensor, key: Tensor, value: Tensor, call: KernelCall) -> tuple[Tensor, Tensor]:
+    """One call of the kernel: output [cells, H, D] and the log of the softmax's denominator [H, cells]."""
+    found = torch.ops.aten._flash_attention_forward(
+        query, key, value, call.starts, call.starts, call.longest, call.longest, 0.0, call.causal, False,
+        scale=call.scale, window_size_left=call.left, window_size_right=call.right,
+    )  # fmt: skip
+    return found[0], found[1]
+
+
+def flash_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, call: KernelCall
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of one call."""
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+        grad, query, key, value, out, lse, call.starts, call.starts, call.longest, call.longest, 0.0, call.causal,
+        no_dropout, torch.empty(0, device=query.device),
+        scale=call.scale, window_size_left=call.left, window_size_right=call.right,
+    )  # fmt: skip
+    return found
