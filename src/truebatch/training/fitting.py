@@ -61,8 +61,9 @@ def fit_memory(engine: Engine, data: TrainData, config: TrainConfig, *, limit_by
     with untouched(engine):
         points = _probe_all(engine, data, choose_probes(lengths), config.layout)
         fit = fitted(points)
-        for share in SHARES if limit_bytes is not None else ():
-            limit = fit.constant_bytes + int(share * (limit_bytes - fit.constant_bytes))
+        room = 0 if limit_bytes is None else limit_bytes - fit.constant_bytes
+        for share in SHARES if room > 0 else ():
+            limit = fit.constant_bytes + int(share * room)
             points += _probe_all(engine, data, _further(fit, lengths, config.layout, limit), config.layout)
             fit = fitted(points)
     return fit
