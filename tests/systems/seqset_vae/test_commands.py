@@ -84,6 +84,18 @@ def test_prepared_files_give_the_stays_that_carrying_in_memory_gives(tmp_path, c
     assert (target / "schema.csv").read_text().splitlines()[0] == "feature_id,type,cardinality,name"
 
 
+def test_prepare_names_a_folder_or_a_table_that_is_not_there(tmp_path, capsys):
+    arguments = ["seqset_vae", "prepare", "--output-dir", str(tmp_path / "out"), "--input-dir"]
+    assert run([*arguments, str(tmp_path / "none")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    root = write_folder(tmp_path / "raw")
+    (root / "stats.csv").unlink()
+    assert run([*arguments, str(root)]) == 2
+    assert "there is no file" in capsys.readouterr().err
+    assert run([*arguments, str(root), "--lvcf-minutes", "-1"]) == 2
+    assert "0 minutes or more" in capsys.readouterr().err
+
+
 def test_the_kind_of_a_variable_is_guessed_from_its_values():
     assert guess_type({0.0, 1.0}) == ("bin", 2)
     assert guess_type({2.0, 3.0, 4.0}) == ("cat", 3)

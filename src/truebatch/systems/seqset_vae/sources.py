@@ -80,6 +80,12 @@ def read_source(config: Any, findings: Findings) -> Source:
 
 def find_files(folder: Path) -> Layout:
     """The stay files of a folder: patient_ehr/{train,valid,test}/, these three alone, or files without a split."""
+    if not folder.is_dir():
+        raise DataError(
+            f"there is no folder {folder}",
+            seen="a file" if folder.exists() else "nothing of that name",
+            do=f"name the folder that holds {PATIENTS}/train/<patient>.parquet",
+        )
     root = folder.parent if folder.name == PATIENTS else folder
     patients = next(p for p in (folder / PATIENTS, folder) if p.is_dir())
     found = {
