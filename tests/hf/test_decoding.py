@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
@@ -12,6 +14,8 @@ from truebatch.errors import BatchError, ConfigError
 from truebatch.generation.decoding import collect, generate_tokens
 from truebatch.generation.settings import Generation
 from truebatch.hf.decoding import hf_decoder
+from truebatch.hf.images import forget_last_call, image_token_id
+from truebatch.hf.samples import make_samples, plain_ids
 from truebatch.hf.tiny import tiny_model
 
 NAMES = (
@@ -29,6 +33,7 @@ NAMES = (
     "falcon",
 )
 TEXTS = [(5,), (7, 8, 9, 3, 2, 1, 4, 11, 12), (20, 21, 22), (5, 30, 31, 32, 33, 34), (40, 41)]
+IMAGES = ("pixel_values", "image_grid_thw")
 LIMITS = [None, 3, None, 7, 5]
 WAYS = {
     "greedy": Generation(max_new_tokens=9, temperature=0),
@@ -96,6 +101,31 @@ def test_a_padded_start_gives_the_logits_of_each_prompt_alone(model):
     scale = alone.abs().max()
     assert (together - alone).abs().max() / scale < 1e-5
     assert (after - after_alone).abs().max() / scale < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "qwen3_vl"])
+@torch.no_grad()
+def test_prompts_with_images_get_the_tokens_of_whole_forward_passes_alone(name):
+    model = tiny_model(name, "vision_language")
+    samples = [*make_samples(model, [12, 30, 21]), {"input_ids": plain_ids(model)[:5]}]
+    texts = [tuple(int(i) for i in sample["input_ids"]) for sample in samples]
+    images = [{k: torch.as_tensor(v) for k, v in sample.items() if k in IMAGES} for sample in samples]
+    prompts = [
+        replace(p, inputs=given) for p, given in zip(make_prompts(texts, limits=[6, 2, 4, 5]), images, strict=True)
+    ]
+    ends = [image_token_id(model)]
+    settings = Generation(max_new_tokens=6, temperature=0)
+    found = collect(generate_tokens(hf_decoder(model, end_ids=ends), prompts, settings), len(prompts))
+    for text, given, prompt, continuation in zip(texts, images, prompts, found, strict=True):
+        new: list[int] = []
+        while len(new) < prompt.max_new_tokens:
+            ids = torch.tensor([[*text, *new]])
+            kinds = {"mm_token_type_ids": ids.eq(ends[0]).long()} if "image_grid_thw" in given else {}
+            forget_last_call(model)
+            new.append(int(model(input_ids=ids, **given, **kinds).logits[0, -1].argmax()))
+            if new[-1] in ends:
+                break
+        assert continuation.tokens == tuple(token for token in new if token not in ends)
 
 
 def test_a_model_in_training_mode_is_refused():

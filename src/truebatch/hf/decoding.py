@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from truebatch.errors import BatchError, ConfigError
 from truebatch.generation.prompts import Prompt, pad_left
 from truebatch.hf.finetuning.models import num_positions
+from truebatch.hf.images import forget_last_call, image_token_id, sample_positions
 from truebatch.hf.inputs import Border, read_border
 
 
@@ -35,9 +36,12 @@ class HFDecoder:
                 seen=f"{type(self.model).__name__}.training is True",
                 do="call model.eval() first",
             )
+        forget_last_call(self.model)
         ids, is_real = pad_left(prompts, next(self.model.parameters()).device)
-        session = HFSession(self, is_real)
-        return session.forward(ids, _beside(prompts, is_real)), session
+        positions = _first_positions(self, prompts, is_real)
+        place = positions.amax(dim=(0, 2) if positions.ndim == 3 else 1) + 1
+        session = HFSession(self, is_real, place)
+        return session.forward(ids, positions, _beside(self, prompts, ids, is_real)), session
 
 
 def hf_decoder(model: nn.Module, *, end_ids: Iterable[int] | None = None) -> HFDecoder:
@@ -50,41 +54,61 @@ def hf_decoder(model: nn.Module, *, end_ids: Iterable[int] | None = None) -> HFD
 class HFSession:
     """Rows that are being continued, with the model's cache of them."""
 
-    def __init__(self, decoder: HFDecoder, is_real: Tensor) -> None:
+    def __init__(self, decoder: HFDecoder, is_real: Tensor, place: Tensor) -> None:
         self._decoder = decoder
         self._is_real = is_real  # [B, S] of all cells, old and new
+        self._place = place  # [B] the position of each row's next token
         self._cache: Any = None
 
     def advance(self, tokens: Tensor, /) -> Tensor:
         """Append one token to every row; [B, V] logits of what follows."""
-        new = torch.ones_like(self._is_real[:, :1])
-        self._is_real = torch.cat([self._is_real, new], dim=1)
-        return self.forward(tokens[:, None], {})
+        self._is_real = torch.cat([self._is_real, torch.ones_like(self._is_real[:, :1])], dim=1)
+        positions = self._place[:, None]
+        self._place = self._place + 1
+        if self._decoder.border.has_grid_positions:
+            positions = positions.expand(3, -1, -1)
+        return self.forward(tokens[:, None], positions, {})
 
     def select(self, rows: Tensor, /) -> None:
         """Go on with these rows."""
-        self._is_real = self._is_real[rows]
+        self._is_real, self._place = self._is_real[rows], self._place[rows]
         self._cache.reorder_cache(rows)
 
-    def forward(self, ids: Tensor, beside: Mapping[str, Tensor]) -> Tensor:
-        """The last `ids.shape[1]` cells of every row, behind those in the cache."""
+    def forward(self, ids: Tensor, positions: Tensor, beside: Mapping[str, Tensor]) -> Tensor:
+        """Cells [B, t] at these positions, [B, t] or [3, B, t], behind those in the cache."""
         border = self._decoder.border
-        positions = (self._is_real.long().cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         inputs = {
             "attention_mask": self._is_real.long(),
-            "position_ids": positions + border.first_position,
+            "position_ids": positions,
             "logits_to_keep": 1,
             "past_key_values": self._cache,
             "use_cache": True,
             "return_dict": True,
         }
-        if border.has_grid_positions:
-            del inputs["position_ids"]  # derived from the images
         known = {name: value for name, value in inputs.items() if name in border.accepts}
         out = self._decoder.model(input_ids=ids, **known, **beside)
         self._cache = _cache_of(out, self._decoder.model)
         logits: Tensor = out.logits[:, -1]
         return logits
+
+
+def _first_positions(decoder: HFDecoder, prompts: Sequence[Prompt], is_real: Tensor) -> Tensor:
+    """[B, T], or [3, B, T] where images decide positions: each prompt's as if it were alone, in padding any."""
+    if not decoder.border.has_grid_positions:
+        return (is_real.long().cumsum(dim=1) - 1).clamp(min=0) + decoder.border.first_position
+    found = [
+        sample_positions(
+            decoder.model, torch.tensor(p.ids, device=is_real.device), _on(p.inputs.get("image_grid_thw"), is_real)
+        )
+        for p in prompts
+    ]
+    three = torch.zeros((*is_real.shape, 3), dtype=torch.int64, device=is_real.device)
+    three[is_real] = torch.cat(found).to(is_real.device)
+    return three.permute(2, 0, 1)
+
+
+def _on(value: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if value is None else value.to(like.device)
 
 
 def _cache_of(out: Any, model: nn.Module) -> Any:
@@ -98,10 +122,13 @@ def _cache_of(out: Any, model: nn.Module) -> Any:
     return cache
 
 
-def _beside(prompts: Sequence[Prompt], is_real: Tensor) -> dict[str, Tensor]:
+def _beside(decoder: HFDecoder, prompts: Sequence[Prompt], ids: Tensor, is_real: Tensor) -> dict[str, Tensor]:
     """Further inputs: one entry a token is padded with the tokens, everything else is laid end to end."""
     names = dict.fromkeys(name for prompt in prompts for name in prompt.inputs)
-    return {name: _laid(name, prompts, is_real) for name in names}
+    out = {name: _laid(name, prompts, is_real) for name in names}
+    if names and "mm_token_type_ids" in decoder.border.accepts:
+        out.setdefault("mm_token_type_ids", (ids.eq(image_token_id(decoder.model) or 0) & is_real).long())
+    return out
 
 
 def _laid(name: str, prompts: Sequence[Prompt], is_real: Tensor) -> Tensor:

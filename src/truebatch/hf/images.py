@@ -137,18 +137,22 @@ def forget_last_call(model: nn.Module) -> None:
 
 def grid_positions(model: nn.Module, batch: MicroBatch) -> Tensor:
     """[3, B, T]: time, height and width, each as if the sample were alone."""
-    inner: Any = inner_model(model)
     ids = batch.per_sample(batch["input_ids"])
     grids = batch.per_sample(batch["image_grid_thw"], "images")
-    axis, found = batch.rows(), []
-    for tokens, grid in zip(ids, grids, strict=True):
-        is_image = torch.eq(tokens, image_token_id(model) or 0).long()
-        given: dict[str, Any] = {"image_grid_thw": grid if len(grid) else None}
-        if "mm_token_type_ids" in _arguments(inner.get_rope_index):
-            given["mm_token_type_ids"] = is_image[None]
-        found.append(inner.get_rope_index(tokens[None], **given)[0][:, 0].T)  # [n, 3]
+    axis = batch.rows()
+    found = [sample_positions(model, tokens, grid) for tokens, grid in zip(ids, grids, strict=True)]
     three = axis.put_tokens(torch.cat(found).to(axis.positions.device))  # [B, T, 3]
     return three.permute(2, 0, 1)
+
+
+def sample_positions(model: nn.Module, tokens: Tensor, grid: Tensor | None) -> Tensor:
+    """[n, 3] time, height and width of one sample's tokens [n] with images of these grids."""
+    inner: Any = inner_model(model)
+    given: dict[str, Any] = {"image_grid_thw": grid if grid is not None and len(grid) else None}
+    if "mm_token_type_ids" in _arguments(inner.get_rope_index):
+        given["mm_token_type_ids"] = torch.eq(tokens, image_token_id(model) or 0).long()[None]
+    positions: Tensor = inner.get_rope_index(tokens[None], **given)[0][:, 0].T
+    return positions
 
 
 def count_image_tokens(model: nn.Module, images: Mapping[str, Tensor]) -> int:
