@@ -123,6 +123,7 @@ def run_stitched(config: StitchedBenchConfig, *, out: Path | None, say: Callable
     result: dict[str, Any] = {"ratios": {}, "rows": [], "left_out": [], **_about(config)}
     began = time.monotonic()
     model = build_stitched(config)
+    forget_models()  # what of the donors is not used
     work = make_samples(model, config)
     result["work"] = {
         "samples": len(work.lengths), "mean_tokens": float(work.lengths.mean()), "longest": int(work.lengths.max()),
@@ -325,8 +326,8 @@ def largest_budget(rows: Sequence[Row], limit_gib: float) -> int:
 
 def _even_rows(bench: Bench) -> None:
     """Rows of 64 tokens, one and eight at a time: what a batch alone is worth, without raggedness."""
-    long = np.flatnonzero(bench.work.lengths >= 64)[:64]
-    samples = [{name: value[:64] for name, value in bench.work.samples[i].items()} for i in long.tolist()]
+    known = bench.work.samples[:64]
+    samples = [{name: np.resize(value, 64) for name, value in sample.items()} for sample in known]
     work = Work(bench.work.head, np.full(len(samples), 64), samples, 512, 64)
     alone = next(
         w for w in all_ways(bench.model, work, device=bench.device, backend="inductor") if w.name == "one by one"

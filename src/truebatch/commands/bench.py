@@ -137,6 +137,28 @@ def show_seqset_vae(
     return 0
 
 
+@bench_app.command("stitched_llm", short_help="A stitched model: the note's settings against packed rows.")
+def show_stitched_llm(
+    device: Annotated[str, typer.Option(help="cpu (tiny donors, one thread) or cuda (0.5B under 1.5B).")] = "cpu",
+    seconds: Annotated[float | None, typer.Option(help="Nothing begins after this time.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few and short rounds: a dry run.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows as JSON.")] = None,
+) -> int:
+    """Train the adapter as the note recommends and in packed rows, on the same samples in one process.
+
+    Examples:
+
+      truebatch bench stitched_llm --quick
+
+      truebatch bench stitched_llm --device cuda --json docs/results/stitched_llm_cuda.json
+    """
+    # Imported here so that `truebatch --help` answers at once.
+    from truebatch.bench.stitched_llm import make_config, run_stitched
+
+    run_stitched(make_config(device=device, seconds=seconds, quick=quick), out=json_file, say=typer.echo)
+    return 0
+
+
 @bench_app.command("nafld", short_help="Real persons: seqset_vae beside logistic regression and gradient boosting.")
 def show_nafld(
     quick: Annotated[bool, typer.Option("--quick", help="A few steps only: a dry run.")] = False,

@@ -1,0 +1,77 @@
+"""The benchmark of the note's settings, tiny: every way runs, ratios come first, budgets follow the memory line."""
+
+import json
+import time
+
+import torch
+
+from truebatch.bench.stitched_llm import (
+    Bench,
+    Row,
+    StitchedBenchConfig,
+    _at_memory,
+    build_stitched,
+    largest_budget,
+    make_samples,
+    run_stitched,
+)
+
+TINY = StitchedBenchConfig(
+    longest=64,
+    median=9.0,
+    samples=64,
+    budgets=(128, 256),
+    way_seconds=0.0,
+    rounds_at_most=2,
+    seconds=600.0,
+    card_gib=0.005,
+)
+
+
+def row(cells, peak):
+    return Row(way="", tokens_per_second=100.0, peak_gib=peak, fill=1.0, cells=cells, samples_per_step=4)
+
+
+def test_every_way_is_measured_and_ratios_come_first(tmp_path):
+    lines = []
+    result = run_stitched(TINY, out=tmp_path / "rows.json", say=lines.append)
+    written = json.loads((tmp_path / "rows.json").read_text())
+    assert next(iter(written)) == "ratios"
+    assert result["left_out"] == []
+    assert {"packed at the fitted budget / the note", "8 rows of 64 tokens / 1 row"} <= set(written["ratios"])
+    assert written["rows"][0]["way"].startswith("the note: batch 1, accumulation 4, padded to 64")
+    assert written["rows"][0]["fill"] < 0.5
+    assert all(r["fill"] > 0.9 for r in written["rows"] if r["way"].startswith("packed,"))
+    assert 0 <= written["work"]["padded_share_by_token_budget"] < 0.5
+    assert written["command"].startswith("python -m truebatch.bench.stitched_llm")
+
+
+def test_what_time_does_not_allow_is_named():
+    result = run_stitched(StitchedBenchConfig(samples=64, budgets=(128,), seconds=-1.0), out=None, say=lambda _: None)
+    assert result["rows"] == []
+    assert all("out of time" in line for line in result["left_out"])
+
+
+def test_the_largest_budget_lies_on_the_line_under_the_limit():
+    rows = [row(1024, 2.0), row(2048, 3.0)]
+    assert largest_budget(rows, 11.0) == int(1024 + (0.97 * 11 - 2) * 1024) // 512 * 512
+    assert largest_budget(rows, 0.1) == 0
+    assert largest_budget(rows[:1], 10.0) == 0
+
+
+def test_budgets_of_a_memory_limit_are_measured_with_and_without_checkpointing():
+    model = build_stitched(TINY)
+    result = {"ratios": {}, "rows": [], "left_out": []}
+    bench = Bench(
+        model,
+        make_samples(model, TINY),
+        TINY,
+        torch.device("cpu"),
+        result,
+        time.monotonic(),
+        lambda: None,
+        lambda _: None,
+    )
+    _at_memory(bench, row(64, 0.004), [row(128, 0.001), row(256, 0.0015)])
+    assert {"packed in the note's own memory: cells", "packed in 0.005 GiB: cells"} <= set(result["ratios"])
+    assert result["left_out"] == []
