@@ -56,6 +56,8 @@ class SeqSetBenchConfig:
 
     device: str = "cpu"
     model: ModelConfig = SMALL
+    precision: str = "fp32"
+    """Of all timed ways: fp32 or bf16. Loss curves are always fp32, where equality shows."""
     sizes: tuple[int, ...] = (1, 4, 8, 16, 32)
     """Stays of one forward pass."""
     note_sizes: tuple[int, ...] = (1, 16)
@@ -200,7 +202,9 @@ class Bench:
         return batch.to(self.device)
 
     def _step(self, loss: Callable[..., torch.Tensor], batch: Any) -> None:
-        loss(self.model, self.objective, batch).backward()  # type: ignore[no-untyped-call]
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
+            found = loss(self.model, self.objective, batch)
+        found.backward()  # type: ignore[no-untyped-call]
         self.model.zero_grad(set_to_none=True)
 
     def _padded_share(self, size: int) -> float:
@@ -259,7 +263,7 @@ def _about(config: SeqSetBenchConfig) -> dict[str, Any]:
     return {
         "command": shlex.join(["python", "-m", "truebatch.bench.seqset_vae", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(), "hardware": name, "threads": torch.get_num_threads(),
-        "torch": torch.__version__, "python": platform.python_version(), "dtype": "float32",
+        "torch": torch.__version__, "python": platform.python_version(),
         "note_claims": NOTE_CLAIMS, "config": asdict(config),
     }  # fmt: skip
 
@@ -277,7 +281,8 @@ def make_config(*, device: str, seconds: float | None = None, quick: bool = Fals
     sizes: dict[str, Any] = {}
     if device == "cuda":
         sizes = {
-            "model": ModelConfig(), "sizes": (1, 4, 8, 16, 32, 64, 128, 256, 512), "stays": 512, "curve_steps": 20,
+            "model": ModelConfig(), "precision": "bf16", "sizes": (1, 4, 8, 16, 32, 64, 128, 256, 512), "stays": 512,
+            "curve_steps": 20,
             "samples_per_step": 512, "way_seconds": 4.0, "round_stays": 16, "seconds": 140.0,
         }  # fmt: skip
     if quick:

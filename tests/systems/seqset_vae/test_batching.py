@@ -11,10 +11,14 @@ import torch
 
 from tests.systems.seqset_vae.tiny_stays import batch_of, make_model, make_stay, make_stays
 from truebatch.objective import add_counts, divide_once
+from truebatch.planning.rows import padded_rows
 from truebatch.systems.seqset_vae.inputs import draw_noise, read_stays
+from truebatch.systems.seqset_vae.loading import prepare
 from truebatch.systems.seqset_vae.losses import kl_of_sets, reconstruction
 from truebatch.systems.seqset_vae.objective import SeqSetObjective
-from truebatch.systems.seqset_vae.settings import LossConfig
+from truebatch.systems.seqset_vae.settings import GeneratorConfig, LossConfig, ModelConfig, SeqSetConfig
+from truebatch.systems.seqset_vae.stays import FIELDS
+from truebatch.tensors.collating import collate
 from truebatch.tensors.noise import noise_for
 
 STAYS = make_stays(64, most_sets=24, most_events=25)
@@ -202,3 +206,23 @@ def test_evaluation_gives_the_same_bits_every_time():
     objective = SeqSetObjective(loss=LOSS, stays_seen=3)
     one, two = (objective.sums(model, batch_of(STAYS, [1, 2, 3])) for _ in range(2))
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_half_precision_stays_near_full_precision(head):
+    model = make_model(head=head).train()
+    objective = SeqSetObjective(loss=LOSS, stays_seen=100)
+    full = gradient(model, [[0, 1, 2, 3]], objective)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = gradient(model, [[0, 1, 2, 3]], objective)
+    assert half[0] == pytest.approx(full[0], rel=0.05)
+    assert torch.nn.functional.cosine_similarity(half[1], full[1], dim=0) > 0.95
+
+
+def test_a_micro_batch_of_many_stays_pads_at_most_a_quarter_of_its_cells():
+    stays = prepare(SeqSetConfig(generator=GeneratorConfig(stays=64), model=ModelConfig(embedding_dim=8))).train
+    batch = collate([stays[i] for i in range(32)], padded_rows(np.arange(32), int(stays.num_events[:32].max())), FIELDS)
+    layout = read_stays(batch).layout
+    assert 1 - len(layout.owner) / layout.num_cells <= 0.25
+    one_level = 1 - len(layout.owner) / batch.is_real.numel()
+    assert one_level > 0.25  # the note's way: every stay as long as the longest

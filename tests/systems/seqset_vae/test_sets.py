@@ -108,3 +108,14 @@ def test_equal_sets_lie_in_one_bucket_without_padding():
     assert len(layout.buckets) == 1
     assert layout.buckets[0].cell_of_event is None
     assert layout.num_cells == 36
+
+
+def test_a_bucket_has_no_more_sets_than_a_kernel_can_count(monkeypatch):
+    torch.manual_seed(0)
+    block, sizes = InducedBlock(8, 2, 3), np.array([2, 5, 2, 2, 4, 5, 2, 2])
+    events = torch.randn(int(sizes.sum()), 8)
+    whole = block(events, lay_sets(sizes, call_cells=10_000))
+    monkeypatch.setattr("truebatch.systems.seqset_vae.sets.MOST_SETS", 3)
+    layout = lay_sets(sizes, call_cells=10_000)
+    assert [bucket.shape for bucket in layout.buckets] == [(3, 5), (3, 5), (2, 5)]
+    assert torch.allclose(block(events, layout), whole, atol=1e-6)

@@ -122,7 +122,7 @@ class SeqSetVAE(nn.Module):
         """Latents [M, L, Z] -> what is known after each set [M, Z], stay after stay."""
         rows = inputs.rows
         joined = self.join_levels(latents.flatten(1)).index_select(0, inputs.layout.back)
-        x = rows.put_tokens(joined) + self.time(inputs.minutes, rows.positions)
+        x = rows.put_tokens(joined.float()) + self.time(inputs.minutes, rows.positions)
         is_kept = None if noise is None else noise.is_kept
         for at, layer in enumerate(self.layers):
             x = layer(x, rows, None if is_kept is None else is_kept[2 * at : 2 * at + 2])

@@ -20,6 +20,8 @@ from truebatch.planning.rows import Ints
 
 CALL_CELLS = {"cpu": 256, "cuda": 16384}
 """Padded cells that cost as much as one more bucket: on a GPU launches are dear and cells cheap."""
+MOST_SETS = 2**15
+"""Sets of one bucket at most: attention kernels count them in sixteen bits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,8 +135,7 @@ def lay_sets(sizes: Ints, device: torch.device | str = "cpu", *, call_cells: int
     event_order = starts[order][owner] + slot
     back = np.empty_like(order)
     back[order] = np.arange(len(order))
-    widths = choose_widths(sizes, cost)
-    ends = np.searchsorted(sorted_sizes, widths, side="right")
+    widths, ends = _cut_large(sorted_sizes, choose_widths(sizes, cost))
     width_of = np.repeat(widths, np.diff([0, *ends]))
     cells = owner - np.concatenate([[0], ends])[np.searchsorted(ends, owner, side="right")]
     cells = cells * width_of[owner] + slot
@@ -147,6 +148,17 @@ def lay_sets(sizes: Ints, device: torch.device | str = "cpu", *, call_cells: int
         event_order=parts[0], owner=parts[1], slot=parts[2], back=parts[4], order=parts[5],
         sizes=parts[6].float(), buckets=buckets,
     )  # fmt: skip
+
+
+def _cut_large(sorted_sizes: Ints, widths: list[int]) -> tuple[list[int], Ints]:
+    """The width and the last set of every bucket, none with more sets than a kernel can count."""
+    ends = np.searchsorted(sorted_sizes, widths, side="right").tolist()
+    cut = [
+        (width, min(first + MOST_SETS, last))
+        for width, (start, last) in zip(widths, pairwise([0, *ends]), strict=True)
+        for first in range(start, last, MOST_SETS)
+    ]
+    return [width for width, _ in cut], np.array([end for _, end in cut], dtype=np.int64)
 
 
 def _bucket(first: int, last: int, width: int, starts: Ints, cells: Tensor, sizes: Tensor) -> Bucket:
