@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from truebatch.bench.independent import (
     LENGTHS,
@@ -46,8 +47,8 @@ LIMIT = 1e-5
 """How far fp32 may be from one by one in any cell; half precision: twice as far from fp32 as one by one is."""
 ROUNDING = 1e-3
 """Differences below this may be rounding, which fp64 tells from a fault."""
-VANISHED = LIMIT / 10
-"""What is left in fp64 of a difference that is rounding (gradients are kept in fp32); a fault stays what it is."""
+VANISHED = 1e-9
+"""The most that is left in fp64 of a difference that is rounding; a fault stays what it is."""
 VISIBLE = {torch.float32: 100.0, torch.bfloat16: 10.0}
 """How many tolerances a leak must move a sample by; a hundred of bf16, which has 8 bits, would be more than all."""
 
@@ -227,8 +228,9 @@ def _ask_fp64(patient: Patient, layout: str, step: Step, far: Distance) -> tuple
         return False, {"why": "too far to be rounding"}
     try:
         model = _in_fp64(patient.model)
-        exact = alone_step(model, patient.head, patient.samples)
-        arranged = layout_step(model, patient.head, patient.samples, layout)
+        with _StayInFp64():
+            exact = alone_step(model, patient.head, patient.samples)
+            arranged = layout_step(model, patient.head, patient.samples, layout)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:  # then the limit of fp32 stands
         return False, {"why": _one_line(f"does not run in fp64: {type(error).__name__}: {error}")}
     left, alone, there = distance(arranged, exact), distance(patient.reference, exact), distance(step, exact)
@@ -236,6 +238,15 @@ def _ask_fp64(patient: Patient, layout: str, step: Step, far: Distance) -> tuple
     is_rounding = _is_within(left, Distance(VANISHED, VANISHED)) or _is_within(there, limits)
     names = {"left": left, "one by one from fp64": alone, "this layout from fp64": there}
     return is_rounding, {name: _numbers(one) for name, one in names.items()}
+
+
+class _StayInFp64(TorchFunctionMode):
+    """While open, code that asks for fp32 gets fp64: some models write fp32 into their code, and round there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [torch.float64 if value is torch.float32 else value for value in args]
+        named = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        return (torch.Tensor.double if func is torch.Tensor.float else func)(*given, **named)
 
 
 def _in_fp64(model: nn.Module) -> nn.Module:
