@@ -35,6 +35,9 @@ class Counter:
         self.total += step
         return Wish(keep=step in self.keep_at, stop="enough" if step == self.stop_at else "")
 
+    def ended(self, step):
+        self.seen.append(("ended", step))
+
     def state(self):
         return {"total": self.total}
 
@@ -51,7 +54,15 @@ def run(attendant, folder=None, **settings):
 def test_an_attendant_is_called_before_and_after_every_step():
     counter = Counter()
     run(counter, max_steps=3)
-    assert counter.seen == [("before", 0), ("after", 1), ("before", 1), ("after", 2), ("before", 2), ("after", 3)]
+    assert counter.seen == [
+        ("before", 0),
+        ("after", 1),
+        ("before", 1),
+        ("after", 2),
+        ("before", 2),
+        ("after", 3),
+        ("ended", 3),
+    ]
 
 
 def test_the_state_of_an_attendant_comes_back_with_the_run(tmp_path):

@@ -39,6 +39,10 @@ class Attendant(Protocol):
         """`step` steps have been done; the model is as after the update."""
         ...
 
+    def ended(self, step: int) -> None:
+        """The run has ended after `step`: done, stopped by a check or asked to stop; not by an error."""
+        ...
+
     def state(self) -> Mapping[str, Any]:
         """Plain data for a checkpoint."""
         ...

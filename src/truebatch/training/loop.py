@@ -137,6 +137,8 @@ def _run(job: Job, plan_config: PlanConfig) -> TrainResult:
                 costs=job.measured.costs, counts=job.measured.counts,
             )  # fmt: skip
             progress = _epoch(job, progress, plan, log)
+        for attendant in job.engine.attendants:
+            attendant.ended(progress.step)
     except BaseException as caught:
         error = _named(caught)
         code = exit_code_of(error)

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from truebatch.errors import CheckpointError
-from truebatch.systems.seqset_vae.beside import CHECKS, draw_checks, make_probe
+from truebatch.reports.findings import kept_findings
+from truebatch.systems.seqset_vae.beside import CHECKS, make_probe
 from truebatch.systems.seqset_vae.loading import prepare
 from truebatch.systems.seqset_vae.objective import weights_at
 from truebatch.systems.seqset_vae.settings import DetectorConfig, GeneratorConfig, LossConfig, ModelConfig
@@ -96,14 +97,13 @@ def test_schedules_follow_the_stays_seen_and_not_the_batches(whole):
     assert weights_at(LOSS, None) == weights_at(LOSS, 10**9)
 
 
-def test_checks_are_logged_one_line_each_and_drawn(whole, tmp_path):
+def test_checks_are_logged_one_line_each_and_drawn_for_the_report(whole):
     lines = [json.loads(line) for line in (whole / CHECKS).read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4, 6, 8]
     assert all(len(line["kl"]) == TINY.levels and line["num_sets"] >= 30 for line in lines)
     assert [line["grace"] for line in lines] == [True, True, True, False]  # 16 stays of 4, and one check more
-    picture = draw_checks(whole, tmp_path / "checks.svg")
-    assert picture is not None
-    assert "information" in picture.read_text()
+    pictures = {name: text for name, text in kept_findings(whole) if isinstance(text, str)}
+    assert "information" in pictures["40-collapse"]
 
 
 ALWAYS_BAD = replace(DETECTOR, min_gap=1e9)

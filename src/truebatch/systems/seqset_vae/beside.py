@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from truebatch.planning.rows import padded_rows
+from truebatch.reports.findings import keep_picture
 from truebatch.reports.pictures import curves
 from truebatch.systems.seqset_vae.autoencoder import Posterior
 from truebatch.systems.seqset_vae.collapse import Detector, Signals, measure_signals
@@ -28,7 +29,7 @@ from truebatch.training.attending import Wish
 from truebatch.training.metrics import open_metrics, read_metrics
 from truebatch.training.reducing import rank
 
-CHECKS, PICTURE = "collapse.jsonl", "collapse.svg"
+CHECKS, PICTURE = "collapse.jsonl", "40-collapse"
 SMALLEST_FACTOR = 2.0**-6
 """Annealing goes no further: beta is then as good as off."""
 
@@ -48,6 +49,9 @@ class LossSchedule:
     def after_step(self, step: int) -> Wish:
         """Nothing to wish for."""
         return Wish()
+
+    def ended(self, step: int) -> None:
+        """Nothing is left to do."""
 
     def state(self) -> Mapping[str, Any]:
         """The stays seen, for whoever reads a checkpoint."""
@@ -106,6 +110,11 @@ class CollapseWatch:
             log.close()
         self.last_step = step
 
+    def ended(self, step: int) -> None:
+        """A picture of all checks for the report of the run."""
+        if self.log is not None and rank() == 0:
+            keep_checks(self.log.parent)
+
     def state(self) -> Mapping[str, Any]:
         """The detector, what annealing has done, and how far the log goes."""
         return {
@@ -151,8 +160,8 @@ def probe_signals(model: SeqSetVAE, probe: MicroBatch, config: DetectorConfig) -
     return measure_signals(posterior, config, logvar_limit=model.settings.logvar_limit, gap=gap)
 
 
-def draw_checks(run: Path, target: Path) -> Path | None:
-    """A picture of all checks of a run; None where there are none, or no matplotlib to draw them."""
+def keep_checks(run: Path) -> Path | None:
+    """A picture of all checks of a run, kept for its report; None where there are none, or no matplotlib to draw."""
     lines = read_metrics(run / CHECKS)
     if not lines or find_spec("matplotlib") is None:
         return None
@@ -162,7 +171,5 @@ def draw_checks(run: Path, target: Path) -> Path | None:
     shown |= {f"information, level {k + 1}": (steps, [line["information"][k] for line in lines]) for k in levels}
     shown["active units"] = (steps, [float(sum(line["active"])) for line in lines])
     marks = {event: float(line["step"]) for line in lines for event in line["events"]}
-    target.write_text(
-        curves(shown, title="Posterior", x="step", y="nats; units", log_y=True, marks=marks), encoding="utf-8"
-    )
-    return target
+    picture = curves(shown, title="Posterior", x="step", y="nats; units", log_y=True, marks=marks)
+    return keep_picture(run, PICTURE, picture)
