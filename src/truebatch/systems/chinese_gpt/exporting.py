@@ -217,6 +217,7 @@ ids = model.generate(**{text}, max_new_tokens=40, do_sample=False)
 print(tokenizer.decode(ids[0], skip_special_tokens=True))
 ```
 
+Known text has the same tokens here as in training. Unknown characters side by side become one unknown word here.
 `vocabulary.json` holds the words and how text is cut into them, for any other use.
 """
 
