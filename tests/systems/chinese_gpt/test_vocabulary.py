@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.systems.chinese_gpt.small import TEXTS
+from tests.systems.chinese_gpt.small import STATEMENTS, TEXTS
 from truebatch.errors import ConfigError, DataError
 from truebatch.systems.chinese_gpt.characters import is_han, normalise, pieces_of
 from truebatch.systems.chinese_gpt.generator import odd_texts
@@ -66,15 +66,15 @@ def test_the_order_of_the_texts_does_not_matter(vocab):
 
 def test_another_process_with_another_hash_seed_gives_the_same_hash():
     code = (
-        "from tests.systems.chinese_gpt.small import TEXTS\n"
+        "from truebatch.systems.chinese_gpt.generator import make_statements\n"
         "from truebatch.systems.chinese_gpt.vocabulary import Vocab\n"
-        "print(Vocab.build_from_texts(TEXTS).hash)"
+        "print(Vocab.build_from_texts(one.text for one in make_statements(140)).hash)"
     )
     out = subprocess.run(
         [sys.executable, "-c", code], cwd=Path(__file__).parents[3], capture_output=True, text=True, check=True,
         env={"PYTHONHASHSEED": "7", "PATH": "", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    assert out.stdout.strip() == Vocab.build_from_texts(TEXTS).hash
+    assert out.stdout.strip() == Vocab.build_from_texts(STATEMENTS).hash
 
 
 def test_text_that_spells_special_words_never_gets_their_ids():
