@@ -86,9 +86,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs/results/reliability.json")
     parser.add_argument("--only", choices=list(SWEEPS), action="append", default=[])
     args = parser.parse_args()
-    kept = json.loads(args.out.read_text())["sweeps"] if args.out.exists() else {}
+    found = json.loads(args.out.read_text())["sweeps"] if args.out.exists() else {}
+    kept = {name: sweep for name, sweep in found.items() if sweep["passed"]}
     for name, nodes in SWEEPS.items():
-        if name in args.only or (not args.only and not kept.get(name, {}).get("passed")):
+        if name in args.only or (not args.only and name not in kept):
             kept[name] = {"what": WHAT[name], **run_sweep(nodes)}
             write(args.out, {name: kept[name] for name in SWEEPS if name in kept})
     sys.exit(0 if all(sweep["passed"] for sweep in kept.values()) else 1)
