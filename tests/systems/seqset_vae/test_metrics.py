@@ -56,6 +56,8 @@ def test_calibration_is_counted_by_tenths():
     rows = calibration(labels, scores)
     assert [(row["from"], row["stays"], row["share_positive"]) for row in rows] == [(0.0, 2, 0.5), (0.9, 2, 0.5)]
     assert expected_calibration_error(labels, scores) == pytest.approx((0.45 + 0.475) / 2)
+    distances = [row["stays"] * abs(row["mean_probability"] - row["share_positive"]) for row in rows]
+    assert expected_calibration_error(labels, scores) == pytest.approx(sum(distances) / len(labels))
 
 
 def test_the_interval_holds_the_truth_about_as_often_as_it_says():
