@@ -5,16 +5,8 @@ import time
 
 import torch
 
-from truebatch.bench.stitched_llm import (
-    Bench,
-    Row,
-    StitchedBenchConfig,
-    _at_memory,
-    build_stitched,
-    largest_budget,
-    make_samples,
-    run_stitched,
-)
+from truebatch.bench.stitched_llm import Bench, Row, _at_memory, largest_budget, run_stitched
+from truebatch.bench.stitched_llm_work import StitchedBenchConfig, build_stitched, make_samples
 
 TINY = StitchedBenchConfig(
     longest=64,
@@ -43,6 +35,9 @@ def test_every_way_is_measured_and_ratios_come_first(tmp_path):
     assert written["rows"][0]["fill"] < 0.5
     assert all(r["fill"] > 0.9 for r in written["rows"] if r["way"].startswith("packed,"))
     assert 0 <= written["work"]["padded_share_by_token_budget"] < 0.5
+    stored = written["stored"]
+    assert stored["int8"]["weights_gib"] < 0.6 * stored["fp32"]["weights_gib"]
+    assert abs(stored["int8"]["loss"] / stored["fp32"]["loss"] - 1) < 0.01
     assert written["command"].startswith("python -m truebatch.bench.stitched_llm")
 
 

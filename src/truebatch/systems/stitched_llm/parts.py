@@ -69,6 +69,12 @@ class Int8Linear(nn.Module):
         """x @ weight.T + bias; the gradient goes on to x."""
         return functional.linear(x, self._held[0], self.bias)
 
+    @property
+    def num_bytes(self) -> int:
+        """What the quantised weight takes."""
+        weight: Any = self._held[0]
+        return sum(getattr(weight, name).nbytes for name in weight.__tensor_flatten__()[0])
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._held = [fn(self._held[0])]
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -109,6 +115,12 @@ def autocast_of(device: torch.device, precision: str) -> AbstractContextManager[
     """The precision a model was trained in; parts in fp32 over half-precision donors run only there."""
     dtype = _DTYPES[precision]
     return nullcontext() if dtype is torch.float32 else torch.autocast(device.type, dtype=dtype)
+
+
+def stored_bytes(model: StitchedForCausalLM) -> int:
+    """What all weights of a model take."""
+    quantised = sum(module.num_bytes for module in model.modules() if isinstance(module, Int8Linear))
+    return sum(int(p.nbytes) for p in model.parameters()) + quantised
 
 
 def describe_parts(model: StitchedForCausalLM) -> str:
