@@ -274,6 +274,7 @@ ORDER = [
     "systems.stitched_llm.system",
     "systems.stitched_llm.trainer",
     "systems.stitched_llm.compat",
+    "systems.vlm_pruning.settings",
     "environment",
     "checkup",
     "bench.processes",
