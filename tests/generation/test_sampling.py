@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from truebatch.errors import ConfigError, NonFiniteError
-from truebatch.generation.prompts import key_samples
+from truebatch.generation.prompts import key_prompts, key_samples
 from truebatch.generation.sampling import check_logits, choose_tokens, find_candidates, penalise, seen_tokens
 from truebatch.generation.settings import Generation
 
@@ -128,3 +128,11 @@ def test_nan_logits_name_their_prompt():
 def test_a_beam_search_with_a_temperature_is_refused():
     with pytest.raises(ConfigError, match="draws nothing"):
         Generation(beams=3, temperature=0.7)
+
+
+def test_draws_are_the_same_on_every_machine_and_in_every_version():
+    assert key_samples(0, [0, 1]) == [7197479766788396244, -2548539243327135055]
+    assert key_prompts(3, [(1, 2)]) == [-5115112322236250652]
+    keys, places = torch.full((8,), key_samples(0, [0])[0]), torch.arange(8)
+    chosen = choose_tokens(torch.zeros(8, 50), Generation(), keys=keys, places=places)
+    assert chosen.tolist() == [7, 38, 25, 15, 45, 10, 8, 13]
