@@ -268,7 +268,7 @@ def _quality(config: GPTBenchConfig, say: Say) -> dict[str, Any]:
         first, second = Path(folder) / "pretrained", Path(folder) / "tuned"
         both = _settings(config)
         both = replace(both, train=replace(both.train, layout="packed", epochs=8))
-        chat = replace(both, stage="chat", start_from=first, train=replace(both.train, epochs=16, learning_rate=1e-3))
+        chat = replace(both, stage="chat", start_from=first, train=replace(both.train, epochs=10, learning_rate=1e-3))
         for name, settings, out in (("pretrained", both, first), ("tuned", chat, second)):
             train_system(CHINESE_GPT, settings, Start(out=out, say=say))
             model = CHINESE_GPT.build_model(settings)

@@ -64,7 +64,7 @@ def test_held_out_texts_are_foreseen_and_held_out_questions_answered(tmp_path):
     first = quality_of(both, tmp_path / "pretrained")
     assert first["times_better_than_unigram"] >= 5
     assert first["times_better_than_bigram"] >= 2
-    tuned = replace(train_config, epochs=16, learning_rate=1e-3)
+    tuned = replace(train_config, epochs=10, learning_rate=1e-3)
     chat = replace(both, stage="chat", start_from=tmp_path / "pretrained", train=tuned)
     second = quality_of(chat, tmp_path / "tuned")
     assert second["answers_right_share"] >= 0.9
