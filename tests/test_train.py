@@ -113,13 +113,11 @@ def test_limit_trains_on_the_first_samples_only(folder):
     assert sum(r["tokens"] for r in records[:2]) == sum(len(samples[i]["x"]) for i in range(8))
 
 
-def test_a_dry_run_loads_no_weights_and_says_what_a_run_then_does(folder, capsys, monkeypatch):
-    from tests import tasks
-
-    with monkeypatch.context() as patched:
-        patched.setattr(tasks, "build", lambda config: pytest.fail("the model was built"))
-        assert train("--dry-run", "--log-format", "json") == 0
+def test_a_dry_run_says_what_a_run_then_does_and_takes(folder, capsys):
+    assert train("--dry-run", "--log-format", "json") == 0
     row = json.loads(capsys.readouterr().out)["plans"]["padded"]
+    assert row["memory_gib"] >= 0
+    assert "hours" not in row  # nothing was timed yet
     assert not Path("runs").exists()
     train()
     records = read_metrics(Path("runs/numbers/metrics.jsonl"))
@@ -128,7 +126,8 @@ def test_a_dry_run_loads_no_weights_and_says_what_a_run_then_does(folder, capsys
     capsys.readouterr()
     assert train("--dry-run") == 0
     text = capsys.readouterr().out
-    assert "memory" not in text
+    assert "memory, GiB" in text
+    assert "estimated, nothing was run" in text
     assert "waste" in text
 
 

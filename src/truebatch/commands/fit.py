@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from truebatch.commands.train import RUNS, _checked, _document, _settle
+from truebatch.commands.settings import RUNS, checked, read_settings, settle
 from truebatch.errors import ConfigError
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
@@ -36,6 +36,7 @@ def show_fit(
         list[float] | None, typer.Option(metavar="GIB", help="A memory size to judge for. Default: 15, 32 and 80.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder, for fit.json. Default: runs/NAME.")] = None,
+    estimate: Annotated[bool, typer.Option("--estimate", help="Run nothing: memory from shapes, no speed.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     model: Annotated[Path | None, typer.Option(help="hf: the folder of your model and tokenizer.")] = None,
     data: Annotated[Path | None, typer.Option(help="hf: the samples to train on.")] = None,
@@ -67,12 +68,14 @@ def show_fit(
     given |= {("lora",): True} if lora else {}
     limits = _limits(memory or CARDS)
     system = find_system(target)
-    document = _document(config, set_ or [], given)
+    document = read_settings(config, set_ or [], given)
     folder = out or RUNS / system.name
-    is_layout_open = _settle(document, folder, fresh=False)
-    settings = _checked(system, document)
+    is_layout_open = settle(document, folder, fresh=False)
+    settings = checked(system, document)
     lines: list[str] = []
-    sizing = size_system(system, settings, memory=limits, is_layout_open=is_layout_open, say=lines.append)
+    sizing = size_system(
+        system, settings, memory=limits, is_layout_open=is_layout_open, is_estimate=estimate, say=lines.append
+    )
     written = save_fit(sizing.fit, folder)
     following = _next(target, config, set_ or [], given, sizing, folder)
     if as_json:
@@ -141,7 +144,7 @@ def _print(sizing: Sizing, lines: list[str], written: Path, following: str) -> N
         f"{fit.facts['device']}; samples of {sizing.shortest:,} to {sizing.longest:,} tokens",
         f"model, gradients and optimiser: {_gib(fit.constant_bytes)} GiB; a forward and backward pass adds "
         f"{fit.per_cell:,.0f} bytes a cell, {fit.per_pair:,.2f} a pair, {fit.per_sample:,.0f} a sample "
-        f"(+-{fit.uncertainty:.1%}, from {len(fit.points)} probes)",
+        f"(+-{fit.uncertainty:.1%}, from {len(fit.points)} probes{', estimated' if fit.is_estimate else ''})",
         "",
     ]
     sys.stdout.write("\n".join(lines) + "\n")

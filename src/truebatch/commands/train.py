@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from truebatch.commands.settings import RUNS, checked, read_settings, settle
 from truebatch.errors import ConfigError
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
@@ -23,9 +24,7 @@ if TYPE_CHECKING:
     from truebatch.reports.showing import Show
     from truebatch.system import System
     from truebatch.training.job import TrainResult
-    from truebatch.yamlfiles import Document
 
-RUNS = Path("runs")
 FORMATS = ("auto", "plain", "json")
 RESUMES = ("auto", "required")
 
@@ -42,7 +41,7 @@ def show_train(
     ] = "auto",
     fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier run aside and begin anew.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show steps, micro-batches and fill; load no weights.")
+        bool, typer.Option("--dry-run", help="Show steps, micro-batches, fill and memory; run nothing.")
     ] = False,
     devices: Annotated[int | None, typer.Option(help="Processes that share a step; they are started here.")] = None,
     limit: Annotated[int | None, typer.Option(help="Train on the first N samples only.")] = None,
@@ -102,13 +101,13 @@ def _run(target: str, file: Path | None, overrides: list[str], given: dict[tuple
     from truebatch.training.trackers import check_trackers
 
     system = find_system(target)
-    document = _document(file, overrides, given)
+    document = read_settings(file, overrides, given)
     folder = way.out or RUNS / system.name
-    is_layout_open = _settle(document, folder, fresh=way.fresh)
-    config = _checked(system, document)
+    is_layout_open = settle(document, folder, fresh=way.fresh)
+    config = checked(system, document)
     check_trackers(config.train.track)
     if way.dry_run:
-        return _dry_run(system, config, is_layout_open=is_layout_open, as_json=way.log_format == "json")
+        return _dry_run(system, config, folder, is_layout_open=is_layout_open, as_json=way.log_format == "json")
     if way.resume == "required" and not (folder / "config.yaml").exists():
         raise ConfigError("there is no run to go on with", seen=f"{folder} holds none", do="leave --resume away")
     check_ranks(config.train.devices)
@@ -117,48 +116,6 @@ def _run(target: str, file: Path | None, overrides: list[str], given: dict[tuple
         return launch(_arguments(target, file, overrides, given, way, folder), config.train.devices, folder=folder)
     stop_with_parent()
     return _train(system, config, folder, way, is_layout_open=is_layout_open, again=target)
-
-
-def _document(file: Path | None, overrides: list[str], given: dict[tuple[str, ...], Any]) -> Document:
-    from truebatch.config import apply_override, read_document
-
-    document = read_document(file)
-    for override in overrides:
-        apply_override(document, override)
-    for path, value in given.items():
-        inner = document.values if len(path) == 1 else document.values.setdefault(path[0], {})
-        if isinstance(inner, dict):
-            inner[path[-1]] = value
-            document.places[path] = f"--{path[-1]}"
-    return document
-
-
-def _settle(document: Document, folder: Path, *, fresh: bool) -> bool:
-    """Fill in what the surroundings say; whether the layout is still open."""
-    from truebatch.training.launching import ranks_around
-    from truebatch.training.runs import CONFIG
-    from truebatch.yamlfiles import read_yaml
-
-    train = document.values.setdefault("train", {})
-    if not isinstance(train, dict):
-        return False  # Checking the settings will say what is wrong with it.
-    around = ranks_around()
-    if around is not None:
-        train.setdefault("devices", around)
-    if "layout" in train:
-        return False
-    saved = {} if fresh or not (folder / CONFIG).is_file() else read_yaml(folder / CONFIG).values.get("train", {})
-    if isinstance(saved, dict) and "layout" in saved:
-        train["layout"] = saved["layout"]  # A run keeps the layout it began with.
-        return False
-    return True
-
-
-def _checked(system: System, document: Document) -> Any:
-    from truebatch.config import check_config
-    from truebatch.training.starting import settings_type, settled
-
-    return settled(system, check_config(settings_type(system), document))
 
 
 def _preflight(system: System, config: Any) -> None:
@@ -181,15 +138,16 @@ def _arguments(
     return parts + (["--fresh"] if way.fresh else [])
 
 
-def _dry_run(system: System, config: Any, *, is_layout_open: bool, as_json: bool) -> int:
+def _dry_run(system: System, config: Any, folder: Path, *, is_layout_open: bool, as_json: bool) -> int:
     from truebatch.reports.plans import plan_and_count
+    from truebatch.training.foreseeing import foresee_run
     from truebatch.training.starting import system_data
 
     data = system_data(system, config)
     assert data.measured is not None
     is_open = is_layout_open and system.choose_layout is not None and config.train.true_batch != "off"
-    layouts = ("packed", "padded") if is_open else (config.train.layout,)
-    rows = {}
+    layouts: tuple[Any, ...] = ("packed", "padded") if is_open else (config.train.layout,)
+    rows: dict[str, dict[str, Any]] = {}
     for layout in layouts:
         plan_config = replace(config.train, layout=layout).plan_config()
         rows[layout] = _figures(
@@ -200,11 +158,27 @@ def _dry_run(system: System, config: Any, *, is_layout_open: bool, as_json: bool
     lines.append(step.removesuffix(f", {config.train.layout}") if is_open else step)
     if is_open:
         lines.append("the layout is chosen when the model is there: packed if it is proven right, else padded")
+    lines += _add_outlook(rows, foresee_run(system, config, layouts=layouts, folder=folder), config)
     if as_json:
         sys.stdout.write(json.dumps({"lines": lines, "plans": rows}, ensure_ascii=False) + "\n")
     else:
         _print_plans(lines, rows)
     return 0
+
+
+def _add_outlook(rows: dict[str, dict[str, Any]], foreseen: Any, config: Any) -> list[str]:
+    """Memory and time beside the figures of each layout; the lines that say where they come from."""
+    if isinstance(foreseen, str):
+        return [f"memory is not known: {foreseen}"]
+    outlooks, free = foreseen
+    for layout, outlook in outlooks.items():
+        rows[layout]["memory_gib"] = round(outlook.memory_bytes / 2**30, 3)
+        if outlook.seconds is not None:
+            rows[layout]["hours"] = round(outlook.seconds * config.train.epochs / 3600, 3)
+    hows = {outlook.how for outlook in outlooks.values()}
+    sources = {"fit": "measured by `truebatch fit`", "estimate": "estimated, nothing was run"}
+    said = " and ".join(sources[how] for how in sorted(hows))
+    return [f"memory of one device at the peak of a step: {said}; {free / 2**30:.1f} GiB are free here"]
 
 
 def _figures(counted: dict[str, Any], config: Any) -> dict[str, Any]:
@@ -223,17 +197,23 @@ def _print_plans(lines: list[str], rows: dict[str, dict[str, Any]]) -> None:
     for line in lines:
         sys.stdout.write(line + "\n")
     sys.stdout.write("\n")
-    names = next(iter(rows.values()))
-    body = tuple((_word(name), *(_text(row[name]) for row in rows.values())) for name in names)
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    body = tuple((_word(name), *(_text(name, row.get(name)) for row in rows.values())) for name in names)
     print_table(Table(("an epoch", *rows), body))
     sys.stdout.write("\nnext: the same command without --dry-run\n")
 
 
 def _word(name: str) -> str:
-    return {"steps_in_all": "steps in all", "micro_batches": "micro-batches"}.get(name, name)
+    return {"steps_in_all": "steps in all", "micro_batches": "micro-batches", "memory_gib": "memory, GiB"}.get(
+        name, name
+    )
 
 
-def _text(value: Any) -> str:
+def _text(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if name in ("memory_gib", "hours"):
+        return f"{value:,.3g}"
     return f"{value:.1%}" if isinstance(value, float) else f"{value:,}"
 
 

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from truebatch.tensors.chunkedloss import LogitRule
@@ -49,6 +50,8 @@ def output_layer_of(model: nn.Module, input_ids: Tensor) -> OutputLayer | None:
     """
     if model not in _known:
         layer = find_output_layer(model)
+        if layer is not None and isinstance(layer.linear.weight, FakeTensor):
+            return layer  # shapes without values, for an estimate of memory: there is nothing to compare
         _known[model] = layer if layer is not None and _is_all(model, layer, input_ids) else None
     return _known[model]
 

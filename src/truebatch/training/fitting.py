@@ -21,6 +21,7 @@ from truebatch.planning.rows import Ints, Layout, Rows, packed_row, padded_rows
 from truebatch.tensors.collating import collate
 from truebatch.tensors.microbatch import MicroBatch
 from truebatch.training.budget import largest_cells, shape_of_lengths
+from truebatch.training.estimating import estimate_added
 from truebatch.training.memory import added_bytes, held_bytes
 from truebatch.training.memoryfit import FIT, MemoryFit, Point, changed_facts, fit_points, load_fit
 from truebatch.training.outofmemory import free_memory, is_out_of_memory
@@ -41,7 +42,14 @@ STATES = {"AdamW": 2, "Adam": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad":
 """Tensors an optimiser holds for each parameter; others are taken to hold 2."""
 
 
-def fit_memory(engine: Engine, data: TrainData, config: TrainConfig, *, limit_bytes: int | None = None) -> MemoryFit:
+def fit_memory(
+    engine: Engine,
+    data: TrainData,
+    config: TrainConfig,
+    *,
+    limit_bytes: int | None = None,
+    is_estimate: bool = False,
+) -> MemoryFit:
     """What micro-batches of these samples take on the engine's device, in the layout and precision of `config`.
 
     Probes are made of the user's own samples. Parameters, buffers, gradients, optimisers and random generators are
@@ -49,15 +57,19 @@ def fit_memory(engine: Engine, data: TrainData, config: TrainConfig, *, limit_by
 
     Args:
         limit_bytes: if given, more probes go half way to this limit, so that the line need not reach as far.
+        is_estimate: run nothing; every probe is estimated from shapes (see `estimate_added`).
     """
     _refuse_sharded(engine.model)
     lengths = _lengths(data)
     facts = fit_facts(engine.model, config, device=engine.device)
-    constant = _constant_bytes(engine)
+    constant = constant_bytes(engine)
 
     def fitted(points: Sequence[Point]) -> MemoryFit:
-        return fit_points(points, resident_bytes=constant[0], optimiser_bytes=constant[1], facts=facts)
+        fit = fit_points(points, resident_bytes=constant[0], optimiser_bytes=constant[1], facts=facts)
+        return replace(fit, is_estimate=is_estimate)
 
+    if is_estimate:
+        return fitted(_estimate_all(engine, data, choose_probes(lengths), config.layout))
     with untouched(engine):
         points = _probe_all(engine, data, choose_probes(lengths), config.layout)
         fit = fitted(points)
@@ -137,6 +149,12 @@ def _probe_all(engine: Engine, data: TrainData, probes: Sequence[Ints], layout: 
     return list(points.values())
 
 
+def _estimate_all(engine: Engine, data: TrainData, probes: Sequence[Ints], layout: Layout) -> list[Point]:
+    made = {shape: batch for batch, shape in (make_batch(data, ids, layout) for ids in probes)}
+    added = estimate_added(engine, list(made.values()))
+    return [Point(*shape, num_bytes) for shape, num_bytes in zip(made, added, strict=True)]
+
+
 def _probe(engine: Engine, batch: MicroBatch) -> int | None:
     """The bytes a micro-batch adds; None if it does not fit."""
     try:
@@ -188,7 +206,7 @@ def untouched(engine: Engine) -> Iterator[None]:
         restore_random(generators)
 
 
-def _constant_bytes(engine: Engine) -> tuple[int, int]:
+def constant_bytes(engine: Engine) -> tuple[int, int]:
     """What is there all the time: model with gradients, and the state of the optimisers, made yet or not."""
     trained = [p for group in engine.groups for p in group.parameters]
     resident = held_bytes([*engine.model.parameters(), *engine.model.buffers()]) + held_bytes(trained)

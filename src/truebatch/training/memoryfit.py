@@ -57,6 +57,10 @@ class MemoryFit:
     """What the optimiser holds after its first update."""
     facts: Mapping[str, Any]
     """What the numbers hold for; see `fit_memory`."""
+    is_estimate: bool = False
+    """True if no probe was run: shapes without values went through the model."""
+    samples_per_second: float | None = None
+    """Of the fastest batch size, forward and backward alone, where it was timed."""
 
     def added(self, cells: int, pairs: int, samples: int) -> float:
         """Bytes that forward and backward of a micro-batch add, without a margin."""
@@ -104,16 +108,14 @@ def fit_points(
     for least in (ABOVE_FLOOR * floor, largest / LARGE_SPAN):
         above = [point for point in points if point.num_bytes > least]
         kept = above if len(above) >= LEAST_POINTS else list(points)
+        fixed, per_cell, per_pair, per_sample = _solve(kept)
         fit = MemoryFit(
-            points=tuple(points), floor=float(floor), **_line(kept), uncertainty=0.0, resident_bytes=resident_bytes,
-            optimiser_bytes=optimiser_bytes, facts=dict(facts),
+            points=tuple(points), floor=float(floor), fixed=fixed, per_cell=per_cell, per_pair=per_pair,
+            per_sample=per_sample, uncertainty=0.0, resident_bytes=resident_bytes, optimiser_bytes=optimiser_bytes,
+            facts=dict(facts),
         )  # fmt: skip
         fits.append(replace(fit, uncertainty=max(LEAST_UNCERTAINTY, *_errors(fit, kept))))
     return min(fits, key=lambda fit: fit.uncertainty)
-
-
-def _line(points: Sequence[Point]) -> dict[str, float]:
-    return dict(zip(("fixed", "per_cell", "per_pair", "per_sample"), _solve(points), strict=True))
 
 
 def _errors(fit: MemoryFit, kept: Sequence[Point]) -> list[float]:
@@ -178,7 +180,8 @@ def load_fit(folder: Path) -> MemoryFit | None:
         return None
     values = read_json(folder / FIT, max_bytes=1 << 20)
     try:
-        kept = {name: values[name] for name in MemoryFit.__dataclass_fields__}
+        optional = {"is_estimate", "samples_per_second"}
+        kept = {name: values[name] for name in MemoryFit.__dataclass_fields__ if name not in optional - set(values)}
         return MemoryFit(**{**kept, "points": tuple(Point(**point) for point in kept["points"])})
     except (KeyError, TypeError) as error:
         raise DataError(

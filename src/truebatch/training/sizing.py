@@ -80,30 +80,35 @@ def size_system(
     *,
     memory: Mapping[str, int],
     is_layout_open: bool = False,
+    is_estimate: bool = False,
     say: Callable[[str], None] = lambda _line: None,
 ) -> Sizing:
     """Measure a system on this machine, on one device: its memory fit, and the table of batch sizes.
 
-    `memory` names further sizes in bytes. With `is_layout_open` the system chooses the layout, as in training.
+    `memory` names further sizes in bytes. With `is_layout_open` the system chooses the layout, as in training. With
+    `is_estimate` no sample is run: memory is estimated, and nothing is timed.
     """
     _check(config)
     config = replace(config, train=replace(config.train, devices=1, compile=False))
     device = find_place(config.train).device
     free = free_bytes_of(device)
     data = system_data(system, config)
-    engine, config = _open(system, config, is_layout_open, say)
+    engine, config = open_engine(system, config, is_layout_open=is_layout_open, say=say)
     limits = {HERE: free, **memory}
     if device.type == "cuda":
         limits = {name: int(CUDA_SHARE * limit) for name, limit in limits.items()}
-    fit = fit_memory(engine, data, config.train, limit_bytes=limits[HERE] if device.type == "cuda" else None)
+    reach = limits[HERE] if device.type == "cuda" else None
+    fit = fit_memory(engine, data, config.train, limit_bytes=reach, is_estimate=is_estimate)
     assert data.measured is not None
     lengths, layout = data.measured.lengths, config.train.layout
+    run = None if is_estimate else limits[HERE]
+    sizes = measure_sizes(engine, data, fit, layout=layout, limit_bytes=run)
     return Sizing(
-        fit=fit,
+        fit=replace(fit, samples_per_second=max((s.samples_per_second or 0.0 for s in sizes), default=0.0) or None),
         layout=layout,
         limits=limits,
         cells={n: largest_cells(fit, lengths, layout=layout, limit_bytes=limit) for n, limit in limits.items()},
-        sizes=measure_sizes(engine, data, fit, layout=layout, limit_bytes=limits[HERE]),
+        sizes=sizes,
         longest=int(lengths.max()),
         shortest=max(1, int(lengths.min())),
     )
@@ -118,7 +123,7 @@ def _check(config: Any) -> None:
         )
 
 
-def _open(system: System, config: Any, is_layout_open: bool, say: Callable[[str], None]) -> tuple[Engine, Any]:
+def open_engine(system: System, config: Any, *, is_layout_open: bool, say: Callable[[str], None]) -> tuple[Engine, Any]:
     """The engine as training would have it, and the settings with the layout it would choose."""
     place = find_place(config.train)
     model = system.build_model(config)
@@ -143,9 +148,12 @@ def _open(system: System, config: Any, is_layout_open: bool, say: Callable[[str]
 
 
 def measure_sizes(
-    engine: Engine, data: TrainData, fit: MemoryFit, *, layout: Layout, limit_bytes: int
+    engine: Engine, data: TrainData, fit: MemoryFit, *, layout: Layout, limit_bytes: int | None
 ) -> list[BatchSize]:
-    """Every power of two up to the number of samples: timed where it fits and does not take long, predicted always."""
+    """Every power of two up to the number of samples: timed where it fits and does not take long, predicted always.
+
+    Without `limit_bytes` nothing is timed.
+    """
     assert data.measured is not None
     lengths = data.measured.lengths
     drawn = np.random.default_rng(0).permutation(len(lengths))
@@ -153,10 +161,12 @@ def measure_sizes(
     falling = np.sort(lengths)[::-1]
     worst = {n: fit.predict_safely(*shape_of_lengths(falling[:n], layout)) for n in numbers}
     typical = {n: fit.predict(*shape_of_lengths(lengths[drawn[:n]], layout)) for n in numbers}
-    with untouched(engine):
-        pool = _pool(engine, data, drawn, layout)
-        run = [n for n in numbers if n <= len(pool) and max(worst[n], typical[n]) <= limit_bytes]
-        speeds = _speeds(engine, data, pool, run, layout)
+    speeds: dict[int, tuple[float, float]] = {}
+    if limit_bytes is not None:
+        with untouched(engine):
+            pool = _pool(engine, data, drawn, layout)
+            run = [n for n in numbers if n <= len(pool) and max(worst[n], typical[n]) <= limit_bytes]
+            speeds = _speeds(engine, data, pool, run, layout)
     fastest, slowest = ({n: speed[at] for n, speed in speeds.items()} for at in (0, 1))
     return [BatchSize(n, fastest.get(n), slowest.get(n), typical[n], worst[n]) for n in numbers]
 

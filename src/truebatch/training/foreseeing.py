@@ -1,0 +1,83 @@
+"""What a run would take before it begins: memory and, where it was measured, time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from truebatch.errors import TruebatchError
+from truebatch.planning.plan import Plan, build_plan
+from truebatch.planning.rows import Layout, Rows
+from truebatch.system import System
+from truebatch.training.budget import shape_of_lengths
+from truebatch.training.estimating import estimate_added
+from truebatch.training.fitting import constant_bytes, fit_facts, make_batch
+from truebatch.training.memory import free_bytes_of
+from truebatch.training.memoryfit import MemoryFit, changed_facts, load_fit
+from truebatch.training.sizing import open_engine
+from truebatch.training.starting import system_data
+from truebatch.training.step import Engine
+from truebatch.training.task import TrainData
+
+MOST_STEPS = 256
+"""Steps of a plan that are looked through for the largest micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What is foreseen for one layout."""
+
+    memory_bytes: int
+    """At the peak of a step, model and optimiser included."""
+    seconds: float | None
+    """For all samples once; None where no fit that holds was timed."""
+    how: str
+    """fit or estimate."""
+
+
+def foresee_run(
+    system: System, config: Any, *, layouts: Sequence[Layout], folder: Path
+) -> tuple[dict[Layout, Outlook], int] | str:
+    """For each layout what a run would take, and the bytes that are free on its device; or why that is not known.
+
+    By the fit in the run's folder where it holds for this model; else estimated, without running the model.
+    """
+    config = replace(config, train=replace(config.train, devices=1, compile=False))
+    try:
+        engine, config = open_engine(system, config, is_layout_open=False, say=lambda _line: None)
+        free = free_bytes_of(engine.device)
+        data, fit = system_data(system, config), load_fit(folder)
+        found = {}
+        for layout in layouts:
+            train = replace(config.train, layout=layout)
+            is_known = fit is not None and not changed_facts(fit, fit_facts(engine.model, train, device=engine.device))
+            found[layout] = _foresee(engine, data, train, fit if is_known else None)
+    except TruebatchError as error:
+        return f"{error.wrong} ({error.seen})"
+    return found, free
+
+
+def _foresee(engine: Engine, data: TrainData, train: Any, fit: MemoryFit | None) -> Outlook:
+    assert data.measured is not None
+    lengths = data.measured.lengths
+    plan = build_plan(lengths, train.plan_config(), costs=data.measured.costs, counts=data.measured.counts)
+    largest = largest_micro_batches(plan, data, train.layout)
+    if fit is not None:
+        memory = max(fit.predict(*shape_of_lengths(lengths[rows.ids], train.layout)) for rows in largest)
+        seconds = None if fit.samples_per_second is None else len(lengths) / fit.samples_per_second
+        return Outlook(memory, seconds, "estimate" if fit.is_estimate else "fit")
+    added = estimate_added(engine, [make_batch(data, rows.ids, train.layout)[0] for rows in largest])
+    return Outlook(sum(constant_bytes(engine)) + max(added), None, "estimate")
+
+
+def largest_micro_batches(plan: Plan, data: TrainData, layout: Layout) -> list[Rows]:
+    """Those with most cells, most pairs and most samples, each once."""
+    assert data.measured is not None
+    lengths = data.measured.lengths
+    steps = range(min(plan.num_steps, MOST_STEPS))
+    all_rows = [rows for step in steps for rows in plan.step(step)[0] if len(rows.ids)]
+    shapes = [shape_of_lengths(lengths[rows.ids], layout) for rows in all_rows]
+    chosen = {max(range(len(shapes)), key=lambda at, part=part: shapes[at][part]) for part in range(3)}  # type: ignore[misc]
+    return [all_rows[at] for at in sorted(chosen)]
