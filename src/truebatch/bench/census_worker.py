@@ -246,7 +246,8 @@ class _StayInFp64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [torch.float64 if value is torch.float32 else value for value in args]
         named = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
-        return (torch.Tensor.double if func is torch.Tensor.float else func)(*given, **named)
+        asked: Callable[..., Any] = torch.Tensor.double if func is torch.Tensor.float else func
+        return asked(*given, **named)
 
 
 def _in_fp64(model: nn.Module) -> nn.Module:
