@@ -61,7 +61,7 @@ def tiny_model(model_type: str, head: str = "causal_lm", seed: int = 0) -> nn.Mo
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = model_class(tiny_config(_config_type(model_class, model_type), OF_HEAD.get(head, {})))
-            _wake_weights(model)
+            wake_weights(model)
     except Exception as error:
         raise ConfigError(
             f"the architecture {model_type!r} cannot be built tiny as {model_class.__name__}",
@@ -104,7 +104,7 @@ OPENED = re.compile(r"gate$|attn_factor|alpha|layer_?scale|lambda|gamma_")
 
 
 @torch.no_grad()
-def _wake_weights(model: nn.Module) -> None:
+def wake_weights(model: nn.Module) -> None:
     """Matrices that keep signals at the size they come in: then what a cell gives depends on its context."""
     for name, weight in model.named_parameters():
         if not weight.numel() or not weight.is_floating_point() or LEFT_AS_BUILT.search(name):

@@ -1,0 +1,124 @@
+"""Samples as the model reads them: tokens with image placeholders expanded, what each token is, and the images.
+
+A sample maps id, image (an image, a path, or a list of them), question, answer, answers, choices and category.
+{id, image, question, answer} -> input_ids, is_vision / is_question / is_answer a token, places of each kind, pixels
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from truebatch.errors import DataError
+from truebatch.systems.vlm_pruning.families import Family, ImageReader
+from truebatch.systems.vlm_pruning.images import open_images
+from truebatch.tensors.field import Field
+
+Sample = Mapping[str, Any]
+VISION, QUESTION, TEXT, ANSWER = "vision", "question", "text", "answer"
+"""Axes of a micro-batch: the tokens of a kind, each with its place in the sample (fields `vision_at`, ...)."""
+_KINDS = (VISION, QUESTION, TEXT, ANSWER)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoder:
+    """Turns samples into encoded samples; the same sample always gives the same."""
+
+    family: Family
+    images: ImageReader
+    tokenizer: Any
+    image_id: int
+    end_id: int | None
+    prompt: str
+    merge: Callable[[int], int] | None = None
+    """Vision tokens of an image -> those a merger leaves."""
+
+    def encode(self, sample: Sample, *, with_answer: bool = True) -> dict[str, Any]:
+        """One encoded sample. Without its answer it is the prompt that generation continues."""
+        name = str(sample.get("id", "?"))
+        arrays, tokens = self.family.encode(self.images, open_images(sample.get("image"), sample=name))
+        kept = tokens if self.merge is None else [self.merge(n) for n in tokens]
+        prompt = self._prompt_ids(sample, kept, name)
+        answer = self._answer_ids(sample, len(tokens), name) if with_answer else []
+        return {**mark_tokens(prompt, answer, self.image_id), **arrays}
+
+    def count(self, sample: Sample, tokens: Sequence[int]) -> int:
+        """Tokens of an encoded sample whose images take so many vision tokens; no image is opened."""
+        name = str(sample.get("id", "?"))
+        kept = tokens if self.merge is None else [self.merge(n) for n in tokens]
+        return len(self._prompt_ids(sample, kept, name)) + len(self._answer_ids(sample, len(tokens), name))
+
+    def _text(self, sample: Sample, number: int) -> str:
+        token = self.tokenizer.convert_ids_to_tokens(self.image_id)
+        return self.prompt.format(
+            images="".join([self.family.image.format(token=token)] * number), question=str(sample["question"])
+        )
+
+    def _prompt_ids(self, sample: Sample, tokens: Sequence[int], name: str) -> list[int]:
+        ids = self.tokenizer(self._text(sample, len(tokens)))["input_ids"]
+        if ids.count(self.image_id) != len(tokens):
+            raise DataError(
+                f"the prompt of sample {name!r} does not have one place for each image",
+                seen=f"{ids.count(self.image_id)} places, {len(tokens)} images; question {str(sample['question'])[:80]!r}",
+                do="leave the image token out of the question",
+            )
+        limit = self.images.settings.max_text_tokens
+        if limit is not None and len(ids) - len(tokens) > limit:
+            raise DataError(
+                f"the prompt of sample {name!r} is longer than max_text_tokens",
+                seen=f"{len(ids) - len(tokens)} text tokens, max_text_tokens={limit}",
+                do="raise max_text_tokens or leave the sample out; a cut question would be another question",
+            )
+        numbers = iter(tokens)
+        return [i for one in ids for i in ([one] * next(numbers) if one == self.image_id else [one])]
+
+    def _answer_ids(self, sample: Sample, number: int, name: str) -> list[int]:
+        """Tokens of the answer as they follow the prompt; the prompt's own never depend on it."""
+        if sample.get("answer") is None:
+            raise DataError(
+                f"sample {name!r} has no answer to learn", seen=f"keys {sorted(sample)}", do="give it an answer"
+            )
+        text = self._text(sample, number)
+        answer = " " + str(sample["answer"])
+        alone = self.tokenizer(text)["input_ids"]
+        together = self.tokenizer(text + answer)["input_ids"]
+        is_prefix = together[: len(alone)] == alone
+        found = together[len(alone) :] if is_prefix else self.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        return [*found, *([] if self.end_id is None else [self.end_id])]
+
+
+def mark_tokens(prompt: Sequence[int], answer: Sequence[int], image_id: int) -> dict[str, NDArray[Any]]:
+    """What each token is. The question is the text of the prompt behind the last vision token."""
+    ids = np.array([*prompt, *answer], dtype=np.int64)
+    is_answer = np.arange(len(ids)) >= len(prompt)
+    is_vision = (ids == image_id) & ~is_answer
+    last = int(np.flatnonzero(is_vision)[-1]) if is_vision.any() else -1
+    is_question = (np.arange(len(ids)) > last) & ~is_answer
+    of_kind = {VISION: is_vision, QUESTION: is_question, TEXT: ~is_vision, ANSWER: is_answer}
+    places = {f"{kind}_at": np.flatnonzero(is_of).astype(np.int64) for kind, is_of in of_kind.items()}
+    return {"input_ids": ids, "is_vision": is_vision, "is_question": is_question, "is_answer": is_answer, **places}
+
+
+def encoded_fields(family: Family, *, pad_id: int = 0) -> list[Field]:
+    """How a micro-batch holds encoded samples."""
+    cells = [Field(name="input_ids", pad=pad_id)]
+    cells += [Field(name=name, dtype="bool") for name in ("is_vision", "is_question", "is_answer")]
+    return [*cells, *(Field(name=f"{kind}_at", axis=kind) for kind in _KINDS), *family.fields]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedSamples:
+    """A dataset of samples, encoded when they are read."""
+
+    samples: Sequence[Sample]
+    encoder: Encoder
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, sample_id: int, /) -> dict[str, Any]:
+        return self.encoder.encode(self.samples[sample_id])
