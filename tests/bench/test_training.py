@@ -59,7 +59,10 @@ def test_ways_of_hugging_face_take_every_label_that_ours_takes(prepared):
 
 def test_a_packed_row_has_the_gradient_of_its_samples(prepared):
     model, work = prepared
-    assert compare_gradients(model, work, torch.device("cpu"))["gradient"] < 1e-5
+    found = compare_gradients(model, work, torch.device("cpu"))
+    assert found["gradient"] < 1e-5
+    assert found["packed to fp32"] < 1e-5
+    assert found["one by one to fp32"] == 0
 
 
 def test_even_samples_cost_as_many_pairs_a_token_as_ragged_ones(prepared):
@@ -94,7 +97,7 @@ def test_ratios_are_of_what_they_say():
     speeds = {"one by one": 1.0, "HF default, 8": 5.0, "ours packed": 40.0, "uniform": 50.0}
     rows = [
         {"case": "a/b", "way": way, "tokens_per_second": speed, "peak_gib": 80.0 / speed, "share_of_peak": 0.5,
-         "fill": 1.0, "compilations": 0, "updating_each": speed / 2, "first_round": speed}
+         "fill": 1.0, "compilations": 0, "updating_each": speed / 2, "new_shapes": speed}
         for way, speed in speeds.items()
     ]  # fmt: skip
     found = ratios(rows)
@@ -103,6 +106,8 @@ def test_ratios_are_of_what_they_say():
             "ours packed / uniform": 0.8,
             "ours packed / HF default, 8": 8.0,
             "ours packed / one by one": 40.0,
+            "new shapes: ours packed / HF default, 8": 8.0,
+            "new shapes: ours packed / one by one": 40.0,
             "one update a micro-batch: ours packed / HF default, 8": 8.0,
             "one update a micro-batch: ours packed / one by one": 40.0,
             "memory, ours packed / HF default, 8": 0.125,

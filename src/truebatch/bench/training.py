@@ -3,9 +3,10 @@
     python -m truebatch.bench.training --device cpu --out docs/results/training_cpu.json
     PYTHONPATH=src python -m truebatch.bench.training --device cuda --out training_cuda.json     (no installation needed)
 
-Forward and backward are timed over the same micro-batches again and again; the median round counts, the first not. The
-optimiser's update is timed apart and added once for every `step_tokens` real tokens, so that all ways have equal steps;
-"update each" adds it for every micro-batch instead. On a CPU one thread runs, and its CPU seconds count.
+Forward and backward are timed over the same micro-batches again and again, and the median round counts; "new shapes" is
+one round over micro-batches that were not run before, as an epoch meets them. The optimiser's update is timed apart and
+added once for every `step_tokens` real tokens, so that all ways have equal steps; "update each" adds it for every
+micro-batch instead. On a CPU one thread runs, and its CPU seconds count.
 """
 
 from __future__ import annotations
@@ -46,8 +47,14 @@ from truebatch.hf.heads import head_of
 from truebatch.hf.shapes import SHAPES, Shape, attention_flops_per_pair, build_model, matrix_flops_per_token
 from truebatch.planning.distributions import Distribution
 
-FIRST_WAYS = ("one by one", "HF default, 8", "HF group_by_length, 8", "ours packed", "uniform")
-"""Beginnings of the names of the ways that every case has."""
+EVERY_CASE = (
+    "one by one", "HF default, 8", "HF group_by_length, 8", "ours packed", "uniform", "ours packed, compiled",
+    "uniform, compiled",
+)  # fmt: skip
+"""The ways that every case has; the first case has all."""
+
+
+PROFILED = ("ours packed", "uniform", "ours packed, compiled", "uniform, compiled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +85,12 @@ class TrainingBenchConfig:
     device: str = "cpu"
     cells: int = 16384
     """Cells of a packed row, and the budget of padded rows."""
-    longest: int = 2048
+    longest: int = 4096
     """Samples are cut to this many tokens."""
     step_tokens: int = 131072
     """Real tokens of one update."""
     samples: int = 4096
-    way_seconds: float = 2.0
+    way_seconds: float = 1.0
     """Time for the rounds of one way, warming up not counted."""
     seconds: float = 480.0
     """No case and no way begins after this time; what was left out is named."""
@@ -124,8 +131,8 @@ class Measured:
     seconds_per_update: float
     rounds: list[float] = field(default_factory=list)
     """Tokens per second of every round, forward and backward alone."""
-    first_round: float = 0.0
-    """Tokens per second of the first round, in which shapes are met for the first time."""
+    new_shapes: float = 0.0
+    """Tokens per second over micro-batches that were not run before: what it costs to meet a shape is in it."""
     updating_each: float = 0.0
     """Tokens per second with one update for every micro-batch."""
     compilations: int = 0
@@ -196,7 +203,7 @@ def _measure_case(
     if case.all_ways and peer is None:
         result["left_out"].append("TRL padding-free: trl is not installed")
     for way in [*ways, *([peer] if peer else [])]:
-        if not case.all_ways and not way.name.startswith(FIRST_WAYS):
+        if not case.all_ways and way.name not in EVERY_CASE:
             continue
         if time.monotonic() - began > config.seconds:
             result["left_out"].append(f"{name}: {way.name}: out of time")
@@ -228,6 +235,12 @@ def _round_of(way: Way, config: TrainingBenchConfig) -> list[Any]:
     return batches[: int(np.searchsorted(tokens, needed)) + 1]
 
 
+def _others(way: Way, timed: list[Any]) -> list[Any]:
+    """As many micro-batches again that are not among those of the timed rounds, if there are any."""
+    batches = list(way.batches())
+    return batches[len(timed) : 2 * len(timed)] or batches[: len(timed)]
+
+
 def _measure_way(
     model: Any, shape: Shape, work: Work, way: Way, config: TrainingBenchConfig, update: float, case: str
 ) -> Measured:
@@ -244,9 +257,11 @@ def _measure_way(
         reset_peak_memory(device)
         if device.type == "cuda":
             way.run(pin_batch(max(way.batches(), key=way.cells), device))  # the epoch's widest: the peak is its peak
-        first = time_rounds(way, batches, device, seconds=0.0, least=1)[0]
+        fresh = [pin_batch(b, device) for b in _others(way, batches)]
+        first = time_rounds(way, fresh, device, seconds=0.0, least=1)[0] / max(sum(map(way.tokens, fresh)), 1)
+        time_rounds(way, batches, device, seconds=0.0, least=1)
         rounds = time_rounds(way, batches, device, seconds=config.way_seconds)
-        if config.profile and case.endswith("chat") and way.name.startswith(("ours packed", "uniform")):
+        if config.profile and case.startswith("llama-1.1b/chat") and way.name in PROFILED:
             print_profile(f"{case}: {way.name}", way, batches[:2])
     took = statistics.median(rounds)
     rate = tokens / took
@@ -254,7 +269,7 @@ def _measure_way(
     return Measured(
         case=case, way=way.name, tokens_per_second=config.step_tokens / step, peak_gib=peak_gib(device),
         fill=tokens / cells, share_of_peak=0.0, seconds_per_update=update, rounds=[tokens / t for t in rounds],
-        first_round=tokens / first, updating_each=tokens / (took + update * len(batches)),
+        new_shapes=1 / first, updating_each=tokens / (took + update * len(batches)),
         compilations=num_compilations() - frames,
     )  # fmt: skip
 
