@@ -20,7 +20,7 @@ from truebatch.tensors.noise import noise_for
 from truebatch.training.starting import Start, settings_type, train_system
 from truebatch.training.trained import open_trained
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("seqset_learning")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), pytest.mark.xdist_group("seqset_learning")]
 
 CLUSTERS, VARIABLES = 6, 20
 
@@ -107,12 +107,10 @@ def planted_run(folder, *, shuffled: bool) -> dict[str, Any]:
         model=ModelConfig(embedding_dim=32, reduced_dim=16, latent_dim=32, inducing_points=4, feedforward_dim=64),
         loss=LossConfig(beta=0.01, beta_warmup=1000, class_warmup=0, recon_decay=2000, free_bits=0.02),
         # By chance alone the figure of few stays would leave the limits: most of the control is for testing.
-        generator=GeneratorConfig(
-            stays=3000 if shuffled else 1500, shuffled=shuffled, fixed_hours=24.0 if shuffled else None
-        ),
+        generator=GeneratorConfig(stays=3000 if shuffled else 1500, shuffled=shuffled, median_hours=24.0),
         test_share=0.75 if shuffled else 0.2,
         train=SEQSET_VAE.train_type(
-            epochs=2, learning_rate=3e-3, cells=8192, schedule="cosine", warmup_steps=20, patience=None
+            epochs=4, learning_rate=3e-3, cells=8192, schedule="cosine", warmup_steps=20, patience=None
         ),
     )
     train_system(SEQSET_VAE, config, Start(out=folder))

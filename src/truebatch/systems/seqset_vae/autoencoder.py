@@ -38,7 +38,8 @@ class EventEmbedding(nn.Module):
 
     def __init__(self, vectors: Tensor, reduced: int, width: int) -> None:
         super().__init__()
-        self.register_buffer("vectors", vectors)  # [V, D], as the variables' texts were encoded
+        # [V, D]: what all texts have in common would make all variables look alike.
+        self.register_buffer("vectors", vectors - vectors.mean(0))
         self.reduce = nn.Linear(vectors.shape[1], reduced)
         self.of_value = nn.Linear(reduced, width)
         self.of_name = nn.Linear(reduced, width, bias=False)

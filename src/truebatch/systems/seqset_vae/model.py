@@ -141,9 +141,11 @@ class SeqSetVAE(nn.Module):
         return found.float()
 
 
-def _initialise(model: nn.Module) -> None:
+def _initialise(model: SeqSetVAE) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.xavier_uniform_(module.weight)
             if module.bias is not None:
                 nn.init.normal_(module.bias, std=0.02)  # Zeros through norms would explode in backward.
+    with torch.no_grad():  # Decoded events begin as long as real ones are, about 1.
+        model.decoder.out.weight.div_(math.sqrt(model.decoder.out.out_features))
