@@ -307,7 +307,7 @@ def make_config(
     """Sizes for a CPU or a card; quick: few samples and rounds, a dry run."""
     config = GPTBenchConfig(device=device, data=data, threads=threads, quality=quality)
     if device == "cuda":
-        config = replace(config, sizes=(*config.sizes, 64, 256), samples=768, rounds=5, seconds=240.0)
+        config = replace(config, sizes=(*config.sizes, 64), samples=128, seconds=240.0)
     if quick:
         config = replace(config, sizes=(1, 4, 16), samples=16, rounds=1)
     return config if seconds is None else replace(config, seconds=seconds)
