@@ -1,0 +1,300 @@
+"""The frozen backbone with what is trained beside it, and its two ways through the decoder: unpruned and pruned.
+
+images -> tower, once -> (merger) -> projector -> layers up to the first pruner, once -> unpruned and pruned rest
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from truebatch.errors import ConfigError
+from truebatch.hf.inputs import inner_model, language_model
+from truebatch.systems.vlm_pruning.choosing import (
+    DEAD,
+    choose_hard,
+    log_keep,
+    logistic_noise,
+    stage_counts,
+    target_tokens,
+)
+from truebatch.systems.vlm_pruning.choosing import straight_through as as_straight_through
+from truebatch.systems.vlm_pruning.encoding import QUESTION, VISION
+from truebatch.systems.vlm_pruning.families import Family
+from truebatch.systems.vlm_pruning.mergers import MERGERS
+from truebatch.systems.vlm_pruning.modules import Discriminator, PrunerHead
+from truebatch.systems.vlm_pruning.places import Places, find_places
+from truebatch.systems.vlm_pruning.settings import MethodSettings
+from truebatch.systems.vlm_pruning.stream import (
+    LayerInputs,
+    Stream,
+    causal_bias,
+    decoder_layers,
+    final_norm,
+    make_stream,
+    run_layer,
+    with_key_bias,
+)
+from truebatch.tensors.microbatch import MicroBatch
+from truebatch.tensors.noise import keyed_uniform
+
+How = Literal["train", "soft", "hard"]
+"""train: as the settings choose, with noise; soft: keep probabilities without noise; hard: 0 or 1, as in use."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choosing:
+    """How logits become masks in one pass."""
+
+    how: How = "hard"
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pass:
+    """One way through the decoder."""
+
+    final: Tensor
+    """[B, T, d] normed."""
+    states: dict[int, Tensor] = field(default_factory=dict)
+    """Hidden states that were asked for, by their index (0: embeddings, last: normed)."""
+    soft: list[Tensor] = field(default_factory=list)
+    """[B, V] a pruning layer: log of the keep probability."""
+    used: list[Tensor] = field(default_factory=list)
+    """[B, V] a pruning layer: log of the mask that acted."""
+    logits: list[Tensor] = field(default_factory=list)
+
+
+class PrunedVLM(nn.Module):
+    """A vision-language model whose decoder drops vision tokens on the way."""
+
+    def __init__(self, backbone: nn.Module, family: Family, method: MethodSettings) -> None:
+        super().__init__()
+        self.backbone, self.family, self.method = backbone, family, method
+        config: Any = backbone.config
+        self.width = int(config.get_text_config().hidden_size)
+        self.num_layers = len(decoder_layers(backbone))
+        self.recomputes = False
+        is_pruning = method.stage == "pruning"
+        layers = method.pruning_layers if is_pruning else ()
+        self.pruners = nn.ModuleDict({str(layer): PrunerHead(self.width, method) for layer in layers})
+        self.merger = self._make_merger(config) if method.enable_token_merger else None
+        has_judge = is_pruning and method.teacher == "adversarial"
+        self.discriminator = Discriminator(self.width, method) if has_judge else None
+        if has_judge:
+            self.wanted_states  # noqa: B018 (refuses layers the backbone does not have, before anything runs)
+        backbone.requires_grad_(not is_pruning).eval()
+
+    def _make_merger(self, config: Any) -> nn.Module:
+        vision = config.vision_config
+        layers = config.vision_feature_layer
+        width = vision.hidden_size * (1 if isinstance(layers, int) else len(layers))
+        native = (vision.image_size // vision.patch_size) ** 2
+        made: nn.Module = MERGERS[self.method.merger_type](width, self.width, self.method, native)
+        return made
+
+    @property
+    def wanted_states(self) -> tuple[int, ...]:
+        """Indices, from 0, of the hidden states the discriminator sees."""
+        found = tuple(i + self.num_layers + 1 if i < 0 else i for i in self.method.disc_target_layers)
+        if not all(0 <= i <= self.num_layers for i in found):
+            raise ConfigError(
+                "the discriminator looks at hidden states that the backbone does not have",
+                seen=f"disc_target_layers={self.method.disc_target_layers}, {self.num_layers} layers",
+                do=f"use indices from {-self.num_layers} to -1",
+            )
+        return found
+
+    def train(self, mode: bool = True) -> PrunedVLM:
+        """Only what is trained changes its mode; a frozen backbone stays as it is used."""
+        super().train(mode)
+        if self.method.stage == "pruning":
+            self.backbone.eval()
+        return self
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Compute the activations of decoder layers again in backward."""
+        self.recomputes = True
+
+    # ---- into the decoder
+
+    def look(self, batch: MicroBatch, *, merges: bool = True) -> Stream:
+        """The micro-batch as the decoder takes it: one call of the vision tower, then merger and projector."""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.method.stage == "backbone"):
+            vision = self.family.look(self.backbone, batch)
+        features = vision.features
+        if self.merger is not None and merges:
+            features = self._merge(batch, features, vision.lengths)
+        if not vision.is_projected:
+            projector: Any = inner_model(self.backbone)
+            dtype = next(projector.multi_modal_projector.parameters()).dtype
+            features = projector.multi_modal_projector(features.to(dtype))
+        return make_stream(self.backbone, batch, features, vision)
+
+    def _merge(self, batch: MicroBatch, features: Tensor, lengths: Sequence[int]) -> Tensor:
+        """[n, width] -> fewer, image after image; images with equally many features together."""
+        assert self.merger is not None
+        question, is_asked = self._question_of_images(batch)
+        parts = torch.split(features.float(), list(lengths))
+        merged: dict[int, Tensor] = {}
+        for length in dict.fromkeys(lengths):
+            chosen = [at for at, n in enumerate(lengths) if n == length]
+            kept = max(1, int(length * self.method.merge_ratio))
+            found = self.merger(torch.stack([parts[at] for at in chosen]), question[chosen], is_asked[chosen], kept)
+            merged |= dict(zip(chosen, found, strict=True))
+        return torch.cat([merged[at] for at in range(len(lengths))]) if lengths else features
+
+    def _question_of_images(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """[I, Q, d] embeddings of the question asked about each image, and which of them are tokens [I, Q]."""
+        places = find_places(batch, QUESTION)
+        text: Any = language_model(self.backbone)
+        words = text.embed_tokens(batch["input_ids"]).float()
+        most = int(max(places.axis.lengths, default=1))
+        owner, at = places.owner, torch.arange(len(places.owner), device=places.owner.device)
+        at = at - (torch.cumsum(places.lengths, 0) - places.lengths)[owner]
+        asked = words.new_zeros(batch.num_samples, most, words.shape[-1])
+        asked = asked.index_put((owner, at), places.take_flat(words))
+        is_asked = torch.arange(most, device=at.device) < places.lengths[:, None]
+        image_owner = batch.flat("images").owner
+        return asked[image_owner], is_asked[image_owner]
+
+    # ---- through the decoder
+
+    def unpruned(self, stream: Stream, *, wanted: Sequence[int] = (), start: Pass | None = None) -> Pass:
+        """All layers with all tokens; from `start` (see `prefix`) on if the first layers have run already."""
+        bias = None if stream.is_plainly_causal else causal_bias(stream.rows, stream.embeds.dtype)
+        hidden, states = _beginning(stream, wanted, start)
+        for at in range(self._first(start), self.num_layers):
+            hidden = self._layer(at, hidden, stream, bias)
+            _keep(states, at + 1, hidden, wanted)
+        return self._ended(hidden, states, wanted)
+
+    def prefix(self, stream: Stream, *, wanted: Sequence[int] = ()) -> Pass:
+        """The layers up to the first pruner, which are the same either way; `final` is not normed here."""
+        bias = None if stream.is_plainly_causal else causal_bias(stream.rows, stream.embeds.dtype)
+        hidden, states = _beginning(stream, wanted, None)
+        for at in range(self._first_pruned):
+            hidden = self._layer(at, hidden, stream, bias)
+            _keep(states, at + 1, hidden, wanted)
+        return Pass(hidden, states)
+
+    def pruned(
+        self,
+        stream: Stream,
+        choosing: Choosing,
+        *,
+        wanted: Sequence[int] = (),
+        start: Pass | None = None,
+        given: Sequence[Tensor] | None = None,
+    ) -> Pass:
+        """Vision tokens lose weight as keys, or all of it, after every pruning layer; masks compound.
+
+        `given` are log masks [B, V] to use instead of those of the pruner heads.
+        """
+        start = self.prefix(stream, wanted=wanted) if start is None else start
+        hidden, states = start.final, dict(start.states)
+        base = causal_bias(stream.rows, hidden.dtype)
+        soft, used, logits = [], [], []
+        so_far = torch.zeros(stream.vision.cells.shape, device=hidden.device)
+        bias: Tensor | None = None
+        for at in range(self._first_pruned - 1, self.num_layers):
+            if at >= self._first_pruned:
+                hidden = self._layer(at, hidden, stream, bias)
+                _keep(states, at + 1, hidden, wanted)
+            if str(at) not in self.pruners:
+                continue
+            if given is None:
+                z = self._logits(at, hidden, stream)
+                keep, mask = self._choose(len(used), z, so_far, stream.vision, choosing)
+                logits.append(z)
+            else:
+                keep = mask = given[len(used)]
+            so_far = (so_far + mask).clamp(min=DEAD)
+            bias = with_key_bias(base, stream.vision.put(so_far))
+            soft.append(keep)
+            used.append(mask)
+        ended = self._ended(hidden, states, wanted)
+        return Pass(ended.final, ended.states, soft, used, logits)
+
+    @property
+    def _first_pruned(self) -> int:
+        """The first layer that pruning can change."""
+        return self.method.pruning_layers[0] + 1
+
+    def _first(self, start: Pass | None) -> int:
+        return 0 if start is None else self._first_pruned
+
+    def _layer(self, at: int, hidden: Tensor, stream: Stream, bias: Tensor | None) -> Tensor:
+        deep = stream.deepstack[at] if at < len(stream.deepstack) else None
+        given = LayerInputs(rotary=stream.rotary, bias=bias, deepstack=deep)
+        return run_layer(decoder_layers(self.backbone)[at], hidden, given, recompute=self.recomputes)
+
+    def _ended(self, hidden: Tensor, states: dict[int, Tensor], wanted: Sequence[int]) -> Pass:
+        final = final_norm(self.backbone, hidden)
+        if self.num_layers in wanted:
+            states = {**states, self.num_layers: final}
+        return Pass(final, states)
+
+    # ---- what to drop
+
+    def _logits(self, at: int, hidden: Tensor, stream: Stream) -> Tensor:
+        vision, question = stream.vision.take(hidden), stream.question.take(stream.embeds)
+        prior = question_attention(hidden, stream) if self.method.use_attn_residual else None
+        logits: Tensor = self.pruners[str(at)](vision, question, stream.vision.looks_at(stream.question), prior)
+        return logits
+
+    def _choose(
+        self, stage: int, logits: Tensor, so_far: Tensor, places: Places, choosing: Choosing
+    ) -> tuple[Tensor, Tensor]:
+        """[B, V] log keep probability, and the log mask that acts."""
+        method, how = self.method, choosing.how
+        noise = None
+        if how == "train" and method.use_gumbel:
+            noise = logistic_noise(keyed_uniform((), f"vlm_pruning/gumbel/{stage}", axis=VISION))
+        soft = log_keep(logits, noise, choosing.temperature)
+        if how == "soft" or (how == "train" and method.choice == "soft"):
+            return soft, soft
+        scores = logits if noise is None else logits + noise
+        is_wanted = keep_is_wanted(scores, method.hard_pruning_threshold, choosing.temperature)
+        counts = self._counts(stage, places) if method.choice == "top_k" else None
+        is_kept = choose_hard(scores, is_wanted, so_far > DEAD / 2, places, counts)
+        return soft, as_straight_through(is_kept, soft)
+
+    def _counts(self, stage: int, places: Places) -> Tensor:
+        method = self.method
+        found = [
+            stage_counts(n, layers=method.pruning_layers, num_layers=self.num_layers, target=target_tokens(method, n))[
+                stage
+            ]
+            for n in places.axis.lengths
+        ]
+        return torch.tensor(found).to(places.cells.device, non_blocking=True)
+
+
+def keep_is_wanted(scores: Tensor, threshold: float, temperature: float) -> Tensor:
+    """Whether the keep probability is above the threshold; at one half this does not depend on the temperature."""
+    return torch.sigmoid(scores.detach() / temperature) > threshold
+
+
+def question_attention(hidden: Tensor, stream: Stream) -> Tensor:
+    """[B, V]: how much the question looks at each vision token, from plain products of hidden states; sums to 1."""
+    vision, question = stream.vision.take(hidden).float(), stream.question.take(hidden).float()
+    may_look = stream.vision.looks_at(stream.question) & stream.vision.is_real[:, :, None]
+    scores = vision @ question.transpose(1, 2) / hidden.shape[-1] ** 0.5  # [B, V, Q]
+    weights = torch.where(may_look, scores.masked_fill(~may_look, DEAD).softmax(dim=1), 0.0)
+    return weights.sum(2) / may_look.sum(2).clamp(min=1)
+
+
+def _beginning(stream: Stream, wanted: Sequence[int], start: Pass | None) -> tuple[Tensor, dict[int, Tensor]]:
+    if start is not None:
+        return start.final, dict(start.states)
+    return stream.embeds, {0: stream.embeds} if 0 in wanted else {}
+
+
+def _keep(states: dict[int, Tensor], index: int, hidden: Tensor, wanted: Sequence[int]) -> None:
+    if index in wanted:
+        states[index] = hidden
