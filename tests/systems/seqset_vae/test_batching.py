@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.systems.seqset_vae.tiny_stays import batch_of, make_model, make_stay, make_stays
 from truebatch.objective import add_counts, divide_once
@@ -16,6 +17,7 @@ from truebatch.systems.seqset_vae.inputs import draw_noise, read_stays
 from truebatch.systems.seqset_vae.loading import prepare
 from truebatch.systems.seqset_vae.losses import kl_of_sets, reconstruction
 from truebatch.systems.seqset_vae.objective import SeqSetObjective
+from truebatch.systems.seqset_vae.sets import CALL_CELLS
 from truebatch.systems.seqset_vae.settings import GeneratorConfig, LossConfig, ModelConfig, SeqSetConfig
 from truebatch.systems.seqset_vae.stays import FIELDS
 from truebatch.tensors.collating import collate
@@ -226,3 +228,44 @@ def test_a_micro_batch_of_many_stays_pads_at_most_a_quarter_of_its_cells():
     assert 1 - len(layout.owner) / layout.num_cells <= 0.25
     one_level = 1 - len(layout.owner) / batch.is_real.numel()
     assert one_level > 0.25  # the note's way: every stay as long as the longest
+
+
+WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "index_put", "_index_put_impl_", "_unique2"}
+
+
+class Noted(TorchDispatchMode):
+    """Notes the names of all operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.__name__.split(".")[0])
+        return function(*args, **(kwargs or {}))
+
+
+def test_no_operation_of_a_pass_waits_for_the_device_or_sorts_for_its_gradient():
+    model, objective = make_model().train(), SeqSetObjective(loss=LOSS, stays_seen=9)
+    batch = batch_of(STAYS, list(range(8)))
+    counts = objective.counts(batch)  # of the host
+    with noise_for(batch, seed=0), Noted() as noted:
+        divide_once(objective.sums(model, batch), counts).backward()
+    assert len(noted.names) > 500
+    assert not WAITING & set(noted.names)
+
+
+def test_operations_do_not_grow_with_the_stays(monkeypatch):
+    """Where launches are dear there is one bucket, and a pass over many stays has the operations of one over few."""
+    monkeypatch.setitem(CALL_CELLS, "cpu", 10**9)
+    model, objective = make_model(transformer_layers=1).train(), SeqSetObjective(loss=LOSS, stays_seen=9)
+    same = [
+        make_stay(np.random.default_rng(k), [1, 2, 5, 3]) for k in range(32)
+    ]  # attention loops over lengths on a CPU
+    found = []
+    for size in (1, 32):
+        batch = batch_of(same, list(range(size)))
+        with noise_for(batch, seed=0), Noted() as noted:
+            objective.sums(model, batch)
+        found.append(len(noted.names))
+    assert found[1] <= found[0]
