@@ -23,6 +23,7 @@ ORDER = [
     "planning.datafiles",
     "planning.lengths",
     "planning.textcounts",
+    "planning.arrayfiles",
     "planning.measured",
     "planning.measuring",
     "planning.imagesizes",

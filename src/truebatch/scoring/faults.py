@@ -30,30 +30,49 @@ class Trouble:
     """After out of memory."""
     bisections: int = 0
     """After any other error."""
+    too_many_cells: int | None = None
+    """So many did not fit: from then on a batch as large is cut without being tried."""
+
+    def add(self, other: Trouble) -> None:
+        """Put the figures of another worker to these."""
+        self.calls, self.splits = self.calls + other.calls, self.splits + other.splits
+        self.bisections += other.bisections
 
 
-def judge_all(judge: Judge, keys: Sequence[str], prepared: Sequence[Any], trouble: Trouble) -> list[Outcome]:
+def judge_all(
+    judge: Judge, keys: Sequence[str], prepared: Sequence[Any], trouble: Trouble, lengths: Sequence[int] = ()
+) -> list[Outcome]:
     """One outcome for every key, in order, whatever the model does; only configuration errors are raised.
 
-    A batch that raises is halved and both halves are run again, down to the single sample that is then recorded.
+    A batch that raises is halved and both halves are run again, down to the single sample that is then recorded. With
+    `lengths`, a batch as large as one that was out of memory is halved at once: the parts are the same either way.
     """
     if len(keys) != len(prepared):
         raise AssertionError("a key belongs to every prepared sample")
     if not keys:
         return []
-    answers, error, is_memory = _try(judge, prepared, trouble)
+    cells = len(keys) * max(lengths, default=0)
+    is_known = bool(cells) and trouble.too_many_cells is not None and cells >= trouble.too_many_cells and len(keys) > 1
+    answers, error, is_memory = (None, "", True) if is_known else _try(judge, prepared, trouble)
     if answers is not None:
         return [_outcome(key, answer) for key, answer in zip(keys, answers, strict=True)]
-    if is_memory:
+    if is_memory and not is_known:
         _free()  # Outside of any except block: a live traceback would hold the tensors.
+        if cells and len(keys) > 1:
+            trouble.too_many_cells = min(cells, trouble.too_many_cells or cells)
     if len(keys) == 1:
-        kind = "out_of_memory" if is_memory else "raised"
+        kind = "out_of_memory" if is_memory else _kind(error)
         return [failed(keys[0], stage="model", kind=kind, message=error)]
     trouble.splits += is_memory
     trouble.bisections += not is_memory
     middle = (len(keys) + 1) // 2
-    first = judge_all(judge, keys[:middle], prepared[:middle], trouble)
-    return first + judge_all(judge, keys[middle:], prepared[middle:], trouble)
+    first = judge_all(judge, keys[:middle], prepared[:middle], trouble, lengths[:middle])
+    return first + judge_all(judge, keys[middle:], prepared[middle:], trouble, lengths[middle:])
+
+
+def _kind(error: str) -> str:
+    """The word a failure is counted by: a worker process that ended or hung says so itself."""
+    return {"WorkerCrash": "crashed", "WorkerHang": "hung"}.get(error.partition(":")[0], "raised")
 
 
 def _try(

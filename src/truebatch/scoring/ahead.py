@@ -1,0 +1,71 @@
+"""Samples are decoded and prepared in threads, a few batches before the model needs them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+from typing import Any
+
+from truebatch.errors import ConfigError, DataError
+from truebatch.scoring.backend import Asked, SampleError
+from truebatch.scoring.remaining import Work
+from truebatch.training.outofmemory import is_out_of_memory
+
+Ready = tuple[Work, list[Any]]
+"""A batch, and for each of its keys what was prepared, or the `SampleError` that was met."""
+
+
+class Ahead:
+    """Hands out batches in order, prepared; several workers may take them."""
+
+    def __init__(
+        self, work: Sequence[Work], asked: Mapping[str, Asked], prepare: Callable[[Asked], Any], *,
+        threads: int, batches: int,
+    ) -> None:  # fmt: skip
+        self._left = deque(work)
+        self._asked, self._prepare, self._most = asked, prepare, batches
+        self._begun: deque[tuple[Work, list[Future[Any]]]] = deque()
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="prepare")
+        self._lock = Lock()
+
+    def take(self) -> Ready | None:
+        """The next batch; None when all are taken."""
+        with self._lock:
+            self._fill()
+            if not self._begun:
+                return None
+            work, futures = self._begun.popleft()
+            self._fill()
+        return work, [future.result() for future in futures]
+
+    def close(self) -> None:
+        """Forget what nobody has taken."""
+        with self._lock:
+            self._left.clear()
+            self._begun.clear()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _fill(self) -> None:
+        while self._left and len(self._begun) < self._most:
+            work = self._left.popleft()
+            self._begun.append((work, [self._pool.submit(self._one, self._asked[key]) for key in work.keys]))
+
+    def _one(self, sample: Asked) -> Any:
+        return attempt(self._prepare, sample)
+
+
+def attempt(step: Callable[[Asked], Any], sample: Asked) -> Any:
+    """What a step of a backend makes of a sample, or a `SampleError`; only configuration errors are raised."""
+    try:
+        return step(sample)
+    except SampleError as error:
+        return error
+    except ConfigError:
+        raise
+    except DataError as error:
+        return SampleError("prepare", "unusable", f"{error.wrong}: {error.seen}")
+    except Exception as error:  # whatever a template or a processor of others raises belongs to this sample
+        kind = "out_of_memory" if is_out_of_memory(error) else "raised"
+        return SampleError("prepare", kind, f"{type(error).__name__}: {error}")

@@ -1,0 +1,127 @@
+"""Which samples are judged together: planned by what they really cost, longest first, frozen in the run folder.
+
+costs -> batches of keys -> plan.json; appended samples come as further batches, nothing that is there moves
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Literal, get_args
+
+from truebatch.errors import ConfigError
+from truebatch.planning.plan import build_plan
+from truebatch.planning.settings import PlanConfig
+from truebatch.scoring.backend import Cost
+from truebatch.scoring.shapes import Shapes
+from truebatch.training.durable import read_json, write_json
+
+PLAN = "plan.json"
+Level = Literal["close", "plan", "shape"]
+"""close: right, within the noise of the dtype. plan: batches are frozen, a resumed run gives the same bits.
+shape: pinned shapes, no neighbour, order or number of workers changes a bit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """How large a batch may be, and what is promised about it."""
+
+    level: Level = "plan"
+    cells: int = 8192
+    """Most cells of a batch, padding and new tokens counted."""
+    patches: int | None = None
+    """Most image patches of a batch."""
+    rows: int = 256
+    """Most samples of a batch."""
+
+    def __post_init__(self) -> None:
+        if self.level not in get_args(Level):
+            raise ConfigError("an unknown level", seen=f"level={self.level!r}", do=f"use one of {get_args(Level)}")
+        for name in ("cells", "rows"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is out of range", seen=f"{name}={getattr(self, name)}", do="give 1 or more")
+
+    def describe(self) -> dict[str, object]:
+        """What of it belongs to the fingerprint: at level `close` batches may change, otherwise not."""
+        if self.level == "close":
+            return {"level": self.level}
+        return {"level": self.level, "cells": self.cells, "patches": self.patches, "rows": self.rows}
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """The plan of a run."""
+
+    batches: tuple[tuple[str, ...], ...] = ()
+    tokens: Mapping[str, int] | None = None
+    """What each key is planned to cost, for progress."""
+
+
+def plan_batches(costs: Mapping[str, Cost], limits: Limits) -> list[tuple[str, ...]]:
+    """Every key once, the dearest first, no batch over a limit but those of one sample."""
+    keys = sorted(costs, key=lambda key: (-_length(costs[key]), key))
+    if limits.level == "shape":
+        return _pinned(keys, costs, limits)
+    alone = [key for key in keys if _is_over(costs[key], limits)]
+    rest = [key for key in keys if not _is_over(costs[key], limits)]
+    batches: list[tuple[str, ...]] = [(key,) for key in alone]
+    if not rest:
+        return batches
+    config = PlanConfig(
+        cells=limits.cells, samples=limits.rows, samples_per_step=len(rest),
+        costs={} if limits.patches is None else {"patches": limits.patches},
+    )  # fmt: skip
+    lengths = [_length(costs[key]) for key in rest]
+    plan = build_plan(
+        lengths, config, costs={"patches": [costs[key].patches for key in rest]} if config.costs else None
+    )
+    found = [tuple(rest[i] for i in sorted(map(int, rows.ids))) for rows in plan.step(0)[0]]
+    return batches + sorted(found, key=lambda batch: (-_length(costs[batch[0]]), batch))
+
+
+def extend(known: Batches, costs: Mapping[str, Cost], wanted: set[str], limits: Limits) -> Batches:
+    """The plan with batches for what is new. Batches stay as long as all their samples are still wanted."""
+    kept = [batch for batch in known.batches if wanted.issuperset(batch)]
+    planned = {key for batch in kept for key in batch}
+    tokens = {**(known.tokens or {}), **{key: _length(cost) for key, cost in costs.items()}}
+    new = plan_batches({key: cost for key, cost in costs.items() if key not in planned}, limits)
+    return Batches((*kept, *new), tokens)
+
+
+def load_batches(run: Path) -> Batches:
+    """The frozen plan of a run; empty where there is none yet."""
+    if not (run / PLAN).exists():
+        return Batches((), {})
+    found = read_json(run / PLAN)
+    return Batches(tuple(tuple(batch) for batch in found["batches"]), found["tokens"])
+
+
+def save_batches(run: Path, batches: Batches) -> None:
+    """Freeze the plan."""
+    write_json(run / PLAN, {"batches": [list(b) for b in batches.batches], "tokens": dict(batches.tokens or {})})
+
+
+def halves(keys: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """The one way in which a batch is cut, whatever the reason."""
+    middle = (len(keys) + 1) // 2
+    return keys[:middle], keys[middle:]
+
+
+def _length(cost: Cost) -> int:
+    return max(1, cost.tokens + cost.new_tokens)
+
+
+def _is_over(cost: Cost, limits: Limits) -> bool:
+    return _length(cost) > limits.cells or (limits.patches is not None and cost.patches > limits.patches)
+
+
+def _pinned(keys: Sequence[str], costs: Mapping[str, Cost], limits: Limits) -> list[tuple[str, ...]]:
+    shapes = Shapes(limits.cells)
+    out: list[tuple[str, ...]] = []
+    widths = {key: shapes.width(costs[key].tokens) for key in keys}
+    for width, group in groupby(sorted(keys, key=lambda key: -widths[key]), key=lambda key: widths[key]):
+        same, most = list(group), min(limits.rows, shapes.rows(width) - 1)
+        out += [tuple(same[at : at + most]) for at in range(0, len(same), most)]
+    return out

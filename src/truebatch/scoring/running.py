@@ -1,0 +1,237 @@
+"""A run: list, plan, prepare ahead, judge, commit; killed at any moment, the same call goes on.
+
+samples -> input.jsonl -> plan.json -> what is left -> batches, prepared ahead -> judge_all -> journal
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from truebatch.errors import ConfigError, RestartError, RunError
+from truebatch.scoring.ahead import Ahead, attempt
+from truebatch.scoring.backend import Asked, Backend, Cost, SampleError
+from truebatch.scoring.batching import Batches, Limits, extend, load_batches, save_batches
+from truebatch.scoring.faults import Trouble, judge_all
+from truebatch.scoring.following import Following, Progress, Watch
+from truebatch.scoring.journal import Journal, Told, open_journal, read_journals
+from truebatch.scoring.listing import Listed, save_list
+from truebatch.scoring.manifest import settle_manifest
+from truebatch.scoring.records import Outcome, failed
+from truebatch.scoring.remaining import Work, find_left
+from truebatch.training.signals import StopFlag, catch_signals
+
+UNPLANNED = -1
+"""The number of a batch of failures that never came into the plan."""
+_SETTLE_SECONDS = 600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Running:
+    """How a run is carried out; nothing of it changes a score."""
+
+    threads: int = min(8, os.cpu_count() or 1)
+    """That decode and prepare samples."""
+    ahead: int = 4
+    """Batches prepared before they are needed, for each worker."""
+    retry: Collection[str] = ()
+    """Kinds of failures that are run again, such as `out_of_memory`; a success stays as it is."""
+    shard: tuple[int, int] = (0, 1)
+    """(i, n): this process judges every n-th batch; n processes share one run folder."""
+    watch: Watch | None = None
+
+    def __post_init__(self) -> None:
+        at, number = self.shard
+        if not 0 <= at < number:
+            raise ConfigError("a shard is i/n with i from 0 to n-1", seen=f"{at}/{number}", do="write 0/8 to 7/8")
+        for name in ("threads", "ahead"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is out of range", seen=f"{name}={getattr(self, name)}", do="give 1 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What a call of `run_samples` did."""
+
+    told: Told
+    trouble: Trouble
+    seconds: float
+    judged: int
+    """Samples of this call."""
+
+
+def run_samples(
+    listed: Sequence[Listed], backends: Sequence[Backend], run: Path, limits: Limits, how: Running
+) -> Finished:
+    """Judge every sample that has no result yet; one outcome for each is in the journal afterwards.
+
+    Each backend is a worker and takes the next batch when it is free. A signal ends the run after the batches that are
+    being judged, with `RestartError`: the same call goes on.
+    """
+    began = time.monotonic()
+    with _owning(run, how.shard):
+        asked = {one.key: one.asked for one in listed if one.asked is not None}
+        batches = _settle(listed, asked, backends[0], run, limits, how)
+        told = read_journals(run)
+        left = find_left(batches, told, retry=how.retry, shard=how.shard)
+        following = _following(listed, batches, told, how)
+        following.begin()
+        if left.crashed:
+            _record(run, left.crashed, how, following)
+        with catch_signals() as stop:
+            judged, trouble = _judge_left(left.work, asked, backends, run, how, (following, stop))
+        if stop.requested is not None and judged < sum(len(work.keys) for work in left.work):
+            raise RestartError(
+                f"{stop.requested}; {judged:,} samples were judged by this call and are kept",
+                seen=str(run),
+                do="give the same command again: it goes on",
+            )
+    return Finished(read_journals(run), trouble, time.monotonic() - began, judged)
+
+
+@contextmanager
+def _owning(run: Path, shard: tuple[int, int]) -> Iterator[None]:
+    """One process a shard: two would do the same work twice."""
+    run.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(run / f".shard-{shard[0]}-of-{shard[1]}.lock")
+    try:
+        with lock.acquire(timeout=0):
+            yield
+    except Timeout as error:
+        raise RunError(
+            f"another process is scoring into {run}",
+            seen=f"shard {shard[0]}/{shard[1]} is taken",
+            do="wait for it, or share the work: --shard 0/2 and --shard 1/2",
+        ) from error
+
+
+def _settle(
+    listed: Sequence[Listed], asked: Mapping[str, Asked], backend: Backend, run: Path, limits: Limits, how: Running
+) -> Batches:
+    """Compare the configuration, keep the input, plan what is not planned; one process at a time."""
+    with FileLock(run / ".settle.lock", timeout=_SETTLE_SECONDS):
+        settle_manifest(run, {**backend.describe(), "sameness": limits.describe()})
+        save_list(run, listed)
+        known, told = load_batches(run), read_journals(run)
+        failures = {one.key: one.failure for one in listed if one.failure is not None and one.key not in told.results}
+        planned = {key for batch in known.batches for key in batch}
+        fresh = [key for key in asked if key not in planned and _is_open(key, told, how.retry)]
+        costs, refused = _costs(fresh, asked, backend, how.threads)
+        if failures or refused:
+            _record(run, [*failures.values(), *refused], how, None)
+        batches = extend(known, costs, set(asked) | set(told.results), limits)
+        if batches.batches != known.batches:
+            save_batches(run, batches)
+        return batches
+
+
+def _is_open(key: str, told: Told, retry: Collection[str]) -> bool:
+    outcome = told.results.get(key)
+    return outcome is None or (outcome.status == "failed" and outcome.kind in retry)
+
+
+def _costs(
+    keys: Sequence[str], asked: Mapping[str, Asked], backend: Backend, threads: int
+) -> tuple[dict[str, Cost], list[Outcome]]:
+    """What each sample will take, and the failures of those that cannot even be measured."""
+    costs: dict[str, Cost] = {}
+    refused = []
+    with ThreadPoolExecutor(threads, thread_name_prefix="measure") as pool:
+        found = pool.map(lambda key: attempt(backend.cost, asked[key]), keys)
+        for key, cost in zip(keys, found, strict=True):
+            if isinstance(cost, SampleError):
+                refused.append(_failure(key, cost, 1))
+            else:
+                costs[key] = cost
+    return costs, refused
+
+
+def _record(run: Path, outcomes: Sequence[Outcome | None], how: Running, following: Following | None) -> None:
+    """Commit outcomes that need no model."""
+    rows = list({outcome.key: outcome for outcome in outcomes if outcome is not None}.values())
+    with open_journal(run, worker=f"{how.shard[0]}-reader") as journal:
+        journal.commit(journal.begin(UNPLANNED, [row.key for row in rows]), rows, seconds=0.0)
+    if following is not None:
+        following.committed(rows)
+
+
+def _following(listed: Sequence[Listed], batches: Batches, told: Told, how: Running) -> Following:
+    keys = {one.key for one in listed}
+    tokens = {key: number for key, number in (batches.tokens or {}).items() if key in keys}
+    done = [told.results[key] for key in keys if not _is_open(key, told, how.retry)]
+    progress = Progress(
+        samples=len(keys), done=len(done), failed=sum(one.status == "failed" for one in done),
+        tokens=sum(tokens.values()), tokens_done=sum(tokens.get(one.key, 0) for one in done),
+    )  # fmt: skip
+    return Following(progress, tokens, how.watch)
+
+
+Shared = tuple[Following, StopFlag]
+
+
+def _judge_left(
+    work: Sequence[Work],
+    asked: Mapping[str, Asked],
+    backends: Sequence[Backend],
+    run: Path,
+    how: Running,
+    shared: Shared,
+) -> tuple[int, Trouble]:
+    ahead = Ahead(
+        work, asked, backends[0].prepare, threads=how.threads, batches=how.ahead * len(backends),
+    )  # fmt: skip
+    names = [f"{how.shard[0]}-{number}" for number in range(len(backends))]
+    try:
+        if len(backends) == 1:
+            return _work(names[0], backends[0], ahead, run, shared)
+        with ThreadPoolExecutor(len(backends), thread_name_prefix="judge") as pool:
+            done = [
+                pool.submit(_work, name, one, ahead, run, shared) for name, one in zip(names, backends, strict=True)
+            ]
+        troubles = [one.result() for one in done]
+        for _, other in troubles[1:]:
+            troubles[0][1].add(other)
+        return sum(judged for judged, _ in troubles), troubles[0][1]
+    finally:
+        ahead.close()
+
+
+def _work(name: str, backend: Backend, ahead: Ahead, run: Path, shared: Shared) -> tuple[int, Trouble]:
+    """A worker: the next batch, its outcomes onto the disk, until nothing is left or somebody asks to stop."""
+    following, stop = shared
+    judged, trouble = 0, Trouble()
+    with open_journal(run, worker=name) as journal:
+        while stop.requested is None and (ready := ahead.take()) is not None:
+            work, prepared = ready
+            lengths = [following.tokens_of.get(key, 0) for key in work.keys]
+            outcomes = _judge(journal, backend, work, list(zip(work.keys, prepared, lengths, strict=True)), trouble)
+            following.committed(outcomes)
+            judged += len(outcomes)
+    return judged, trouble
+
+
+def _judge(
+    journal: Journal, backend: Backend, work: Work, ready: Sequence[tuple[str, Any, int]], trouble: Trouble
+) -> list[Outcome]:
+    begun = journal.begin(work.number, work.keys, attempt=work.attempt)
+    started = time.monotonic()
+    good = [one for one in ready if not isinstance(one[1], SampleError)]
+    keys, prepared, lengths = [key for key, _, _ in good], [one for _, one, _ in good], [n for _, _, n in good]
+    found = judge_all(backend.judge, keys, prepared, trouble, lengths)
+    by_key = {outcome.key: replace(outcome, attempts=work.attempt) for outcome in found}
+    by_key |= {key: _failure(key, one, work.attempt) for key, one, _ in ready if isinstance(one, SampleError)}
+    outcomes = [by_key[key] for key in work.keys]
+    journal.commit(begun, outcomes, seconds=time.monotonic() - started)
+    return outcomes
+
+
+def _failure(key: str, error: SampleError, attempts: int) -> Outcome:
+    return failed(key, stage=error.stage, kind=error.kind, message=str(error), attempts=attempts, output=error.output)

@@ -1,0 +1,29 @@
+"""Pinned shapes: with level `shape` every forward pass of a width has the same rows and cells, whoever is in it.
+
+A sample's width follows from its own length and the number of rows from the width, so that neither neighbours nor
+order nor the number of workers can change a bit of its result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LEAST_WIDTH = 64
+MOST_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """The shapes of a run; a function of the budget alone."""
+
+    cells: int
+    """Most cells of a forward pass; two rows are made in any case."""
+
+    def width(self, length: int) -> int:
+        """The cells of a row for a prompt of this length: at most a quarter more than it needs."""
+        unit = LEAST_WIDTH if length <= 4 * LEAST_WIDTH else 1 << ((length - 1).bit_length() - 3)
+        return -(-length // unit) * unit
+
+    def rows(self, width: int) -> int:
+        """Rows of a forward pass of this width; one of them is a filler that holds the width."""
+        return max(2, min(MOST_ROWS, self.cells // width))
