@@ -231,16 +231,13 @@ def _both(model: Any) -> Iterator[None]:
 def _at_memory(bench: Bench, note: Row, packed: Sequence[Row]) -> None:
     """Packed rows in no more memory than the note's settings take, and the largest budget of the note's card."""
     ratios = bench.result["ratios"]
+    again = [_try(bench, _packed_way(bench, cells, checkpointing=True), 0) for cells in bench.config.budgets[:2]]
+    points = {False: list(packed), True: [row for row in again if row is not None]}
     limits = {"the note's own memory": note.peak_gib, f"{bench.config.card_gib:g} GiB": bench.config.card_gib}
     for what, limit in limits.items():
-        for checkpointing in (False, True):
-            points = packed if not checkpointing else [
-                row for cells in bench.config.budgets[:2]
-                if (row := _try(bench, _packed_way(bench, cells, checkpointing=True), 0)) is not None
-            ]  # fmt: skip
-            cells = largest_budget(points, limit)
-            row = _try(bench, _packed_way(bench, cells, checkpointing=checkpointing), 0) if cells else None
-            if row is None or row.peak_gib > limit:
+        for checkpointing, rows in points.items():
+            row = _largest_within(bench, rows, limit, checkpointing=checkpointing)
+            if row is None:
                 continue
             words = f"packed in {what}" + (", checkpointing" if checkpointing else "")
             ratios[f"{words}: cells"] = row.cells
@@ -248,14 +245,30 @@ def _at_memory(bench: Bench, note: Row, packed: Sequence[Row]) -> None:
             bench.keep()
 
 
+def _largest_within(bench: Bench, rows: list[Row], limit_gib: float, *, checkpointing: bool) -> Row | None:
+    """The largest budget that was run within a limit: found on the line through what was run, and run itself.
+
+    What is run is added to `rows`, so that the line gets better with every budget that is tried.
+    """
+    for _ in range(3):
+        cells = largest_budget(rows, limit_gib)
+        if not cells or any(row.cells == cells for row in rows):
+            break
+        row = _try(bench, _packed_way(bench, cells, checkpointing=checkpointing), 0)
+        if row is None:
+            break
+        rows.append(row)
+    return max((row for row in rows if row.peak_gib <= limit_gib), key=lambda row: row.cells, default=None)
+
+
 def largest_budget(rows: Sequence[Row], limit_gib: float) -> int:
-    """Cells whose peak stays under a limit, by the line through the smallest and the largest row; a multiple of 512."""
+    """Cells whose peak stays under a limit, by the line through the two rows next to it; a multiple of 512."""
     if len(rows) < 2:
         return 0
-    first, last = rows[0], rows[-1]
-    per_cell = (last.peak_gib - first.peak_gib) / (last.cells - first.cells)
-    room = limit_gib * 0.97 - first.peak_gib  # three hundredths for what the line does not know
-    cells = first.cells + room / per_cell if per_cell > 0 else 0
+    wanted = limit_gib * 0.97  # three hundredths for what the line does not know
+    first, last = sorted(sorted(rows, key=lambda row: abs(row.peak_gib - wanted))[:2], key=lambda row: row.cells)
+    per_cell = (last.peak_gib - first.peak_gib) / max(last.cells - first.cells, 1)
+    cells = first.cells + (wanted - first.peak_gib) / per_cell if per_cell > 0 else 0
     return max(int(cells) // 512 * 512, 0)
 
 

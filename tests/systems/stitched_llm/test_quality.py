@@ -15,6 +15,8 @@ from truebatch.training.starting import Start, settings_type, train_system
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("stored", ["auto", "int8"])
 def test_five_hundred_steps_of_the_adapter_come_near_the_donors(tmp_path, tmp_path_factory, monkeypatch, stored):
+    if stored == "int8":
+        pytest.importorskip("torchao")
     monkeypatch.setenv("TRUEBATCH_CACHE", str(tmp_path_factory.getbasetemp() / "quality"))
     config = settings_type(STITCHED_LLM)(stored=stored, train=StitchTrain(epochs=4, max_steps=500, layout="packed"))
     result = train_system(STITCHED_LLM, config, Start(out=tmp_path / "run"))

@@ -1,6 +1,7 @@
 """Training: only what should be trained is, however a step is cut, and from wherever a run stopped."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -134,6 +135,8 @@ def test_a_saved_adapter_gives_the_same_logits_and_refuses_other_donors(cached, 
     ids=str,
 )
 def test_every_way_of_joining_trains_and_is_saved_and_loaded(cached, tmp_path, given):
+    if given.get("stored") == "int8":
+        pytest.importorskip("torchao")
     result = train_system(STITCHED_LLM, settings({"max_steps": 6}, **given), Start(out=tmp_path / "run"))
     assert result.step == 6
     assert result.records[-1]["loss"] < result.records[0]["loss"] + 0.3
@@ -142,10 +145,11 @@ def test_every_way_of_joining_trains_and_is_saved_and_loaded(cached, tmp_path, g
     assert trained
 
 
-def test_half_precision_donors_carry_an_adapter_in_full_precision(cached, tmp_path):
-    config = settings({"max_steps": 4, "precision": "bf16", "learning_rate": 1e-3})
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_half_precision_donors_carry_an_adapter_in_full_precision(cached, tmp_path, precision, dtype):
+    config = settings({"max_steps": 4, "precision": precision, "learning_rate": 1e-3})
     built = build(config)
-    assert next(built.model.top.parameters()).dtype == torch.bfloat16
+    assert next(built.model.top.parameters()).dtype == dtype
     assert built.model.adapter.linear.weight.dtype == torch.float32
     result = train_system(STITCHED_LLM, config, Start(out=tmp_path / "run"))
     assert result.records[-1]["loss"] < result.records[0]["loss"] + 0.3
@@ -157,6 +161,13 @@ def test_compare_runs_both_ways_and_off_runs_one_by_one(cached, tmp_path):
         lines = []
         train_system(STITCHED_LLM, config, Start(out=tmp_path / switch, say=lines.append))
         assert switch == "off" or any("differ from one by one by" in line for line in lines)
+
+
+def test_int8_donors_without_torchao_are_refused_with_the_command_to_install_it(cached, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(ConfigError, match=r"(?s)need the package torchao.*truebatch\[quant\]"):
+        build(settings(stored="int8"))
 
 
 def test_settings_that_contradict_each_other_are_refused():
