@@ -111,7 +111,7 @@ class TrainingBenchConfig:
 
 
 TINY_SIZES: dict[str, Any] = {
-    "cells": 2048, "longest": 512, "step_tokens": 16384, "samples": 256, "way_seconds": 8.0, "round_tokens": 8192,
+    "cells": 1024, "longest": 512, "step_tokens": 16384, "samples": 256, "way_seconds": 8.0, "round_tokens": 8192,
     "backend": "aot_eager", "seconds": 900.0, "cases": TINY,
 }  # fmt: skip
 

@@ -6,10 +6,7 @@ A file is written whole or not at all, and is read only under the fingerprint it
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import tempfile
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from truebatch.errors import DataError
+from truebatch.planning.arrayfiles import read_arrays, write_arrays
 from truebatch.planning.rows import Ints
 
 
@@ -58,12 +56,8 @@ def save_measured(measured: Measured, file: Path) -> None:
     arrays |= {f"cost:{name}": column for name, column in measured.costs.items()}
     arrays |= {f"count:{name}": column for name, column in measured.counts.items()}
     about = {"fingerprint": measured.fingerprint, "unit": measured.unit, "found": measured.found, "ids": measured.ids}
-    arrays["about"] = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".part", delete=False) as part:
-            np.savez(part, allow_pickle=False, **arrays)
-        os.replace(part.name, file)
+        write_arrays(file, arrays, about)
     except OSError as error:
         raise DataError(
             "the measured lengths cannot be cached",
@@ -74,16 +68,10 @@ def save_measured(measured: Measured, file: Path) -> None:
 
 def load_measured(file: Path, fingerprint: str) -> Measured | None:
     """The numbers saved for this fingerprint; None if there are none, or the file is damaged."""
-    if not file.is_file():
-        return None
+    found = read_arrays(file)
     try:
-        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as saved:
-            arrays = {name: saved[name] for name in saved.files}
-        about = json.loads(arrays["about"].tobytes())
-        if about["fingerprint"] != fingerprint:
-            return None
-        return _build(arrays, about)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None if found is None or found[1]["fingerprint"] != fingerprint else _build(*found)
+    except (DataError, KeyError):
         return None  # Measuring again replaces it; nothing is lost but time.
 
 

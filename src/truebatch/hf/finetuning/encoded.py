@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from truebatch.errors import DataError
+from truebatch.planning.arrayfiles import read_arrays, write_arrays
 from truebatch.planning.rows import Ints
 
 ONCE = "once:"
@@ -72,15 +69,11 @@ def _column(parts: Sequence[Sequence[int]]) -> Column:
 
 def save_encoded(encoded: Encoded, file: Path) -> None:
     """Write it to `file`; readers see the old state or the new one, never a part."""
-    about = json.dumps({"label_names": encoded.label_names, "notes": encoded.notes}).encode()
-    arrays: dict[str, Any] = {"about": np.frombuffer(about, dtype=np.uint8)}
+    arrays: dict[str, Any] = {}
     for name, column in encoded.columns.items():
         arrays |= {f"values:{name}": column.values, f"starts:{name}": column.starts}
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".part", delete=False) as part:
-            np.savez(part, allow_pickle=False, **arrays)
-        os.replace(part.name, file)
+        write_arrays(file, arrays, {"label_names": encoded.label_names, "notes": encoded.notes})
     except OSError as error:
         raise DataError(
             "the encoded samples cannot be cached",
@@ -91,14 +84,13 @@ def save_encoded(encoded: Encoded, file: Path) -> None:
 
 def load_encoded(file: Path) -> Encoded | None:
     """What was saved in `file`; None if nothing was, or it is damaged."""
-    if not file.is_file():
+    found = read_arrays(file)
+    if found is None:
         return None
+    arrays, about = found
+    names = [name.removeprefix("values:") for name in arrays if name.startswith("values:")]
     try:
-        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as saved:
-            arrays = {name: saved[name] for name in saved.files}
-        about = json.loads(arrays["about"].tobytes())
-        names = [name.removeprefix("values:") for name in arrays if name.startswith("values:")]
         columns = {name: Column(arrays[f"values:{name}"], arrays[f"starts:{name}"]) for name in names}
         return Encoded(columns, tuple(about["label_names"]), tuple(about["notes"]))
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    except KeyError:
         return None  # Encoding again replaces it; nothing is lost but time.
