@@ -1,0 +1,193 @@
+"""The losses: batch = per sample, every term trains every head, the budget is met, the discriminator is fair."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.systems.vlm_pruning.worlds import METHOD, alone, batch_of, build, encode, samples
+from truebatch.objective import divide_once
+from truebatch.systems.vlm_pruning.choosing import average_share
+from truebatch.systems.vlm_pruning.model import Choosing
+from truebatch.systems.vlm_pruning.objective import (
+    ADVERSARIAL,
+    BINARISATION,
+    BUDGET,
+    COUNT,
+    DISCRIMINATOR,
+    DISTILLATION,
+    TASK,
+    PruningObjective,
+    judged_terms,
+    sample_terms,
+)
+from truebatch.systems.vlm_pruning.pooling import pool_text
+from truebatch.tensors.noise import noise_for
+
+TERMS = (TASK, BUDGET, COUNT, BINARISATION, ADVERSARIAL, DISCRIMINATOR)
+EVERY = replace(METHOD, token_count_loss_weight=0.5)
+
+
+def gradients(model, objective, batches, number):
+    """Loss terms and gradients of a step that is cut into these micro-batches."""
+    counts = dict.fromkeys(objective.terms, number)
+    model.zero_grad(set_to_none=True)
+    total = dict.fromkeys(objective.terms, 0.0)
+    for batch in batches:
+        with noise_for(batch, seed=3):
+            sums = objective.sums(model, batch)
+            divide_once(sums, counts).backward()
+        total = {name: total[name] + float(value.detach()) / number for name, value in sums.items()}
+    named = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return total, named
+
+
+@pytest.mark.parametrize("choice", ["soft", "straight_through", "top_k"])
+@pytest.mark.parametrize("name", ["tiny-llava", "tiny-qwen3-vl"])
+def test_a_batched_step_is_the_sum_of_per_sample_steps(choice, name):
+    method = replace(EVERY, choice=choice, use_attn_residual=True, learnable_attn_weight=True)
+    model = build(name, method).train()
+    objective = PruningObjective(method=method)
+    encoded = encode(samples(4), name)
+    loss, found = gradients(model, objective, [batch_of(encoded, name)], 4)
+    singles = [alone(one, at, name) for at, one in enumerate(encoded)]
+    expected_loss, expected = gradients(model, objective, singles, 4)
+    packed_loss, packed = gradients(model, objective, [batch_of(encoded, name, layout="packed")], 4)
+    assert set(found) == set(expected) == {n for n, p in model.named_parameters() if p.requires_grad}
+    scale = torch.cat([g.flatten() for g in expected.values()]).norm()
+    for other in (found, packed):
+        assert torch.cat([(other[n] - g).flatten() for n, g in expected.items()]).norm() <= 1e-4 * scale
+    for term, value in expected_loss.items():
+        assert loss[term] == pytest.approx(value, rel=1e-4, abs=1e-6)
+        assert packed_loss[term] == pytest.approx(value, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("merger", ["simple", "question_aware", "fixed_pooling"])
+def test_mergers_learn_and_do_not_see_the_batch(merger):
+    method = replace(EVERY, enable_token_merger=True, merger_type=merger, merge_ratio=0.5)
+    model = build("tiny-llava", method).train()
+    if merger == "fixed_pooling":  # its output layer begins at zero, which hides what stands before it
+        torch.nn.init.normal_(model.merger.out.weight, std=0.1)
+    objective = PruningObjective(method=method)
+    encoded = encode(samples(3), method=method)
+    assert [int(one["is_vision"].sum()) for one in encoded] == [8, 16, 8]
+    _, found = gradients(model, objective, [batch_of(encoded)], 3)
+    _, expected = gradients(model, objective, [alone(one, at) for at, one in enumerate(encoded)], 3)
+    learned = {n: g for n, g in expected.items() if n.startswith("merger")}
+    assert set(learned) == {n for n, _ in model.named_parameters() if n.startswith("merger")}
+    # a bias of keys (or of a score under a softmax) shifts all of them alike and has no gradient by algebra
+    assert all(g.abs().max() > 0 for n, g in learned.items() if not n.endswith("key.bias"))
+    scale = torch.cat([g.flatten() for g in expected.values()]).norm()
+    assert torch.cat([(found[n] - g).flatten() for n, g in expected.items()]).norm() <= 1e-4 * scale
+
+
+@pytest.mark.parametrize("term", [TASK, BUDGET, COUNT, BINARISATION, ADVERSARIAL, DISTILLATION])
+def test_every_term_trains_every_head_and_never_the_backbone(term):
+    teacher = "distillation" if term == DISTILLATION else "adversarial"
+    method = replace(EVERY, teacher=teacher, target_sparsity=0.6)
+    model = build(method=method).train()
+    batch = batch_of(encode(samples(3)))
+    with noise_for(batch, seed=1):
+        found = sample_terms(model, batch, temperature=0.5, terms=PruningObjective(method=method).terms)
+        found[term].sum().backward()
+    for layer, head in model.pruners.items():
+        for name, parameter in head.named_parameters():
+            if name == "prior_weight":
+                continue
+            assert parameter.grad is not None, (layer, name)
+            assert torch.isfinite(parameter.grad).all()
+        assert head.hidden.weight.grad.abs().max() > 0
+    assert all(p.grad is None for p in model.backbone.parameters())
+
+
+def train_on_budget(model, batch, steps=200):
+    optimiser = torch.optim.SGD(model.pruners.parameters(), lr=0.02)
+    for step in range(steps):
+        optimiser.zero_grad()
+        with noise_for(batch, seed=step):
+            sample_terms(model, batch, temperature=1.0, terms=())[BUDGET].sum().backward()
+        optimiser.step()
+    with torch.no_grad():
+        found = model.pruned(model.look(batch), Choosing(how="soft", temperature=1.0))
+    vision = model.look(batch).vision
+    return average_share(found.soft, vision, layers=(1, 3), num_layers=6)
+
+
+@pytest.mark.parametrize("one_sided", [True, False])
+def test_the_budget_alone_brings_what_is_kept_to_its_target(one_sided):
+    method = replace(METHOD, initial_keep=3.0, target_sparsity=0.45, pruner_dropout=0.0, use_gumbel=False)
+    model = build(method=method, sparsity_loss_only_on_excess=one_sided).train()
+    batch = batch_of(encode(samples(1 if one_sided else 2, images=1)))
+    assert train_on_budget(model, batch).mean() == pytest.approx(0.55, rel=0.05)
+
+
+def test_a_one_sided_budget_leaves_a_thrifty_start_alone():
+    method = replace(METHOD, initial_keep=-6.0, target_sparsity=0.3, pruner_dropout=0.0, use_gumbel=False)
+    model = build(method=method).train()
+    before = {n: p.detach().clone() for n, p in model.pruners.named_parameters()}
+    train_on_budget(model, batch_of(encode(samples(2, images=1))), steps=3)
+    assert all(torch.equal(before[n], p) for n, p in model.pruners.named_parameters())
+
+
+def test_unpruned_and_pruned_states_are_pooled_alike_and_pads_do_not_exist():
+    model = build().train()
+    encoded = encode(samples(3))
+    pooled = []
+    for layout in ("right", "left"):
+        batch = batch_of(encoded, layout=layout)
+        stream = model.look(batch)
+        whole = model.unpruned(stream, wanted=model.wanted_states)
+        if layout == "left":  # what stands in empty cells must not matter
+            states = {k: torch.where(batch.is_real[..., None], v, 1e4) for k, v in whole.states.items()}
+        else:
+            states = whole.states
+        with noise_for(batch, seed=1):
+            pooled.append(pool_text(states, stream.text, METHOD, blurs=True))
+    for one, other in zip(*pooled, strict=True):
+        assert one.shape == (3, 64)
+        assert (one - other).abs().max() <= 1e-4
+
+
+def test_a_discriminator_of_equal_inputs_stays_at_chance():
+    model = build().train()
+    batch = batch_of(encode(samples(4)))
+    stream = model.look(batch)
+    with torch.no_grad():
+        whole = model.unpruned(stream, wanted=model.wanted_states)
+    optimiser = torch.optim.Adam(model.discriminator.parameters(), lr=1e-3)
+    right = []
+    for step in range(200):
+        optimiser.zero_grad()
+        with noise_for(batch, seed=step):
+            judged_terms(model, stream, whole, whole)[DISCRIMINATOR].mean().backward()
+            pooled = pool_text(whole.states, stream.text, METHOD, blurs=True)
+            said = model.discriminator(pooled) > 0
+        optimiser.step()
+        right += [said.float().mean(), 1 - said.float().mean()]
+    assert torch.stack(right).mean() == pytest.approx(0.5, abs=0.1)
+
+
+def test_bf16_autocast_gives_finite_losses_with_noise_in_fp32():
+    model = build(method=EVERY).train()
+    batch = batch_of(encode(samples(3)))
+    objective = PruningObjective(method=EVERY)
+    with noise_for(batch, seed=1), torch.autocast("cpu", dtype=torch.bfloat16):
+        sums = objective.sums(model, batch)
+        found = model.pruned(model.look(batch), Choosing(how="train", temperature=0.15))
+        divide_once(sums, objective.counts(batch)).backward()
+    assert all(torch.isfinite(value) for value in sums.values())
+    assert found.soft[0].dtype == torch.float32
+    assert len(found.soft[0].unique()) > 40
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+def test_recomputed_activations_give_the_same_gradients():
+    model = build(method=EVERY).train()
+    objective = PruningObjective(method=EVERY)
+    batch = batch_of(encode(samples(2)))
+    _, plain = gradients(model, objective, [batch], 2)
+    model.gradient_checkpointing_enable()
+    _, again = gradients(model, objective, [batch], 2)
+    assert all(torch.allclose(again[n], g, atol=1e-6) for n, g in plain.items())
