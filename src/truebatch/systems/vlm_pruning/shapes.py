@@ -1,0 +1,179 @@
+"""Pictures of shapes with questions that nobody answers without looking: counting, colour and position.
+
+image number -> what is asked and answered -> which shape stands in which cell -> pixels
+
+Every block of 16 images asks each question with each of its answers equally often. So the question alone, or the
+commonest answer, is right one time in four, in any split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal, overload
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from truebatch.errors import ConfigError
+
+SHAPES = ("circle", "square", "triangle", "cross")
+COLOURS = {"red": (236, 56, 48), "green": (48, 208, 72), "blue": (72, 104, 240), "yellow": (236, 212, 44)}
+COUNTS = ("zero", "one", "two", "three")
+QUADRANTS = ("top left", "top right", "bottom left", "bottom right")
+CATEGORIES = ("colour", "position", "count")
+QUESTIONS = {
+    "colour": "What color is the {shape}?",
+    "position": "Where is the {shape}?",
+    "count": "How many {colour} shapes are there?",
+}
+BLOCK = 16
+"""Images after which every question has had each of its answers equally often."""
+CHANCE = 0.25
+Split = Literal["train", "validation", "test"]
+_FIRST = {"train": 0, "validation": 10**6, "test": 2 * 10**6}
+"""The number of a split's first image: no image is in two splits."""
+_GROUND = (122, 116, 104)
+"""The mean colour of the images CLIP was made for: an empty cell is near zero to the vision tower."""
+_EDGE = (255, 255, 255)
+
+
+@dataclass(frozen=True, slots=True)
+class Thing:
+    """One shape in one cell of the picture."""
+
+    shape: str
+    colour: str
+    row: int
+    column: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What one image shows, and the answers to the three questions about it."""
+
+    number: int
+    things: tuple[Thing, ...]
+    asked_shape: str
+    asked_colour: str
+    answers: Mapping[str, str]
+    """Category -> answer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShapeQuestions(Sequence[Mapping[str, Any]]):
+    """Samples of one split, three questions an image; drawn when asked for, always the same for the same seed."""
+
+    images: int
+    split: Split = "train"
+    seed: int = 0
+    grid: int = 4
+    """Cells of a side; even, so that there is a left and a right half."""
+    cell: int = 14
+    """Pixels of a side of a cell: one patch of the tiny vision tower."""
+    things: int = 6
+    """Shapes in an image."""
+    _first: int = field(init=False, repr=False, default=0)
+
+    def __post_init__(self) -> None:
+        if self.split not in _FIRST:
+            raise ConfigError("a split is not known", seen=f"split={self.split!r}", do=f"use one of {tuple(_FIRST)}")
+        if self.grid < 2 or self.grid % 2 or not 4 <= self.things <= self.grid**2 or not 0 <= self.images <= 10**6:
+            raise ConfigError(
+                "such pictures of shapes cannot be made",
+                seen=f"images={self.images}, grid={self.grid}, things={self.things}",
+                do="use at most a million images, an even grid, and 4 or more things that fit into it",
+            )
+        object.__setattr__(self, "_first", _FIRST[self.split])
+
+    def __len__(self) -> int:
+        return self.images * len(CATEGORIES)
+
+    @overload
+    def __getitem__(self, at: int) -> Mapping[str, Any]: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Mapping[str, Any]]: ...
+    def __getitem__(self, at: int | slice) -> Mapping[str, Any] | list[Mapping[str, Any]]:
+        if isinstance(at, slice):
+            return [self[one] for one in range(*at.indices(len(self)))]
+        if not -len(self) <= at < len(self):
+            raise IndexError(at)
+        number, category = divmod(at % len(self), len(CATEGORIES))
+        return self._sample(self._first + number, CATEGORIES[category])
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return (self[at] for at in range(len(self)))
+
+    def _sample(self, number: int, category: str) -> Mapping[str, Any]:
+        scene = make_scene(number, seed=self.seed, grid=self.grid, things=self.things)
+        question = QUESTIONS[category].format(shape=scene.asked_shape, colour=scene.asked_colour)
+        answer = scene.answers[category]
+        return {
+            "id": f"{self.split}-{number - self._first}-{category}",
+            "image": draw_scene(scene, grid=self.grid, cell=self.cell, seed=self.seed),
+            "image_id": number,
+            "question": question,
+            "answer": answer,
+            "answers": [answer],
+            "choices": (),
+            "category": category,
+        }
+
+
+@lru_cache(maxsize=4096)
+def make_scene(number: int, *, seed: int = 0, grid: int = 4, things: int = 6) -> Scene:
+    """What image `number` shows. One shape is there once; its colour and place are asked, and how many have a colour."""
+    colours = tuple(COLOURS)
+    block, place = divmod(number, BLOCK)
+    shape, colour = place % 4, place // 4
+    quadrant, count = (colour + block) % 4, (shape + block) % 4
+    counted = (colour + 1 + block % 3) % 4
+    draw = np.random.default_rng([seed, number])
+    cells = [int(one) for one in draw.permutation(grid * grid)]
+    asked_cell = next(cell for cell in cells if _quadrant(cell, grid) == quadrant)
+    cells.remove(asked_cell)
+    found = [Thing(SHAPES[shape], colours[colour], *divmod(asked_cell, grid))]
+    others = [one for one in range(4) if one != counted]
+    for at in range(things - 1):
+        other = counted if at < count else others[int(draw.integers(3))]
+        found.append(Thing(SHAPES[(shape + 1 + int(draw.integers(3))) % 4], colours[other], *divmod(cells[at], grid)))
+    answers = {"colour": colours[colour], "position": QUADRANTS[quadrant], "count": COUNTS[count]}
+    return Scene(number, tuple(found), SHAPES[shape], colours[counted], answers)
+
+
+def _quadrant(cell: int, grid: int) -> int:
+    row, column = divmod(cell, grid)
+    return 2 * (row >= grid // 2) + (column >= grid // 2)
+
+
+@lru_cache(maxsize=4096)
+def _pixels(scene_number: int, things: tuple[Thing, ...], grid: int, cell: int, seed: int) -> Image.Image:
+    draw = np.random.default_rng([seed, scene_number, 1])
+    noise = draw.integers(-6, 7, size=(grid * cell, grid * cell, 3))
+    picture = Image.new("RGB", (grid * cell, grid * cell), _GROUND)
+    pen = ImageDraw.Draw(picture)
+    for thing in things:
+        shade = tuple(int(np.clip(part + draw.integers(-14, 15), 0, 255)) for part in COLOURS[thing.colour])
+        _draw_thing(pen, thing, cell, int(draw.integers(0, 2)), shade)
+    return Image.fromarray(np.clip(np.asarray(picture, dtype=np.int64) + noise, 0, 255).astype(np.uint8))
+
+
+def draw_scene(scene: Scene, *, grid: int = 4, cell: int = 14, seed: int = 0) -> Image.Image:
+    """The image of a scene; sizes and shades differ a little, and there is noise on every pixel."""
+    return _pixels(scene.number, scene.things, grid, cell, seed)
+
+
+def _draw_thing(pen: ImageDraw.ImageDraw, thing: Thing, cell: int, inset: int, shade: tuple[int, ...]) -> None:
+    left, top = thing.column * cell + 1 + inset, thing.row * cell + 1 + inset
+    right, bottom = (thing.column + 1) * cell - 2 - inset, (thing.row + 1) * cell - 2 - inset
+    middle, third = (left + right) // 2, max(1, (right - left) // 3)
+    if thing.shape == "circle":
+        pen.ellipse((left, top, right, bottom), fill=shade, outline=_EDGE, width=2)
+    elif thing.shape == "square":
+        pen.rectangle((left, top, right, bottom), fill=shade, outline=_EDGE, width=2)
+    elif thing.shape == "triangle":
+        pen.polygon([(middle, top), (right, bottom), (left, bottom)], fill=shade, outline=_EDGE)
+    else:
+        pen.rectangle((left + third, top, right - third, bottom), fill=_EDGE)
+        pen.rectangle((left, top + third, right, bottom - third), fill=shade)
