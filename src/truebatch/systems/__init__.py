@@ -5,4 +5,5 @@ SYSTEMS: dict[str, str] = {
     "hf": "truebatch.hf.finetuning.system:FINETUNING",
     "seqset_vae": "truebatch.systems.seqset_vae.system:SEQSET_VAE",
     "stitched_llm": "truebatch.systems.stitched_llm.system:STITCHED_LLM",
+    "vlm_pruning": "truebatch.systems.vlm_pruning.system:VLM_PRUNING",
 }

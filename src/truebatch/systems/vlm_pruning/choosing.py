@@ -117,14 +117,20 @@ def target_tokens(method: MethodSettings, tokens: int) -> float:
     return (1 - method.target_sparsity) * tokens
 
 
-def check_budget(method: MethodSettings, *, num_layers: int, tokens: int) -> None:
-    """Refuse pruning layers the model does not have, and a budget that layers before the first pruning already spend."""
+def check_budget(method: MethodSettings, *, num_layers: int, tokens: int | None) -> None:
+    """Refuse pruning layers the model does not have, and a budget that layers before the first pruning already spend.
+
+    `tokens` are the vision tokens of an image, None where images differ: then a budget in tokens is not checked.
+    """
     if method.pruning_layers[-1] >= num_layers - 1:
         raise ConfigError(
             "a pruning layer must have layers behind it",
             seen=f"pruning_layers={method.pruning_layers}, the backbone has {num_layers} layers",
             do=f"use layers from 0 to {num_layers - 2}",
         )
+    if tokens is None and method.use_token_num_target:
+        return
+    tokens = tokens or 100
     least = tokens * (method.pruning_layers[0] + 1) / num_layers
     if target_tokens(method, tokens) < least:
         raise ConfigError(

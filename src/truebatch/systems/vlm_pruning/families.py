@@ -149,7 +149,8 @@ def _num_tile_tokens(config: Any, size: Sequence[int]) -> int:
     )
     whole = torch.empty((1, rows * side, columns * side), device="meta")
     _, height, width = unpad_image(whole, list(size)).shape
-    return side * side + int(height) * (int(width) + 1)
+    tokens: int = side * side + int(height) * (int(width) + 1)
+    return tokens
 
 
 def _look_tiles(model: nn.Module, batch: MicroBatch) -> Vision:

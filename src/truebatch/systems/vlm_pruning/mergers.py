@@ -102,7 +102,8 @@ def _merge(features: Tensor, judged: Tensor, scores: Tensor, look: tuple[nn.Modu
     alike = query(judged) @ key(centres).transpose(1, 2) / math.sqrt(judged.shape[-1])
     given = alike.float().softmax(dim=-1) * torch.sigmoid(scores.float())[..., None]  # [I, N, M]
     shares = given / given.sum(dim=1, keepdim=True).clamp(min=1e-12)
-    return shares.transpose(1, 2).to(judged.dtype) @ features.to(judged.dtype)
+    merged: Tensor = shares.transpose(1, 2).to(judged.dtype) @ features.to(judged.dtype)
+    return merged
 
 
 MERGERS: dict[str, Any] = {

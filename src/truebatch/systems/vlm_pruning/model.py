@@ -85,6 +85,8 @@ class PrunedVLM(nn.Module):
         self.merger = self._make_merger(config) if method.enable_token_merger else None
         has_judge = is_pruning and method.teacher == "adversarial"
         self.discriminator = Discriminator(self.width, method) if has_judge else None
+        self.judges_optimiser: torch.optim.Optimizer | None = None
+        """Set with the optimisers of a run: whoever begins the discriminator anew clears its moments too."""
         if has_judge:
             self.wanted_states  # noqa: B018 (refuses layers the backbone does not have, before anything runs)
         backbone.requires_grad_(not is_pruning).eval()
@@ -198,7 +200,9 @@ class PrunedVLM(nn.Module):
         start = self.prefix(stream, wanted=wanted) if start is None else start
         hidden, states = start.final, dict(start.states)
         base = causal_bias(stream.rows, hidden.dtype)
-        soft, used, logits = [], [], []
+        soft: list[Tensor] = []
+        used: list[Tensor] = []
+        logits: list[Tensor] = []
         so_far = torch.zeros(stream.vision.cells.shape, device=hidden.device)
         bias: Tensor | None = None
         for at in range(self._first_pruned - 1, self.num_layers):

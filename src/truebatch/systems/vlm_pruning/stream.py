@@ -137,7 +137,7 @@ def run_layer(layer: nn.Module, hidden: Tensor, given: LayerInputs, *, recompute
         hidden.requires_grad or (given.bias is not None and given.bias.requires_grad)
     )
     if recompute and is_recorded:
-        after: Tensor = checkpoint(call, hidden, given.bias, use_reentrant=False)  # type: ignore[assignment]
+        after: Tensor = checkpoint(call, hidden, given.bias, use_reentrant=False)
     else:
         after = call(hidden, given.bias)
     return after if given.deepstack is None else after + given.deepstack

@@ -42,8 +42,8 @@ def tiny_tokenizer() -> Any:
             merges[(word[:at], word[at])] = None
             vocab.setdefault(word[: at + 1], len(vocab))
     inner = Tokenizer(models.BPE(vocab=vocab, merges=list(merges)))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
-    inner.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=inner, pad_token=SPECIAL[PAD], bos_token=SPECIAL[BOS], eos_token=SPECIAL[EOS],
         extra_special_tokens=list(SPECIAL[3:]), clean_up_tokenization_spaces=False,

@@ -1,0 +1,194 @@
+"""Vision-token pruning as one `System`: `truebatch train vlm_pruning`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from truebatch.hf.finetuning.models import without_chatter
+from truebatch.objective import Objective
+from truebatch.planning.measured import Measured
+from truebatch.system import System
+from truebatch.systems.vlm_pruning.backbones import encoder_of, load_backbone
+from truebatch.systems.vlm_pruning.beside import Clock, FreshJudge
+from truebatch.systems.vlm_pruning.choosing import check_budget
+from truebatch.systems.vlm_pruning.datasets import load_split
+from truebatch.systems.vlm_pruning.encoding import EncodedSamples, encoded_fields
+from truebatch.systems.vlm_pruning.measuring import fixed_image_tokens, measure_tokens
+from truebatch.systems.vlm_pruning.model import PrunedVLM
+from truebatch.systems.vlm_pruning.objective import (
+    ADVERSARIAL,
+    DISCRIMINATOR,
+    DISTILLATION,
+    TASK,
+    PruningObjective,
+)
+from truebatch.systems.vlm_pruning.settings import PruningConfig
+from truebatch.training.loop import default_group
+from truebatch.training.optimising import Group
+from truebatch.training.schedules import Shape
+from truebatch.training.settings import TrainConfig
+from truebatch.training.tensorfiles import write_tensors
+
+WEIGHTS, ABOUT = "pruning.safetensors", "pruning.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PruningTrain(TrainConfig):
+    """Settings of a training run, with the defaults of vlm_pruning."""
+
+    samples_per_step: int | None = 10
+    learning_rate: float = 1e-4
+    """Of the pruner heads; the discriminator and the merger have their own."""
+    schedule: Shape = "cosine"
+    min_learning_rate: float = 1e-6
+
+
+def _samples(config: Any, split: Any) -> EncodedSamples | None:
+    found = load_split(config.dataset_settings, split)
+    encoder = encoder_of(config.backbone_settings, config.method_settings)
+    return EncodedSamples(found, encoder) if len(found) or split == "train" else None
+
+
+def _measure(config: Any, samples: Any) -> Measured:
+    """Tokens of every sample, its vision tokens included; each counts once in every term."""
+    encoder = encoder_of(config.backbone_settings, config.method_settings)
+    raw = load_split(config.dataset_settings, "train")
+    lengths = measure_tokens(encoder, [raw[at] for at in range(len(samples))])
+    terms = PruningObjective(method=config.method_settings).terms
+    return Measured(
+        lengths=lengths,
+        counts={term: np.ones(len(lengths), dtype=np.int64) for term in terms},
+        found="tokens with image placeholders expanded",
+    )
+
+
+def build_model(config: Any) -> PrunedVLM:
+    """The backbone of the settings with new pruner heads, drawn from the seed of training."""
+    encoder = encoder_of(config.backbone_settings, config.method_settings)
+    backbone = load_backbone(config.backbone_settings)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.train.seed)
+        model = PrunedVLM(backbone, encoder.family, config.method_settings)
+    if config.method_settings.stage == "pruning":
+        fixed = fixed_image_tokens(encoder)
+        tokens = fixed if fixed is None or encoder.merge is None else encoder.merge(fixed)
+        check_budget(config.method_settings, num_layers=model.num_layers, tokens=tokens)
+    return model
+
+
+def make_groups(config: Any, model: nn.Module) -> Sequence[Group]:
+    """An optimiser each for pruners, merger and discriminator; all gradients are taken before any of them updates."""
+    assert isinstance(model, PrunedVLM)
+    if model.method.stage == "backbone":
+        return [default_group(model, config.train)]
+    schedule, clip = config.train.lr_schedule(), config.train.max_grad_norm
+    terms = PruningObjective(method=model.method).terms
+    parts: dict[str, tuple[nn.Module | None, float, tuple[str, ...]]] = {
+        "layer_pruners": (model.pruners, config.train.learning_rate, tuple(t for t in terms if t != DISCRIMINATOR)),
+        "token_merger": (
+            model.merger,
+            model.method.merger_learning_rate,
+            tuple(t for t in terms if t in (TASK, ADVERSARIAL, DISTILLATION)),
+        ),
+        "discriminator": (model.discriminator, model.method.disc_learning_rate, (DISCRIMINATOR,)),
+    }
+    groups = {
+        name: Group(
+            name=name, optimiser=_optimiser(part, rate, config), terms=follows, max_grad_norm=clip, schedule=schedule
+        )
+        for name, (part, rate, follows) in parts.items()
+        if part is not None
+    }
+    if "discriminator" in groups:
+        model.judges_optimiser = groups["discriminator"].optimiser
+    return list(groups.values())
+
+
+def _optimiser(part: nn.Module, rate: float, config: Any) -> torch.optim.Optimizer:
+    learned = [p for p in part.parameters() if p.requires_grad]
+    return torch.optim.AdamW(learned, lr=rate, weight_decay=config.train.weight_decay)
+
+
+def num_steps(config: Any, num_samples: int) -> int:
+    """Steps of a whole run: what all schedules take as their end."""
+    limited = min(num_samples, config.train.limit or num_samples)
+    each = -(-limited // config.train.num_samples_per_step())
+    whole: int = config.train.epochs * each
+    return min(int(config.train.max_steps or whole), whole)
+
+
+def _attend(config: Any, model: nn.Module, objective: Objective, folder: Path) -> Sequence[Any]:
+    assert isinstance(model, PrunedVLM)
+    assert isinstance(objective, PruningObjective)
+    clock = Clock(objective, num_steps(config, len(load_split(config.dataset_settings, "train"))))
+    chance = config.method_settings.disc_reinit_prob
+    if model.judges_optimiser is None or chance == 0:
+        return [clock]
+    return [clock, FreshJudge(model, model.judges_optimiser, chance=chance, seed=config.train.seed)]
+
+
+def _settle(config: Any) -> Any:
+    """`enable_true_batch: false` is the way back: one sample at a time, the same results."""
+    if config.backbone_settings.mllm_settings.enable_true_batch or config.train.true_batch == "off":
+        return config
+    return replace(config, train=replace(config.train, true_batch="off"))
+
+
+def _describe(config: Any) -> list[str]:
+    encoder = encoder_of(config.backbone_settings, config.method_settings)
+    method, fixed = config.method_settings, fixed_image_tokens(encoder)
+    tokens = "as many vision tokens as each image gives" if fixed is None else f"{fixed} vision tokens an image"
+    lines = [f"backbone: {config.backbone_settings.name} ({encoder.family.model_type}), {tokens}"]
+    if method.stage == "pruning":
+        budget = (
+            f"{method.target_token_num} tokens" if method.use_token_num_target else f"{1 - method.target_sparsity:.0%}"
+        )
+        lines.append(f"pruning after layers {list(method.pruning_layers)}; budget {budget} in an average layer")
+    return lines
+
+
+def _save(config: Any, model: nn.Module, folder: Path) -> None:
+    """A trained backbone as transformers loads it; else the trained parts and the settings to use them with."""
+    assert isinstance(model, PrunedVLM)
+    if model.method.stage == "backbone":
+        saved: Any = model.backbone
+        with without_chatter():
+            saved.save_pretrained(folder)
+        encoder_of(config.backbone_settings, config.method_settings).tokenizer.save_pretrained(folder)
+        return
+    write_tensors(
+        folder / WEIGHTS, {name: value.detach().cpu().contiguous() for name, value in _learned(model).items()}
+    )
+    about = {"backbone": asdict(config.backbone_settings), "method": asdict(config.method_settings)}
+    (folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+
+
+def _learned(model: PrunedVLM) -> Mapping[str, torch.Tensor]:
+    return {n: value for n, value in model.state_dict().items() if not n.startswith("backbone.")}
+
+
+VLM_PRUNING = System(
+    name="vlm_pruning",
+    config_type=PruningConfig,
+    load=lambda config: _samples(config, "train"),  # type: ignore[arg-type, return-value]
+    fields=lambda config: encoded_fields(encoder_of(config.backbone_settings, config.method_settings).family),
+    measure=_measure,
+    build_model=build_model,
+    objective=lambda config: PruningObjective(method=config.method_settings),
+    train_type=PruningTrain,
+    validation=lambda config: _samples(config, "validation"),  # type: ignore[arg-type, return-value]
+    test=lambda config: _samples(config, "test"),  # type: ignore[arg-type, return-value]
+    groups=make_groups,
+    attend=_attend,
+    settle=_settle,
+    describe=_describe,
+    save=_save,
+)

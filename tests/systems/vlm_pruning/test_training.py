@@ -1,0 +1,167 @@
+"""Runs: resumed, cut, one by one, and through the command line's own settings; schedules of one clock."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from tests.systems.vlm_pruning.worlds import METHOD, batch_of, build, encode, samples
+from truebatch.config import load_config
+from truebatch.errors import ConfigError
+from truebatch.systems.vlm_pruning.beside import Clock, FreshJudge, begin_anew
+from truebatch.systems.vlm_pruning.objective import PruningObjective, sample_terms
+from truebatch.systems.vlm_pruning.schedules import moment_at, progress_of
+from truebatch.systems.vlm_pruning.settings import MethodSettings
+from truebatch.systems.vlm_pruning.system import VLM_PRUNING, build_model, make_groups, num_steps
+from truebatch.tensors.noise import noise_for
+from truebatch.training.starting import Start, settings_type, train_system
+
+SMALL = (
+    "backbone_settings.name=tiny-llava",
+    "dataset_settings.name=random",
+    "dataset_settings.train=12",
+    "dataset_settings.validation=4",
+    "dataset_settings.test=4",
+    "method_settings.pruning_layers=[1,3]",
+    "method_settings.pruner_d_internal=16",
+    "method_settings.pruner_num_heads=2",
+    "method_settings.disc_d_d=16",
+    "method_settings.disc_target_layers=[-1,-2,-3]",
+    "method_settings.use_token_num_target=false",
+    "method_settings.target_sparsity=0.5",
+    "method_settings.disc_reinit_prob=0.3",
+    "train.samples_per_step=4",
+    "train.learning_rate=1e-3",
+    "train.min_learning_rate=1e-5",
+)
+
+
+def settings(*more: str):
+    return load_config(settings_type(VLM_PRUNING), None, overrides=[*SMALL, *more])
+
+
+def run(folder, *more: str):
+    """A finished run: the model's learned weights and the losses of its steps."""
+    models = []
+    system = replace(VLM_PRUNING, build_model=partial(_kept, models))
+    result = train_system(system, settings(*more), Start(out=folder, target="vlm_pruning"))
+    learned = {n: p.detach().clone() for n, p in models[-1].named_parameters() if p.requires_grad}
+    return learned, [record["loss"] for record in result.records]
+
+
+def _kept(models, config):
+    models.append(build_model(config))
+    return models[-1]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("straight") / "run", "train.epochs=2")
+
+
+def difference(one, other) -> float:
+    """Of all weights as one vector, relative."""
+    change, whole = (
+        torch.cat([t.flatten() for t in part]).norm() for part in ([one[n] - other[n] for n in one], other.values())
+    )
+    return float(change / whole)
+
+
+def test_a_run_in_two_parts_is_the_run_in_one(straight, tmp_path):
+    weights, losses = straight
+    again = tmp_path / "again"
+    run(again, "train.epochs=2", "train.save_every=3")
+    for folder in sorted((again / "checkpoints").iterdir()):
+        if folder.name != "step-3" and folder.is_dir():
+            for file in folder.iterdir():
+                file.unlink()
+            folder.rmdir()
+    resumed, rest = run(again, "train.epochs=2", "train.save_every=3")
+    assert len(losses) == 6
+    assert rest == pytest.approx(losses[3:], rel=1e-6)
+    assert difference(resumed, weights) <= 1e-6
+
+
+@pytest.mark.parametrize("more", ["train.batch_size=3", "backbone_settings.mllm_settings.enable_true_batch=false"])
+def test_how_a_step_is_cut_changes_nothing(straight, tmp_path, more):
+    weights, losses = straight
+    cut, cut_losses = run(tmp_path / "run", "train.epochs=2", more)
+    assert cut_losses == pytest.approx(losses, rel=1e-4)
+    assert difference(cut, weights) <= 1e-4
+
+
+def test_true_batches_are_compared_with_one_by_one(tmp_path):
+    said: list[str] = []
+    config = settings("train.true_batch=compare", "train.max_steps=2", "train.compare_steps=1")
+    train_system(VLM_PRUNING, config, Start(out=tmp_path / "run", target="vlm_pruning", say=said.append))
+    assert any("differ from one by one by" in line for line in said)
+
+
+def test_the_backbone_can_be_trained_first_and_pruned_then(tmp_path):
+    train_system(VLM_PRUNING, settings("method_settings.stage=backbone"), Start(out=tmp_path / "base"))
+    pruned = settings(f"backbone_settings.name={tmp_path / 'base' / 'model'}", "train.max_steps=1")
+    train_system(VLM_PRUNING, pruned, Start(out=tmp_path / "pruned"))
+    assert (tmp_path / "pruned" / "model" / "pruning.safetensors").exists()
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_schedules_are_closed_forms_of_one_clock(epochs):
+    method = MethodSettings(sparsity_weight=1.0, sparsity_weight_max=3.0, sparsity_warmup_ratio=0.5)
+    config = settings(f"train.epochs={epochs}")
+    total = num_steps(config, 12)
+    assert total == 3 * epochs
+    objective = PruningObjective(method=method)
+    clock = Clock(objective, 100 * epochs)
+    for share, temperature, task, budget in (
+        (0.0, 0.4, 60.0, 1.0),
+        (0.25, 0.275, 60 - 20 * (1 - math.cos(math.pi * 0.25 / 0.3)) / 2, 2.0),
+        (0.5, 0.15, 40.0, 3.0),
+        (1.0, 0.15, 40.0, 3.0),
+    ):
+        clock.before_step(int(share * 100 * epochs))
+        moment = moment_at(method, objective.progress)
+        assert moment.temperature == pytest.approx(temperature)
+        assert moment.task == pytest.approx(task)
+        assert moment.budget == pytest.approx(budget)
+    assert all(moment_at(method, progress_of(s, 10)).temperature <= 0.4 for s in range(-5, 30))
+
+
+def test_a_fresh_discriminator_has_a_fresh_optimiser():
+    model = build().train()
+    config = settings("method_settings.disc_reinit_prob=0.5")
+    groups = {g.name: g for g in make_groups(config, model)}
+    batch = batch_of(encode(samples(2)))
+    with noise_for(batch, seed=0):
+        terms = sample_terms(model, batch, temperature=1.0, terms=PruningObjective(method=METHOD).terms)
+    terms["discriminator"].sum().backward()
+    optimiser = groups["discriminator"].optimiser
+    optimiser.step()
+    before = model.discriminator.first.weight.detach().clone()
+    assert optimiser.state
+    begin_anew(model, optimiser, seed=3)
+    assert not optimiser.state
+    assert not torch.equal(before, model.discriminator.first.weight)
+    judge = FreshJudge(model, optimiser, chance=0.5, seed=1)
+    drawn = []
+    for step in range(40):
+        was = model.discriminator.first.weight.detach().clone()
+        judge.before_step(step)
+        drawn.append(not torch.equal(was, model.discriminator.first.weight))
+    assert 8 < sum(drawn) < 32
+
+
+@pytest.mark.parametrize(
+    ("override", "word"),
+    [
+        ("method_settings.pruning_layers=[5]", "layers behind it"),
+        ("method_settings.target_sparsity=0.9", "budget"),
+        ("method_settings.disc_target_layers=[-1,-2,-9]", "does not have"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_runs(override, word):
+    with pytest.raises(ConfigError, match=word):
+        build_model(settings(override))
