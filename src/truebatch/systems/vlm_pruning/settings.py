@@ -215,9 +215,18 @@ class EvaluationSettings:
     max_new_tokens: int = 20
     eval_max_samples: int | None = None
     """The first so many samples, always the same; None takes all."""
+    pictures: int = 6
+    """`show`: samples whose kept tokens are drawn."""
+    curve_budgets: tuple[float, ...] = (0.2, 0.25, 0.3, 0.4, 0.6, 1.0)
+    """`show`: shares of vision tokens at which the trained heads and untrained ways are compared."""
 
     def __post_init__(self) -> None:
         check_range(self, "max_new_tokens", above=0)
+        check_range(self, "pictures")
+        if not all(0 < budget <= 1 for budget in self.curve_budgets):
+            raise ConfigError(
+                "a budget is a share of the vision tokens", seen=f"curve_budgets={self.curve_budgets}", do="from 0 to 1"
+            )
         unknown = [mode for mode in self.eval_mode if mode not in get_args(EvalMode)]
         if unknown or not self.eval_mode:
             raise ConfigError(
