@@ -6,7 +6,7 @@ images -> tower, once -> (merger) -> projector -> layers up to the first pruner,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -209,11 +209,11 @@ class PrunedVLM(nn.Module):
             if at >= self._first_pruned:
                 hidden = self._layer(at, hidden, stream, bias)
                 _keep(states, at + 1, hidden, wanted)
-            if str(at) not in self.pruners:
+            if at not in self.method.pruning_layers:
                 continue
             if given is None:
-                z = self._logits(at, hidden, stream)
-                keep, mask = self._choose(len(used), z, so_far, stream.vision, choosing)
+                z = self.token_scores(at, hidden, replace(stream, is_alive=so_far > DEAD / 2))
+                keep, mask = self.choose(len(used), z, so_far, stream.vision, choosing)
                 logits.append(z)
             else:
                 keep = mask = given[len(used)]
@@ -245,13 +245,14 @@ class PrunedVLM(nn.Module):
 
     # ---- what to drop
 
-    def _logits(self, at: int, hidden: Tensor, stream: Stream) -> Tensor:
+    def token_scores(self, at: int, hidden: Tensor, stream: Stream) -> Tensor:
+        """[B, V] after layer `at`: the logit of keeping each vision token. Baselines score in their own way."""
         vision, question = stream.vision.take(hidden), stream.question.take(stream.embeds)
         prior = question_attention(hidden, stream) if self.method.use_attn_residual else None
         logits: Tensor = self.pruners[str(at)](vision, question, stream.vision.looks_at(stream.question), prior)
         return logits
 
-    def _choose(
+    def choose(
         self, stage: int, logits: Tensor, so_far: Tensor, places: Places, choosing: Choosing
     ) -> tuple[Tensor, Tensor]:
         """[B, V] log keep probability, and the log mask that acts."""
@@ -285,9 +286,10 @@ def keep_is_wanted(scores: Tensor, threshold: float, temperature: float) -> Tens
 
 
 def question_attention(hidden: Tensor, stream: Stream) -> Tensor:
-    """[B, V]: how much the question looks at each vision token, from plain products of hidden states; sums to 1."""
+    """[B, V]: how much the question looks at each vision token that is left, from plain products of hidden states."""
     vision, question = stream.vision.take(hidden).float(), stream.question.take(hidden).float()
-    may_look = stream.vision.looks_at(stream.question) & stream.vision.is_real[:, :, None]
+    is_left = stream.vision.is_real if stream.is_alive is None else stream.vision.is_real & stream.is_alive
+    may_look = stream.vision.looks_at(stream.question) & is_left[:, :, None]
     scores = vision @ question.transpose(1, 2) / hidden.shape[-1] ** 0.5  # [B, V, Q]
     weights = torch.where(may_look, scores.masked_fill(~may_look, DEAD).softmax(dim=1), 0.0)
     return weights.sum(2) / may_look.sum(2).clamp(min=1)

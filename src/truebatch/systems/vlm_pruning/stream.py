@@ -40,6 +40,8 @@ class Stream:
     answer: Places
     deepstack: tuple[Tensor, ...] = ()
     """[B, T, d] each, added after the first layers."""
+    is_alive: Tensor | None = None
+    """[B, V] bool: False where a vision token has been dropped already; None where none has."""
 
     @property
     def is_plainly_causal(self) -> bool:
