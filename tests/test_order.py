@@ -321,6 +321,8 @@ ORDER = [
     "systems.vlm_pruning.system",
     "systems.vl_reward.parsing",
     "systems.vl_reward.statistics",
+    "systems.vl_reward.benchmark",
+    "systems.vl_reward.prompts",
     "environment",
     "checkup",
     "bench.processes",

@@ -1,0 +1,81 @@
+"""What the judge is asked: a system text and a template a category, one message builder for every backend."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from truebatch.errors import ConfigError
+from truebatch.systems.vl_reward.benchmark import Fault, Pair, plain_category
+
+VARIABLES = ("original_description", "edit_instruction", "rationale")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prompt:
+    """The question about one category."""
+
+    system_prompt: str
+    user_prompt_template: str
+
+
+def prompt_faults(prompts: Mapping[str, Prompt], categories: Sequence[str]) -> Iterator[Fault]:
+    """What is wrong with the prompts: a category without one, a template that cannot be filled."""
+    known = {plain_category(name) for name in prompts}
+    for name in dict.fromkeys(categories):
+        if plain_category(name) not in known:
+            yield Fault(None, f"the category {name!r} has no prompt")
+    for name, prompt in prompts.items():
+        words = _template_fault(prompt.user_prompt_template)
+        if words:
+            yield Fault(None, f"the template of {name!r}: {words}")
+
+
+def prompt_of(prompts: Mapping[str, Prompt], category: str) -> Prompt:
+    """The prompt of a category, whichever of its names is used."""
+    for name, prompt in prompts.items():
+        if plain_category(name) == plain_category(category):
+            return prompt
+    raise ConfigError(
+        f"the category {category!r} has no prompt", seen=f"prompts for {', '.join(prompts) or 'none'}", do="add one"
+    )
+
+
+def fill_prompt(prompt: Prompt, pair: Pair) -> str:
+    """The user text for a pair."""
+    values = {
+        "original_description": pair.description, "edit_instruction": pair.instruction, "rationale": pair.rationale
+    }  # fmt: skip
+    try:
+        return prompt.user_prompt_template.format(**values)
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"the template of category {pair.category!r} cannot be filled",
+            seen=_template_fault(prompt.user_prompt_template) or str(error),
+            do=f"use {', '.join('{' + name + '}' for name in VARIABLES)}, and double literal braces",
+        ) from error
+
+
+def build_messages(
+    system: str, user: str, images: Sequence[Any], *, captions: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """The conversation, the same for every backend: a system turn, then one user turn with captioned images and text."""
+    parts: list[dict[str, Any]] = []
+    for number, image in enumerate(images):
+        if captions:
+            parts.append({"type": "text", "text": captions[number]})
+        parts.append({"type": "image", "image": image})
+    parts.append({"type": "text", "text": user})
+    first = [{"role": "system", "content": [{"type": "text", "text": system}]}] if system else []
+    return [*first, {"role": "user", "content": parts}]
+
+
+def _template_fault(template: str) -> str:
+    try:
+        fields = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        return f"{error}; literal braces are written twice"
+    unknown = [name for name in fields if name not in VARIABLES]
+    return f"unknown variable {{{unknown[0]}}}; literal braces are written twice" if unknown else ""
