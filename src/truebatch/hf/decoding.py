@@ -36,12 +36,9 @@ class HFDecoder:
                 seen=f"{type(self.model).__name__}.training is True",
                 do="call model.eval() first",
             )
-        forget_last_call(self.model)
-        ids, is_real = pad_left(prompts, next(self.model.parameters()).device)
-        positions = _first_positions(self, prompts, is_real)
-        place = positions.amax(dim=(0, 2) if positions.ndim == 3 else 1) + 1
-        session = HFSession(self, is_real, place)
-        return session.forward(ids, positions, _beside(self, prompts, ids, is_real)), session
+        first = first_cells(self, prompts)
+        session = HFSession(self, first.is_real, first.place)
+        return session.forward(first.ids, first.positions, first.beside), session
 
 
 def hf_decoder(model: nn.Module, *, end_ids: Iterable[int] | None = None) -> HFDecoder:
@@ -51,14 +48,39 @@ def hf_decoder(model: nn.Module, *, end_ids: Iterable[int] | None = None) -> HFD
     return HFDecoder(model, frozenset(int(i) for i in ends), num_positions(config), read_border(model))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FirstCells:
+    """Prompts as the first forward pass takes them, padded on the left."""
+
+    ids: Tensor  # [B, T]
+    is_real: Tensor  # [B, T]
+    positions: Tensor  # [B, T] or [3, B, T]
+    place: Tensor  # [B] the position of each row's next token
+    beside: dict[str, Tensor]
+
+
+def first_cells(decoder: HFDecoder, prompts: Sequence[Prompt], *, pad: int = 0) -> FirstCells:
+    """Lay prompts side by side; every row's positions are those it has alone, and nothing of an earlier call stays."""
+    forget_last_call(decoder.model)
+    ids, is_real = pad_left(prompts, next(decoder.model.parameters()).device, pad)
+    positions = _first_positions(decoder, prompts, is_real)
+    place = positions.amax(dim=(0, 2) if positions.ndim == 3 else 1) + 1
+    return FirstCells(ids, is_real, positions, place, _beside(decoder, prompts, ids, is_real))
+
+
 class HFSession:
     """Rows that are being continued, with the model's cache of them."""
 
-    def __init__(self, decoder: HFDecoder, is_real: Tensor, place: Tensor) -> None:
+    def __init__(self, decoder: HFDecoder, is_real: Tensor, place: Tensor, cache: Any = None) -> None:
         self._decoder = decoder
         self._is_real = is_real  # [B, S] of all cells, old and new
         self._place = place  # [B] the position of each row's next token
-        self._cache: Any = None
+        self._cache = cache  # of cells before the first forward pass, or None
+
+    @property
+    def cache(self) -> Any:
+        """The model's cache of all cells so far."""
+        return self._cache
 
     def advance(self, tokens: Tensor, /) -> Tensor:
         """Append one token to every row; [B, V] logits of what follows."""

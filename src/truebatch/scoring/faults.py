@@ -71,8 +71,10 @@ def judge_all(
 
 
 def _kind(error: str) -> str:
-    """The word a failure is counted by: a worker process that ended or hung says so itself."""
-    return {"WorkerCrash": "crashed", "WorkerHang": "hung"}.get(error.partition(":")[0], "raised")
+    """The word a failure is counted by."""
+    return {"WorkerCrash": "crashed", "WorkerHang": "hung", "NonFiniteError": "nonfinite"}.get(
+        error.partition(":")[0], "raised"
+    )
 
 
 def _try(

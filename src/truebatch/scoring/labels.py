@@ -5,8 +5,8 @@ Labels of several tokens stand in a trie: "1" and "10" begin with the same token
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -82,6 +82,28 @@ def read_labels(decoder: Decoder, prompts: Sequence[Prompt], trie: Trie) -> list
     for line in found:
         reads.append(Read(tuple(line.tolist()), float(line.sum())))
     return reads
+
+
+def read_labels_afresh(
+    logits_of: Callable[[Sequence[Prompt]], Tensor], prompts: Sequence[Prompt], trie: Trie
+) -> list[Read]:
+    """The same without a cache: every beginning of a label is read with its whole prompt, in the shape that it has."""
+    found = torch.zeros(len(prompts), len(trie.labels), dtype=torch.float64)
+    came: dict[tuple[int, ...], Tensor] = {(): torch.ones(len(prompts), dtype=torch.float64)}
+    for path in sorted(trie.paths, key=len):
+        logits = logits_of([replace(prompt, ids=(*prompt.ids, *path)) for prompt in prompts])
+        check_logits(logits, range(len(prompts)))
+        chances = torch.log_softmax(logits.double(), dim=-1).exp().cpu()
+        for token in sorted(trie.paths[path]):
+            onward, chance = (*path, token), came[path] * chances[:, token]
+            if onward in trie.paths:
+                came[onward] = chance
+            else:
+                found[:, trie.ends[onward]] = chance
+        if path in trie.ends:
+            going = chances[:, sorted(trie.paths[path])].sum(dim=1)
+            found[:, trie.ends[path]] = came[path] * (1 - going).clamp(min=0)
+    return [Read(tuple(line.tolist()), float(line.sum())) for line in found]
 
 
 def _follow(

@@ -20,9 +20,12 @@ class Shapes:
     """Most cells of a forward pass; two rows are made in any case."""
 
     def width(self, length: int) -> int:
-        """The cells of a row for a prompt of this length: at most a quarter more than it needs."""
-        unit = LEAST_WIDTH if length <= 4 * LEAST_WIDTH else 1 << ((length - 1).bit_length() - 3)
-        return -(-length // unit) * unit
+        """The cells of a row for a prompt of this length, always more than it has.
+
+        Without any padding some models take another path through attention, which neighbours would then decide.
+        """
+        unit = LEAST_WIDTH if length < 4 * LEAST_WIDTH else 1 << (length.bit_length() - 3)
+        return (length // unit + 1) * unit
 
     def rows(self, width: int) -> int:
         """Rows of a forward pass of this width; one of them is a filler that holds the width."""

@@ -1,0 +1,199 @@
+"""Before a run: a few samples alone and together. What differs by more than noise is refused, whatever the cause.
+
+right padding, a mask that is not used, positions of an earlier call, a batch that is a loop, images that are mixed up
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from truebatch.errors import LawError
+from truebatch.scoring.ahead import attempt
+from truebatch.scoring.backend import Answer, Asked, Backend, SampleError
+
+TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-9, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+"""The most by which a probability may differ, by the dtype of the weights."""
+_LOOP_SHARE = 0.9
+_RARE = 0.02
+"""A label's probability may differ by the tolerance, and by 50 times that relative to itself: rare ones count too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worst:
+    """A sample and by how much it differs."""
+
+    id: str
+    difference: float
+    alone: Any
+    together: Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IdentityReport:
+    """What was found when samples were judged alone and together."""
+
+    samples: int
+    max_diff: float
+    tolerance: float
+    is_loop: bool
+    """The model ran as often for the batch as for all samples alone: nothing is gained, something may be wrong."""
+    texts: int
+    """Generated texts that were compared."""
+    equal_texts: int
+    worst: tuple[Worst, ...]
+    is_exact: bool
+    """Whether texts must be equal: in fp32 yes, in half precision a near tie may fall either way."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether batches may be used."""
+        return (
+            self.max_diff <= self.tolerance
+            and not self.is_loop
+            and (not self.is_exact or self.texts == self.equal_texts)
+        )
+
+    def __str__(self) -> str:
+        texts = f", {self.equal_texts}/{self.texts} texts equal" if self.texts else ""
+        loop = ", the batch is a loop" if self.is_loop else ""
+        word = "equal" if self.ok else "NOT equal"
+        by = f"differ by {self.max_diff:.1e}, at most {self.tolerance:.0e} is noise"
+        return f"{word}: {self.samples} samples alone and together {by}{texts}{loop}"
+
+
+def check_identity(
+    backend: Backend, samples: Sequence[Asked], *, n: int = 16, tolerance: float | None = None
+) -> IdentityReport:
+    """Judge up to `n` samples of mixed cost alone, together, and alone again; compare answers and probabilities.
+
+    Samples that cannot be prepared are left out: they will be records. The third pass shows what a call leaves behind.
+    """
+    chosen = _choose(backend, samples, n)
+    prepared = [one for _, one in chosen]
+    model = getattr(backend, "model", None)
+    with _counted(model) as calls:
+        alone = [_judged(backend, [one])[0] for one in prepared]
+        calls_alone, calls["n"] = calls["n"], 0
+        together = _judged(backend, prepared)
+        calls_together = calls["n"]
+    after = [_judged(backend, [one])[0] for one in prepared[::-1]][::-1]
+    limit = _tolerance(model) if tolerance is None else tolerance
+    found = [
+        Worst(asked.id, max(_difference(a, b), _difference(a, c)), _shown(a), _shown(b))
+        for (asked, _), a, b, c in zip(chosen, alone, together, after, strict=True)
+    ]
+    texts = [(a["text"], b["text"]) for a, b in zip(alone, together, strict=True) if "text" in a and "text" in b]
+    return IdentityReport(
+        samples=len(chosen), max_diff=max((one.difference for one in found), default=0.0), tolerance=limit,
+        is_loop=len(chosen) > 2 and calls_together >= _LOOP_SHARE * calls_alone > 0, texts=len(texts),
+        equal_texts=sum(a == b for a, b in texts), worst=tuple(sorted(found, key=lambda one: -one.difference)[:3]),
+        is_exact=_is_exact(model),
+    )  # fmt: skip
+
+
+def refuse(report: IdentityReport) -> None:
+    """Raise `LawError` if batches would change answers."""
+    if report.ok:
+        return
+    worst = "; ".join(f"{one.id}: {one.alone} alone, {one.together} together" for one in report.worst[:2])
+    raise LawError(
+        "this model does not give in a batch what it gives alone",
+        seen=f"{report}; {worst}",
+        do="look at padding, mask and positions (`truebatch verify` names the module), or judge one by "
+        "one with rows=1; a tolerance of your own is check=0.05",
+    )
+
+
+def _choose(backend: Backend, samples: Sequence[Asked], n: int) -> list[tuple[Asked, Any]]:
+    """Up to n samples from the cheapest to the dearest, prepared."""
+    pool = samples[:: max(1, len(samples) // (8 * n))][: 16 * n]
+    priced = [(cost, asked) for asked in pool if not isinstance(cost := attempt(backend.cost, asked), SampleError)]
+    priced.sort(key=lambda one: one[0].tokens)
+    step = max(1.0, (len(priced) - 1) / max(1, n - 1))
+    picked = [priced[round(at * step)][1] for at in range(min(n, len(priced)))]
+    return [(asked, one) for asked in picked if not isinstance(one := attempt(backend.prepare, asked), SampleError)]
+
+
+def _judged(backend: Backend, prepared: Sequence[Any]) -> list[dict[str, Any]]:
+    """Everything there is to compare, for each sample."""
+    if not prepared:
+        return []
+    out = []
+    probe = getattr(backend, "probe", None)
+    near = probe(prepared) if probe is not None else [None] * len(prepared)
+    for answer, chances in zip(backend.judge(prepared), near, strict=True):
+        found: dict[str, Any] = {"chances": chances}
+        if isinstance(answer, Answer):
+            found |= {"score": answer.score, **answer.output}
+        else:
+            found |= {"kind": answer.kind, **answer.output}
+        out.append(found)
+    return out
+
+
+def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """The largest difference of two answers: of numbers relative to their size where that is above 1, of kinds infinite."""
+    if one.get("kind") != other.get("kind"):
+        return float("inf")
+    if one["chances"] is not None:
+        largest = float((one["chances"] - other["chances"]).abs().max() / max(1.0, float(one["chances"].abs().max())))
+        if "text" in one:  # scores of texts follow from the texts, which are compared as such
+            return largest
+    else:
+        largest = 0.0
+    first, second = list(_numbers(one)), list(_numbers(other))
+    if len(first) != len(second):
+        return float("inf")
+    ratios = [_RARE * abs(a - b) / max(a, b) for a, b in zip(*map(_chances, (one, other)), strict=True) if a != b]
+    others = [abs(a - b) / max(1.0, abs(a)) for a, b in zip(first, second, strict=True)]
+    return float(max([largest, *ratios, *others]))
+
+
+def _chances(found: Mapping[str, Any]) -> list[float]:
+    return list(found.get("probabilities", {}).values())
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, Mapping):
+        for name in sorted(value):
+            yield from _numbers(value[name])
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _numbers(one)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value)
+
+
+def _shown(found: Mapping[str, Any]) -> Any:
+    return found.get("score") if found.get("score") is not None else found.get("text", found.get("kind"))
+
+
+@contextmanager
+def _counted(model: nn.Module | None) -> Iterator[dict[str, int]]:
+    """Count how often the layers of a model run, inside and out."""
+    calls = {"n": 0}
+
+    def count(*_: Any) -> None:
+        calls["n"] += 1
+
+    parts = [] if model is None else [m for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)]
+    hooks = [part.register_forward_hook(count) for part in parts]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _tolerance(model: nn.Module | None) -> float:
+    return TOLERANCES.get(next(model.parameters()).dtype, 3e-2) if model is not None else 1e-6
+
+
+def _is_exact(model: nn.Module | None) -> bool:
+    return model is None or next(model.parameters()).dtype in (torch.float32, torch.float64)

@@ -1,0 +1,293 @@
+"""A model judges many samples as it judges each alone: labels, heads and texts, with images, reuse and pinned shapes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import transformers
+
+from tests.scoring.judges import VISION, awake, make_tokenizer, picture_questions, questions, text_judge, text_sizes
+from truebatch.errors import ConfigError, LawError, RunError
+from truebatch.generation.settings import Generation
+from truebatch.scoring.backend import SampleError
+from truebatch.scoring.batching import Limits
+from truebatch.scoring.checking import check_identity, refuse
+from truebatch.scoring.inprocess import model_backend
+from truebatch.scoring.manifest import settle_manifest
+from truebatch.scoring.reading import read_asked
+from truebatch.scoring.readouts import Generate, Head, Labels, Words, YesNo, last_number
+
+TEN = Labels({str(n): n for n in range(1, 11)})
+TWO = Labels({"a": 1, "b": 0})
+TEXT = Generate(Generation(max_new_tokens=6, temperature=0))
+DRAWN = Generate(Generation(max_new_tokens=6, temperature=0.9, top_k=50, seed=3))
+LIMITS = Limits(cells=4096)
+pytestmark = pytest.mark.xdist_group("scoring-models")
+
+
+@pytest.fixture(scope="module")
+def text():
+    return text_judge()
+
+
+@pytest.fixture(scope="module", params=VISION)
+def vision(request):
+    return VISION[request.param]()
+
+
+def prepared(backend, data):
+    return [backend.prepare(asked) for asked in read_asked(data)]
+
+
+def plain(answers):
+    return [(answer.score, dict(answer.output)) for answer in answers]
+
+
+def near(one, other, tolerance=2e-5):
+    for (score, output), (score_, output_) in zip(one, other, strict=True):
+        assert output.keys() == output_.keys()
+        assert output.get("text") == output_.get("text")
+        assert score == pytest.approx(score_, abs=tolerance) if score is not None else score_ is None
+        for label, chance in output.get("probabilities", {}).items():
+            assert chance == pytest.approx(output_["probabilities"][label], abs=tolerance)
+
+
+@pytest.mark.parametrize("readout", [TEN, TEXT, DRAWN], ids=["labels", "greedy", "drawn"])
+def test_samples_with_any_images_together_are_judged_as_alone(vision, readout):
+    backend = model_backend(*vision, readout, LIMITS, reuse_prefix=False, reuse_images=False)
+    asked = prepared(backend, picture_questions(8))
+    alone = [plain(backend.judge([one]))[0] for one in asked]
+    near(plain(backend.judge(asked)), alone)
+    near(plain(backend.judge(asked[::-1]))[::-1], alone)
+    assert len({str(one) for one in alone}) > 4
+
+
+@pytest.mark.parametrize("readout", [TEN, TEXT], ids=["labels", "texts"])
+def test_reuse_of_prefixes_and_images_changes_nothing_in_two_calls_in_a_row(vision, readout):
+    off = model_backend(*vision, readout, LIMITS, reuse_prefix=False, reuse_images=False)
+    on = model_backend(*vision, readout, LIMITS)
+    data = picture_questions(8)
+    expected = plain(off.judge(prepared(off, data)))
+    for _ in range(2):
+        near(plain(on.judge(prepared(on, data))), expected)
+    assert on.reused()["prefix_tokens"] > 0
+    assert on.reused()["images"] > 0
+    near(plain(off.judge(prepared(off, data))), expected)
+
+
+def test_the_cost_from_headers_is_what_the_processor_makes(vision):
+    backend = model_backend(*vision, TEN, LIMITS)
+    for asked in read_asked(picture_questions(8)):
+        cost = backend.cost(asked)
+        assert cost.tokens == len(backend.prepare(asked).ids)
+        assert cost.patches > 0 or not asked.images or "llava" in backend.name.lower()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("readout", [TEN, TEXT], ids=["labels", "texts"])
+def test_pinned_shapes_give_the_same_bits_in_any_company(vision, readout, dtype):
+    model, processor = vision
+    model.to(dtype)
+    try:
+        backend = model_backend(model, processor, readout, Limits(level="shape", cells=2048))
+        asked = prepared(backend, picture_questions(8))
+        alone = [plain(backend.judge([one]))[0] for one in asked]
+        for seed in range(3):
+            order = random.Random(seed).sample(range(8), 8)
+            cut = random.Random(seed).randrange(1, 7)
+            found = plain(
+                [*backend.judge([asked[n] for n in order[:cut]]), *backend.judge([asked[n] for n in order[cut:]])]
+            )
+            assert found == [alone[n] for n in order]
+    finally:
+        model.float()
+
+
+def test_pinned_shapes_agree_with_the_other_levels(text):
+    pinned = model_backend(*text, TEN, Limits(level="shape", cells=1024))
+    free = model_backend(*text, TEN, LIMITS)
+    data = questions(9)
+    near(plain(pinned.judge(prepared(pinned, data))), plain(free.judge(prepared(free, data))))
+
+
+def test_a_tokenizer_that_pads_right_or_cuts_is_neither_asked_nor_changed(text):
+    model, tokenizer = text[0], make_tokenizer()
+    tokenizer.padding_side, tokenizer.model_max_length = "right", 8
+    one, other = model_backend(*text, TEN, LIMITS), model_backend(model, tokenizer, TEN, LIMITS)
+    data = questions(5)
+    assert plain(one.judge(prepared(one, data))) == plain(other.judge(prepared(other, data)))
+    assert (tokenizer.padding_side, tokenizer.model_max_length) == ("right", 8)
+
+
+def test_label_shares_make_the_score_and_the_mass_is_told(text):
+    (answer,) = (backend := model_backend(*text, TEN, LIMITS)).judge(prepared(backend, questions(1)))
+    chances = answer.output["probabilities"]
+    assert answer.output["mass"] == pytest.approx(sum(chances.values()))
+    assert answer.score == pytest.approx(sum(int(k) * p for k, p in chances.items()) / sum(chances.values()))
+    (yes,) = (backend := model_backend(*text, YesNo("y", "n"), LIMITS)).judge(prepared(backend, questions(1)))
+    assert yes.score == pytest.approx(yes.output["probabilities"]["y"] / yes.output["mass"])
+    (word,) = (backend := model_backend(*text, Words(["a", "b", "c"]), LIMITS)).judge(prepared(backend, questions(1)))
+    assert 1 <= word.score <= 3
+    (best,) = (backend := model_backend(*text, Labels(TEN.values, "likeliest"), LIMITS)).judge(
+        prepared(backend, questions(1))
+    )
+    assert best.score == int(max(chances, key=chances.get))
+
+
+def test_a_reward_head_gives_one_number_a_sample_as_alone():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**text_sizes(), num_labels=1)
+    model = awake(transformers.LlamaForSequenceClassification(config))
+    backend = model_backend(model, make_tokenizer(), Head(), LIMITS)
+    asked = prepared(backend, questions(7))
+    together = backend.judge(asked)
+    for one, answer in zip(asked, together, strict=True):
+        assert answer.score == pytest.approx(backend.judge([one])[0].score, abs=2e-5)
+        bare = model(input_ids=torch.tensor([one.ids])).logits.item()
+        assert answer.score == pytest.approx(bare, abs=2e-5)
+    assert check_identity(backend, list(read_asked(questions(7)))).ok
+    with pytest.raises(ConfigError, match="no next tokens"):
+        model_backend(model, make_tokenizer(), TEN, LIMITS)
+
+
+def test_a_text_without_a_score_is_a_failure_that_keeps_the_text(text):
+    backend = model_backend(*text, Generate(TEXT.settings, parse=last_number), LIMITS)
+    answers = backend.judge(prepared(backend, questions(6)))
+    for answer in answers:
+        found = last_number(answer.output["text"])
+        assert isinstance(answer, SampleError) if found is None else answer.score == found
+    assert any(isinstance(answer, SampleError) for answer in answers)
+    assert [last_number(t) for t in ("a 3 of 10", "-2.5", "none")] == [10.0, -2.5, None]
+
+
+def test_what_is_too_long_empty_or_without_its_images_is_told_before_the_model(text):
+    backend = model_backend(*text, TEN, LIMITS)
+    (long,) = read_asked([{"user": "x" * 3000}])
+    with pytest.raises(SampleError, match="positions") as told:
+        backend.cost(long)
+    assert (told.value.stage, told.value.kind) == ("prepare", "too_long")
+    vision = model_backend(*VISION["llava"](), TEN, LIMITS)
+    parts = [{"type": "image"}, {"type": "text", "text": "?"}]
+    (missing,) = read_asked([[{"role": "user", "content": parts}]])
+    with pytest.raises(SampleError, match="names 1 images and has 0"):
+        vision.prepare(missing)
+
+
+def test_labels_the_tokenizer_cannot_tell_apart_or_merges_are_refused(text):
+    with pytest.raises(ConfigError, match="cannot be told"):
+        model_backend(*text, Labels({"": 1, "a": 0}), LIMITS)
+    with pytest.raises(ConfigError, match="at least two"):
+        Labels({"a": 1})
+
+
+class Broken(transformers.LlamaForCausalLM):
+    """A model with one of the faults that batches have."""
+
+    fault = ""
+    before = now = 0
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, **more):
+        is_first = past_key_values is None or past_key_values.get_seq_length() == 0
+        call = super().forward
+        more |= {"past_key_values": past_key_values}
+        if self.fault == "mask":
+            return call(input_ids, None, position_ids, **more)
+        if self.fault == "right" and is_first:
+            order = attention_mask.argsort(dim=1, descending=True, stable=True)
+            turned = [one.gather(1, order) for one in (input_ids, attention_mask, position_ids)]
+            return call(*turned, **more)
+        if self.fault == "stale":
+            if is_first:
+                self.before, self.now = self.now, int(position_ids.max()) % 5
+            else:
+                position_ids = position_ids + self.before
+        if self.fault == "first row":
+            out = call(input_ids, attention_mask, position_ids, **more)
+            out.logits = out.logits[:1].expand_as(out.logits)
+            return out
+        if self.fault == "loop" and is_first:
+            rows = range(len(input_ids))
+            every = [
+                call(input_ids[r : r + 1], attention_mask[r : r + 1], position_ids[r : r + 1], **more) for r in rows
+            ]
+            every[-1].logits = torch.cat([one.logits for one in every])
+            return every[-1]
+        return call(input_ids, attention_mask, position_ids, **more)
+
+
+@pytest.mark.parametrize("readout", [TWO, TEN, TEXT], ids=["labels", "long labels", "texts"])
+@pytest.mark.parametrize("fault", ["", "right", "mask", "first row", "loop", "stale"])
+def test_the_check_refuses_every_kind_of_broken_batch_and_no_sound_model(fault, readout):
+    if (fault == "stale" and readout is TWO) or (fault == "loop" and readout is not TWO):
+        pytest.skip("this fault needs a cache" if fault == "stale" else "this loop keeps no cache of all its rows")
+    torch.manual_seed(0)
+    model = awake(Broken(transformers.LlamaConfig(**text_sizes())))
+    model.fault = fault
+    backend = model_backend(model, make_tokenizer(), readout, LIMITS, reuse_prefix=False)
+    report = check_identity(backend, list(read_asked(questions(9))), n=6)
+    assert report.ok == (fault == "")
+    assert report.is_loop == (fault == "loop")
+    if fault:
+        with pytest.raises(LawError, match="does not give in a batch"):
+            refuse(report)
+
+
+def changes(model, tokenizer):
+    """Fourteen things a score depends on; each gives a backend that differs in nothing else."""
+
+    def other_tokenizer(**more):
+        made = make_tokenizer()
+        for name, value in more.items():
+            setattr(made, name, value)
+        return made
+
+    def with_token():
+        made = make_tokenizer()
+        made.add_tokens(["word"])
+        return made
+
+    def peft_model():
+        peft = pytest.importorskip("peft")
+        return peft.get_peft_model(text_judge()[0], peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+
+    eager = text_judge(attn_implementation="eager")[0]
+    half = text_judge()[0].bfloat16()
+    return {
+        "weights": lambda: model_backend(text_judge(seed=1)[0], tokenizer, TEN, LIMITS, name="m"),
+        "config": lambda: model_backend(text_judge(rms_norm_eps=1e-3)[0], tokenizer, TEN, LIMITS, name="m"),
+        "model": lambda: model_backend(model, tokenizer, TEN, LIMITS, name="other"),
+        "adapter": lambda: model_backend(peft_model(), tokenizer, TEN, LIMITS, name="m"),
+        "dtype": lambda: model_backend(half, tokenizer, TEN, LIMITS, name="m"),
+        "attention": lambda: model_backend(eager, tokenizer, TEN, LIMITS, name="m"),
+        "tokenizer": lambda: model_backend(model, with_token(), TEN, LIMITS, name="m"),
+        "template": lambda: model_backend(
+            model, other_tokenizer(chat_template="{{ messages }}"), TEN, LIMITS, name="m"
+        ),
+        "readout.values": lambda: model_backend(model, tokenizer, TWO, LIMITS, name="m"),
+        "readout.prefix": lambda: model_backend(model, tokenizer, Labels(TEN.values, prefix="{"), LIMITS, name="m"),
+        "readout.reduce": lambda: model_backend(model, tokenizer, Labels(TEN.values, "likeliest"), LIMITS, name="m"),
+        "readout.settings": lambda: model_backend(model, tokenizer, TEXT, LIMITS, name="m"),
+        "reuse.prefix": lambda: model_backend(model, tokenizer, TEN, LIMITS, name="m", reuse_prefix=False),
+        "reuse.images": lambda: model_backend(model, tokenizer, TEN, LIMITS, name="m", reuse_images=False),
+    }
+
+
+@pytest.mark.parametrize("field", list(changes(None, None)))
+def test_each_of_fourteen_changed_fields_is_refused_by_its_name(tmp_path, text, field):
+    settle_manifest(tmp_path, model_backend(*text, TEN, LIMITS, name="m").describe())
+    with pytest.raises(RunError) as told:
+        settle_manifest(tmp_path, changes(*text)[field]().describe())
+    assert f"{field}" in told.value.seen
+
+
+def test_generation_settings_and_the_image_processor_are_in_the_fingerprint(tmp_path):
+    model, processor = VISION["llava"]()
+    settle_manifest(tmp_path, model_backend(model, processor, TEXT, LIMITS).describe())
+    other = Generate(Generation(max_new_tokens=7, temperature=0))
+    with pytest.raises(RunError, match=r"readout\.settings\.max_new_tokens: was 6, now 7"):
+        settle_manifest(tmp_path, model_backend(model, processor, other, LIMITS).describe())
+    processor.image_processor.size = {"shortest_edge": 60}
+    with pytest.raises(RunError, match=r"processor\.settings"):
+        settle_manifest(tmp_path, model_backend(model, processor, TEXT, LIMITS).describe())
