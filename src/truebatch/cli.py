@@ -17,6 +17,7 @@ import typer
 from truebatch import __version__
 from truebatch.commands.bench import bench_app
 from truebatch.commands.chinese_gpt import chinese_gpt_app
+from truebatch.commands.config import config_app
 from truebatch.commands.demo import show_demo
 from truebatch.commands.doctor import show_doctor
 from truebatch.commands.env import show_environment
@@ -33,6 +34,8 @@ from truebatch.commands.verify import show_verify
 from truebatch.errors import TruebatchError, exit_code_of
 
 DONE, USAGE, OUR_FAULT, INTERRUPTED = 0, 2, 70, 75
+COMPLETING = "_TRUEBATCH_COMPLETE"
+"""Set by the completion script that `truebatch --show-completion` prints."""
 
 # typer carries its own copy of click in newer versions; its public error class leads to the base in both.
 _ClickError: Any = typer.BadParameter.__mro__[2]
@@ -42,7 +45,6 @@ app = typer.Typer(
     help="Run PyTorch models in true batches, proven equal to one sample at a time.",
     epilog="Start with: truebatch demo",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -58,6 +60,7 @@ app.command("init", short_help="Write the starting files of a system.")(show_ini
 app.command("doctor", short_help="Check this machine; with --drill, kill a small run everywhere and see it recover.")(
     show_doctor
 )
+app.add_typer(config_app, name="config", short_help="Settings: show them with their origin, check them, their schema.")
 app.add_typer(bench_app, name="bench", short_help="Make the measured tables again.")
 app.add_typer(chinese_gpt_app, name="chinese_gpt", short_help="The small Chinese GPT: look at a corpus.")
 app.add_typer(seqset_vae_app, name="seqset_vae", short_help="Stays as sequences of sets: look at data and batches.")
@@ -87,6 +90,8 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             # A terminal in GBK or ASCII must not turn a message into an encoding error.
             stream.reconfigure(errors="replace")
+    if COMPLETING in os.environ:
+        app(prog_name="truebatch")  # A shell asks what could stand at the cursor; this ends the process.
     sys.exit(run(sys.argv[1:]))
 
 
@@ -113,6 +118,8 @@ def _invoke(arguments: list[str]) -> int:
             code = command.invoke(context)
     except typer.Exit as done:
         return int(done.exit_code)
+    except SystemExit as done:  # --show-completion and --install-completion end this way
+        return int(done.code or DONE)
     return code if isinstance(code, int) else DONE
 
 

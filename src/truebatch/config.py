@@ -5,7 +5,10 @@ YAML file -> + overrides -> unknown keys refused -> pydantic checks types -> the
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
@@ -81,26 +84,60 @@ def check_config(kind: type[T], document: Document) -> T:
 
 
 def config_schema(kind: type[Any]) -> dict[str, Any]:
-    """The JSON schema of a configuration dataclass, for editors and other tools."""
+    """The JSON schema of a configuration dataclass, for editors and other tools; each setting says what it means."""
     schema = dict(_adapter(kind).json_schema())
-    for part in (schema, *schema.get("$defs", {}).values()):
-        if "properties" in part:
+    kinds = {None: kind} | {inner.__name__: inner for inner in _inner_dataclasses(kind)}
+    for name, part in ((None, schema), *schema.get("$defs", {}).items()):
+        notes = field_notes(kinds[name]) if name in kinds else {}
+        for key, about in part.get("properties", {}).items():
             part["additionalProperties"] = False
+            about |= {"description": notes[key]} if key in notes else {}
     return schema
+
+
+def _inner_dataclasses(kind: type[Any]) -> list[type[Any]]:
+    found = [inner for hint in get_type_hints(kind).values() if (inner := _inner_dataclass(hint)) is not None]
+    return found + [deeper for inner in found for deeper in _inner_dataclasses(inner)]
+
+
+def field_notes(kind: type[Any]) -> dict[str, str]:
+    """What the docstring under each field of a dataclass says, with those of its bases; nothing where there is none."""
+    notes: dict[str, str] = {}
+    for owner in reversed(kind.__mro__):
+        if dataclasses.is_dataclass(owner) and owner.__module__ != "types":
+            notes |= _own_notes(owner)
+    return notes
+
+
+def _own_notes(kind: type[Any]) -> dict[str, str]:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, TypeError):  # made by make_dataclass, or in a session: there is no source to read
+        return {}
+    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+    return {
+        node.target.id: inspect.cleandoc(note.value.value)
+        for node, note in zip(body, body[1:], strict=False)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        if isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant) and isinstance(note.value.value, str)
+    }
 
 
 def dump_config(config: Any) -> str:
     """YAML text that `load_config` reads back to an equal value."""
-    return write_yaml(_as_data(config))
+    return write_yaml(plain_value(config))
 
 
-def _as_data(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
+    """A setting as YAML and JSON write it: dataclasses become mappings, paths text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _as_data(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init}
+        return {
+            field.name: plain_value(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init
+        }
     if isinstance(value, Mapping):
-        return {str(key): _as_data(inner) for key, inner in value.items()}
+        return {str(key): plain_value(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_as_data(inner) for inner in value]
+        return [plain_value(inner) for inner in value]
     return str(value) if isinstance(value, Path) else value
 
 
