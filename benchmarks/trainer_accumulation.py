@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 import tempfile
@@ -156,6 +157,7 @@ def main() -> None:
         "largest_norm_ratio_trainer": max(row["trainer"]["norm_ratio"] for row in rows),
         "command": " ".join(["python", "benchmarks/trainer_accumulation.py", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
+        "hardware": f"{platform.machine()}, {os.cpu_count()} CPU cores",
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

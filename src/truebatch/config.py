@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import textwrap
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
@@ -117,7 +118,7 @@ def _own_notes(kind: type[Any]) -> dict[str, str]:
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
     return {
         node.target.id: inspect.cleandoc(note.value.value)
-        for node, note in zip(body, body[1:], strict=False)
+        for node, note in pairwise(body)
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
         if isinstance(note, ast.Expr) and isinstance(note.value, ast.Constant) and isinstance(note.value.value, str)
     }

@@ -15,7 +15,6 @@ import argparse
 import json
 import math
 import platform
-import shlex
 import statistics
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from truebatch.bench.commandline import command_line
 from truebatch.bench.training_timing import time_once
 from truebatch.planning.keyed import keyed_order
 from truebatch.planning.plan import build_plan
@@ -287,7 +287,7 @@ def _quality(config: GPTBenchConfig, say: Say) -> dict[str, Any]:
 def _about(config: GPTBenchConfig) -> dict[str, Any]:
     name = torch.cuda.get_device_name() if config.device == "cuda" else platform.machine()
     return {
-        "command": shlex.join(["python", "-m", "truebatch.bench.chinese_gpt", *sys.argv[1:]]),
+        "command": command_line("truebatch.bench.chinese_gpt"),
         "date": datetime.now(UTC).date().isoformat(), "hardware": name, "threads": torch.get_num_threads(),
         "torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version(),
         "config": asdict(config),

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import shlex
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from truebatch.bench.commandline import command_line
 from truebatch.errors import ConfigError
 from truebatch.systems.seqset_vae.loading import Prepared, prepare
 from truebatch.systems.seqset_vae.metrics import auroc, paired_difference, summarise
@@ -182,7 +182,7 @@ def _about(config: NafldBenchConfig) -> dict[str, Any]:
     ready = _plain(config)
     cuda = torch.cuda.is_available()
     return {
-        "command": shlex.join(["python", "-m", "truebatch.bench.nafld", *sys.argv[1:]]),
+        "command": command_line("truebatch.bench.nafld"),
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": torch.cuda.get_device_name()
         if cuda

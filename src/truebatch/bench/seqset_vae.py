@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import shlex
 import statistics
 import sys
 import time
@@ -28,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from truebatch.bench.commandline import command_line
 from truebatch.bench.seqset_vae_ways import count_saved, loss_of, make_batches, note_loss_of, warmed_up
 from truebatch.bench.training_timing import GIB, forget_models, peak_gib, reset_peak_memory, time_once, time_update
 from truebatch.errors import ConfigError
@@ -261,7 +261,7 @@ def _train(bench: Bench, size: int, cut: int) -> list[float]:
 def _about(config: SeqSetBenchConfig) -> dict[str, Any]:
     name = torch.cuda.get_device_name() if config.device == "cuda" else platform.machine()
     return {
-        "command": shlex.join(["python", "-m", "truebatch.bench.seqset_vae", *sys.argv[1:]]),
+        "command": command_line("truebatch.bench.seqset_vae"),
         "date": datetime.now(UTC).date().isoformat(), "hardware": name, "threads": torch.get_num_threads(),
         "torch": torch.__version__, "python": platform.python_version(),
         "note_claims": NOTE_CLAIMS, "config": asdict(config),

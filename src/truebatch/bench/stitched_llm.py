@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import shlex
 import statistics
 import sys
 import time
@@ -29,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from truebatch.bench.commandline import command_line
 from truebatch.bench.stitched_llm_work import (
     TINY_SIZES,
     StitchedBenchConfig,
@@ -323,7 +323,7 @@ def _about(config: StitchedBenchConfig) -> dict[str, Any]:
     card = torch.cuda.get_device_name() if config.device == "cuda" else platform.machine()
     memory = torch.cuda.get_device_properties(0).total_memory / GIB if config.device == "cuda" else 0.0
     return {
-        "command": shlex.join(["python", "-m", "truebatch.bench.stitched_llm", *sys.argv[1:]]),
+        "command": command_line("truebatch.bench.stitched_llm"),
         "date": datetime.now(UTC).date().isoformat(), "hardware": card, "card_gib": memory,
         "torch": torch.__version__, "transformers": version("transformers"), "python": platform.python_version(),
         "config": asdict(config),

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from truebatch.bench.commandline import command_line
 from truebatch.bench.training_attention import explore_attention, explore_cudnn
 from truebatch.bench.training_table import ratios, table
 from truebatch.bench.training_timing import (
@@ -287,6 +288,7 @@ def _dtype(device: str) -> torch.dtype:
 def _environment(config: TrainingBenchConfig) -> dict[str, Any]:
     name = torch.cuda.get_device_name() if config.device == "cuda" else platform.machine()
     return {
+        "command": command_line("truebatch.bench.training"),
         "date": datetime.now(UTC).date().isoformat(), "hardware": name, "threads": torch.get_num_threads(),
         "torch": torch.__version__, "transformers": version("transformers"), "python": platform.python_version(),
         "config": asdict(config), "dtype": str(_dtype(config.device)),

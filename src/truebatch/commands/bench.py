@@ -7,6 +7,19 @@ from typing import Annotated, Any, cast
 
 import typer
 
+SCRIPTS = {
+    "planning": "Planning a million samples beside LightBinPack and TRL: time, waste, balance, memory.",
+    "attention": "Packed attention on a CPU against a dense block mask.",
+    "attention_cuda": "Attention on a card: every kernel against one sample alone, and timings.",
+    "verify": "How long a proof takes for tiny models of every head.",
+    "fit_cuda": "Whether the budget of `fit` holds: predicted and real peaks of memory.",
+    "oom_cuda": "Real out-of-memory errors: the gradient of every step against the step with room.",
+    "reliability": "The long sweeps of kills, damaged checkpoints and NaN, counted.",
+    "trainer_accumulation": "The gradient of a Hugging Face Trainer, with and without truebatch, against one by one.",
+    "trainer_reliability": "The Hugging Face Trainer beside truebatch: resumed, and killed inside a save.",
+}
+"""Benchmarks that are files of the repository, not of the package, and what each measures."""
+
 bench_app = typer.Typer(help="Make the measured tables again.", no_args_is_help=True, rich_markup_mode=None)
 
 
@@ -159,6 +172,28 @@ def show_stitched_llm(
     return 0
 
 
+@bench_app.command("vlm_pruning", short_help="Vision-token pruning: the step by batch, memory, pruned generation.")
+def show_vlm_pruning(
+    device: Annotated[str, typer.Option(help="cpu (a tiny model, one thread) or cuda (LLaVA-1.5-7B's shape).")] = "cpu",
+    seconds: Annotated[float | None, typer.Option(help="Nothing begins after this time.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A tiny model and few samples: a dry run.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows as JSON.")] = None,
+) -> int:
+    """Train one by one, at the note's batch and at the fitted budget against even batches; generate with tokens removed.
+
+    Examples:
+
+      truebatch bench vlm_pruning --quick
+
+      truebatch bench vlm_pruning --device cuda --json docs/results/vlm_pruning_cuda.json
+    """
+    # Imported here so that `truebatch --help` answers at once.
+    from truebatch.bench.vlm_pruning import make_config, run_pruning
+
+    run_pruning(make_config(device=device, seconds=seconds, quick=quick), out=json_file, say=typer.echo)
+    return 0
+
+
 @bench_app.command("nafld", short_help="Real persons: seqset_vae beside logistic regression and gradient boosting.")
 def show_nafld(
     quick: Annotated[bool, typer.Option("--quick", help="A few steps only: a dry run.")] = False,
@@ -175,3 +210,28 @@ def show_nafld(
 
     run_nafld(make_config(quick=quick), out=json_file, say=typer.echo)
     return 0
+
+
+def _add_script(name: str, about: str) -> None:
+    """Make a file of `benchmarks/` a command; what follows its name is given to the file."""
+
+    def show_script(
+        context: typer.Context,
+        json_file: Annotated[Path | None, typer.Option("--json", help="Write what was measured as JSON.")] = None,
+    ) -> int:
+        # Imported here so that `truebatch --help` answers at once.
+        from truebatch.bench.scripts import run_script
+
+        return run_script(name, [*(["--out", str(json_file)] if json_file else []), *context.args])
+
+    show_script.__doc__ = (
+        f"{about}\n\nFurther options go to benchmarks/{name}.py of the repository, which says what it knows:"
+        f"\n\n  truebatch bench {name} -- --help"
+        f"\n\nExamples:\n\n  truebatch bench {name} --json {name}.json"
+    )
+    passing = {"allow_extra_args": True, "ignore_unknown_options": True}
+    bench_app.command(name, short_help=about, context_settings=passing)(show_script)
+
+
+for _name, _about in SCRIPTS.items():
+    _add_script(_name, _about)

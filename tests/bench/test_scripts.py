@@ -1,0 +1,58 @@
+"""Files of benchmarks/ as commands: all of them are there, options reach them, and their absence is said."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from truebatch.bench.commandline import command_line
+from truebatch.bench.scripts import FOLDER, run_script
+from truebatch.cli import run
+from truebatch.commands.bench import SCRIPTS
+from truebatch.errors import ConfigError
+
+
+def test_every_command_has_its_file():
+    assert set(SCRIPTS) <= {file.stem for file in FOLDER.glob("*.py")}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_answers_without_running_the_file(name, capfd):
+    assert run(["bench", name, "--help"]) == 0
+    shown = capfd.readouterr().out
+    assert f"truebatch bench {name} -- --help" in shown
+    assert "--json" in shown
+
+
+def test_options_reach_the_file_and_the_json_says_how_it_was_made(tmp_path):
+    out = tmp_path / "attention.json"
+    sizes = ["--cells", "128", "--segments", "4", "--heads", "2", "--kv-heads", "2", "--head-size", "8"]
+    assert run(["bench", "attention", "--json", str(out), *sizes, "--repeats", "1"]) in (0, 1)  # 1: so small, no gain
+    kept = json.loads(out.read_text())
+    assert kept["cells"] == 128
+    assert {"command", "date", "hardware"} <= set(kept)
+
+
+def test_the_files_own_refusal_is_the_exit_code(capfd):
+    assert run(["bench", "attention", "--cels", "4"]) == 2
+    assert "--cels" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "kept"),
+    [
+        ("truebatch bench training --json a.json", "truebatch bench training --json a.json"),
+        ("training.py --out 'a b.json'", "python -m truebatch.bench.training --out 'a b.json'"),
+    ],
+)
+def test_the_command_that_is_kept_is_the_one_that_was_typed(monkeypatch, typed, kept):
+    monkeypatch.setattr("sys.argv", shlex.split(typed))
+    assert command_line("truebatch.bench.training") == kept
+
+
+def test_without_the_repository_it_says_what_to_do(tmp_path: Path):
+    with pytest.raises(ConfigError, match="is a file of the repository"):
+        run_script("planning", [], folder=tmp_path)
