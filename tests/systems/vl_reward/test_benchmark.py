@@ -114,7 +114,7 @@ def test_templates_are_checked_before_they_are_used(tmp_path):
 
 
 def test_messages_hold_captioned_images_before_the_text():
-    system, user = build_messages("s", "u", ["one", "two"], captions=["before", "after"])
+    system, user = build_messages("s", "u", ["before", "after"])
     assert system == {"role": "system", "content": [{"type": "text", "text": "s"}]}
     assert [part["type"] for part in user["content"]] == ["text", "image", "text", "image", "text"]
-    assert build_messages("", "u", []) == [{"role": "user", "content": [{"type": "text", "text": "u"}]}]
+    assert build_messages("", "u", ()) == [{"role": "user", "content": [{"type": "text", "text": "u"}]}]

@@ -58,15 +58,15 @@ def fill_prompt(prompt: Prompt, pair: Pair) -> str:
         ) from error
 
 
-def build_messages(
-    system: str, user: str, images: Sequence[Any], *, captions: Sequence[str] = ()
-) -> list[dict[str, Any]]:
-    """The conversation, the same for every backend: a system turn, then one user turn with captioned images and text."""
+def build_messages(system: str, user: str, captions: Sequence[str]) -> list[dict[str, Any]]:
+    """The conversation, the same for every backend: a system turn, then one user turn with the images and the text.
+
+    A caption stands before each image; an empty one shows the image alone.
+    """
     parts: list[dict[str, Any]] = []
-    for number, image in enumerate(images):
-        if captions:
-            parts.append({"type": "text", "text": captions[number]})
-        parts.append({"type": "image", "image": image})
+    for caption in captions:
+        parts += [{"type": "text", "text": caption}] if caption else []
+        parts.append({"type": "image"})
     parts.append({"type": "text", "text": user})
     first = [{"role": "system", "content": [{"type": "text", "text": system}]}] if system else []
     return [*first, {"role": "user", "content": parts}]
