@@ -41,7 +41,7 @@ def english(tokenizer, *, longest):
 @pytest.mark.parametrize("gap", [2, 4, 6])
 def test_an_adapter_bridges_a_gap_in_real_weights(gap, capsys):
     donor, tokenizer = smollm2()
-    samples = english(tokenizer, longest=96)
+    samples = english(tokenizer, longest=64)
     held_out, learned = samples[::8], [s for i, s in enumerate(samples) if i % 8]
     cut = Cut(bottom=KEPT, top=KEPT + gap)
     model = stitch(donor, donor, cut)
@@ -51,7 +51,7 @@ def test_an_adapter_bridges_a_gap_in_real_weights(gap, capsys):
     started = perplexity(model, held_out, cells=2048)
     head = head_of(model)
     settings = TrainConfig(
-        samples_per_step=12, max_steps=40, epochs=10, layout="packed", cells=1024, learning_rate=2e-4,
+        samples_per_step=8, max_steps=24, epochs=10, layout="packed", cells=1024, learning_rate=3e-4,
         schedule="cosine", stuck_seconds=None,
     )  # fmt: skip
     train(model, HeadObjective(head=head), TrainData(samples=learned, fields=head.fields), settings)
