@@ -11,6 +11,7 @@ SCRIPTS = {
     "planning": "Planning a million samples beside LightBinPack and TRL: time, waste, balance, memory.",
     "attention": "Packed attention on a CPU against a dense block mask.",
     "attention_cuda": "Attention on a card: every kernel against one sample alone, and timings.",
+    "estimate": "Memory estimated without running a model beside what running it takes.",
     "verify": "How long a proof takes for tiny models of every head.",
     "fit_cuda": "Whether the budget of `fit` holds: predicted and real peaks of memory.",
     "oom_cuda": "Real out-of-memory errors: the gradient of every step against the step with room.",
@@ -209,6 +210,28 @@ def show_nafld(
     from truebatch.bench.nafld import make_config, run_nafld
 
     run_nafld(make_config(quick=quick), out=json_file, say=typer.echo)
+    return 0
+
+
+@bench_app.command("tables", short_help="docs/benchmarks.md again, from the kept results.")
+def show_tables(
+    results: Annotated[Path, typer.Option(help="The folder of the kept results.")] = Path("docs/results"),
+    out: Annotated[Path, typer.Option(help="The page that is written.")] = Path("docs/benchmarks.md"),
+) -> int:
+    """Write the page of all measured tables from the kept results and from nothing else; nothing is measured.
+
+    A result that does not say its command, date or hardware is named.
+
+    Examples:
+
+      truebatch bench tables
+
+      truebatch bench tables --out /tmp/benchmarks.md
+    """
+    # Imported here so that `truebatch --help` answers at once.
+    from truebatch.bench.tables import write_page
+
+    typer.echo("\n".join(write_page(folder=results, out=out)))
     return 0
 
 

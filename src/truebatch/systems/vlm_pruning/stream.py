@@ -5,11 +5,13 @@ micro-batch -> embeddings with vision features in place, rotary angles, where sa
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from truebatch.errors import BatchError, ConfigError
@@ -128,10 +130,11 @@ def run_layer(layer: nn.Module, hidden: Tensor, given: LayerInputs, *, recompute
     """One decoder layer; with `recompute` its activations are computed again in backward."""
 
     def call(states: Tensor, bias: Tensor | None) -> Tensor:
-        out = layer(
-            states, attention_mask=bias, position_embeddings=given.rotary, position_ids=None,
-            past_key_values=given.cache, use_cache=given.cache is not None,
-        )  # fmt: skip
+        with _kernels_for(bias):
+            out = layer(
+                states, attention_mask=bias, position_embeddings=given.rotary, position_ids=None,
+                past_key_values=given.cache, use_cache=given.cache is not None,
+            )  # fmt: skip
         found: Tensor = out[0] if isinstance(out, tuple) else out
         return found
 
@@ -143,6 +146,13 @@ def run_layer(layer: nn.Module, hidden: Tensor, given: LayerInputs, *, recompute
     else:
         after = call(hidden, given.bias)
     return after if given.deepstack is None else after + given.deepstack
+
+
+def _kernels_for(bias: Tensor | None) -> AbstractContextManager[Any]:
+    """On a card only some kernels have a gradient for the bias, and it is asked for here."""
+    if bias is None or not bias.is_cuda or not bias.requires_grad:
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def final_norm(backbone: nn.Module, hidden: Tensor) -> Tensor:

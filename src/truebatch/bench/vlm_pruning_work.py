@@ -1,0 +1,168 @@
+"""What the benchmark of vlm_pruning runs: a LLaVA-1.5 shape with random weights, pictures, questions, and batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+
+from truebatch.planning.plan import build_plan
+from truebatch.planning.settings import PlanConfig
+from truebatch.systems.vlm_pruning.backbones import open_encoder
+from truebatch.systems.vlm_pruning.encoding import EncodedSamples, Encoder, encoded_fields
+from truebatch.systems.vlm_pruning.families import ImageReader
+from truebatch.systems.vlm_pruning.measuring import measure_tokens
+from truebatch.systems.vlm_pruning.model import Pass, PrunedVLM
+from truebatch.systems.vlm_pruning.objective import PruningObjective
+from truebatch.systems.vlm_pruning.settings import BackboneSettings, MethodSettings, MllmSettings
+from truebatch.systems.vlm_pruning.stream import Stream
+from truebatch.systems.vlm_pruning.system import PruningTrain, make_groups
+from truebatch.systems.vlm_pruning.tiny import IMAGE, tiny_config
+from truebatch.tensors.loader import LoadedStep, LoaderConfig, load_steps
+from truebatch.tensors.noise import name_purposes
+from truebatch.training.optimising import make_groups as checked_groups
+from truebatch.training.step import Engine
+
+TINY_METHOD = MethodSettings(
+    pruning_layers=(1, 3),
+    pruner_d_internal=16,
+    pruner_num_heads=2,
+    disc_d_d=16,
+    disc_target_layers=(-1, -2, -3),
+    use_token_num_target=False,
+    target_sparsity=0.6,
+)
+LARGE_METHOD = MethodSettings(use_token_num_target=False, target_sparsity=0.7)
+
+
+def llava_7b() -> Any:
+    """The shape of LLaVA-1.5-7B: CLIP-L/14 at 336 pixels, 576 vision tokens, a decoder of 32 layers."""
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, image_size=336,
+        patch_size=14, projection_dim=768,
+    )  # fmt: skip
+    text = transformers.LlamaConfig(
+        vocab_size=32064, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=32, max_position_embeddings=4096,
+    )  # fmt: skip
+    return transformers.LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=IMAGE, vision_feature_layer=-2,
+        vision_feature_select_strategy="default",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """A model with its optimisers, and samples."""
+
+    model: PrunedVLM
+    engine: Engine
+    encoder: Encoder
+    samples: list[dict[str, Any]]
+    lengths: Any
+
+
+def make_work(device: torch.device, *, is_large: bool, number: int, even: int | None = None) -> Work:
+    """Build the model in bf16 on a card (fp32 on a CPU); `even` gives every question so many words."""
+    config = llava_7b() if is_large else tiny_config("tiny-llava")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            torch.manual_seed(0)
+            backbone = transformers.LlavaForConditionalGeneration(config)
+    finally:
+        torch.set_default_dtype(before)
+    encoder = encoder_for(config)
+    model = PrunedVLM(backbone, encoder.family, LARGE_METHOD if is_large else TINY_METHOD).to(device)
+    samples = make_samples(number, even=even)
+    return Work(model, engine_of(model, device), encoder, samples, measure_tokens(encoder, samples))
+
+
+def encoder_for(config: Any) -> Encoder:
+    """The tiny tokenizer in front of any LLaVA-1.5 shape: its ids are ids of the larger vocabulary too."""
+    tiny = open_encoder(BackboneSettings(name="tiny-llava"))
+    return Encoder(
+        family=tiny.family, images=ImageReader(config, None, MllmSettings()), tokenizer=tiny.tokenizer,
+        image_id=IMAGE, end_id=tiny.end_id, prompt=tiny.prompt,
+    )  # fmt: skip
+
+
+def engine_of(model: PrunedVLM, device: torch.device) -> Engine:
+    """The training room's own step: two optimisers, bf16 autocast on a card."""
+
+    class _Settings:
+        train = PruningTrain()
+        method_settings = model.method
+
+    name_purposes(model)
+    model.train()
+    is_card = device.type == "cuda"
+    return Engine(
+        model=model,
+        objective=PruningObjective(method=model.method),
+        groups=checked_groups(make_groups(_Settings, model), model),
+        device=device,
+        autocast=lambda: torch.autocast(device.type, torch.bfloat16, enabled=is_card),
+    )
+
+
+class TwoWholeForwards(PrunedVLM):
+    """As the note does it: the unpruned way begins at the first layer again."""
+
+    def unpruned(self, stream: Stream, *, wanted: Sequence[int] = (), start: Pass | None = None) -> Pass:
+        """All layers, whatever has run already."""
+        return super().unpruned(stream, wanted=wanted)
+
+
+def make_samples(number: int, *, even: int | None = None) -> list[dict[str, Any]]:
+    """Photographs' sizes of noise, and questions of log-normal lengths around thirty words."""
+    draw = np.random.default_rng(0)
+    pixels = draw.integers(0, 256, (480, 640, 3), dtype=np.uint8)
+    words = np.clip(draw.lognormal(3.2, 0.6, number).round(), 3, 120).astype(int)
+    made = []
+    for at in range(number):
+        image = Image.fromarray(np.roll(pixels, int(at * 37), axis=1))
+        count = int(words[at]) if even is None else even
+        question = " ".join(["what"] * count) + "?"
+        made.append({"id": f"s{at}", "image": image, "question": question, "answer": "red circle"})
+    return made
+
+
+def planned_steps(work: Work, *, samples: int | None, cells: int | None, per_step: int, workers: int) -> Any:
+    """The steps of one epoch through the loader, pixels and all; micro-batches of so many samples or cells."""
+    config = PlanConfig(samples=samples, cells=cells, samples_per_step=per_step)
+    plan = build_plan(work.lengths, config)
+    dataset = EncodedSamples(work.samples, work.encoder)
+    loading = LoaderConfig(workers=workers, pin_memory=work.engine.device.type == "cuda")
+    return load_steps(plan, dataset, encoded_fields(work.encoder.family), config=loading)
+
+
+def collected(steps: Any) -> list[LoadedStep]:
+    """All steps, made before anything is timed."""
+    return list(steps)
+
+
+def preprocessing_seconds(work: Work, number: int) -> dict[str, float]:
+    """CPU seconds a sample: ours to bytes, and transformers' own image processor to floats."""
+    ours = _seconds(work.encoder.encode, work.samples[:number])
+    side = work.encoder.images.config.vision_config.image_size
+    kind: Any = getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
+    made = kind(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+    theirs = _seconds(lambda sample: made([sample["image"]], return_tensors="np"), work.samples[:number])
+    return {"ours": ours, "transformers": theirs}
+
+
+def _seconds(call: Any, samples: Sequence[Any]) -> float:
+    call(samples[0])
+    began = time.process_time()
+    for sample in samples:
+        call(sample)
+    return (time.process_time() - began) / len(samples)
