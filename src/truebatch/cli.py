@@ -27,10 +27,13 @@ from truebatch.commands.generate import show_generate
 from truebatch.commands.init import show_init
 from truebatch.commands.plan import show_plan
 from truebatch.commands.report import show_report
+from truebatch.commands.run import run_app
+from truebatch.commands.score import show_score
 from truebatch.commands.seqset_vae import seqset_vae_app
 from truebatch.commands.stitched_llm import stitched_llm_app
 from truebatch.commands.train import show_train
 from truebatch.commands.verify import show_verify
+from truebatch.commands.vl_reward import vl_reward_app
 from truebatch.errors import TruebatchError, exit_code_of
 
 DONE, USAGE, OUR_FAULT, INTERRUPTED = 0, 2, 70, 75
@@ -55,12 +58,15 @@ app.command("train", short_help="Train a system or your Hugging Face model; the 
 app.command("fit", short_help="Measure memory and speed on your samples; the largest safe budget.")(show_fit)
 app.command("evaluate", short_help="The figures of a trained run on held-out samples.")(show_evaluate)
 app.command("generate", short_help="Text from a trained run, for prompts or in a dialogue.")(show_generate)
+app.command("score", short_help="Judge or generate for every sample of a file; the same command goes on.")(show_score)
+app.add_typer(run_app, name="run", short_help="Look at a scoring run, export it, retry its failures.")
 app.command("report", short_help="One HTML file about a run, or about several beside each other.")(show_report)
 app.command("init", short_help="Write the starting files of a system.")(show_init)
 app.command("doctor", short_help="Check this machine; with --drill, kill a small run everywhere and see it recover.")(
     show_doctor
 )
 app.add_typer(config_app, name="config", short_help="Settings: show them with their origin, check them, their schema.")
+app.add_typer(vl_reward_app, name="vl_reward", short_help="The edit-then-judge benchmark.")
 app.add_typer(bench_app, name="bench", short_help="Make the measured tables again.")
 app.add_typer(chinese_gpt_app, name="chinese_gpt", short_help="The small Chinese GPT: look at a corpus.")
 app.add_typer(seqset_vae_app, name="seqset_vae", short_help="Stays as sequences of sets: look at data and batches.")

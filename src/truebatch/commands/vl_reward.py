@@ -1,0 +1,126 @@
+"""`truebatch vl_reward`: what only the edit-then-judge benchmark has: run, validate, compare, gallery."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from truebatch.errors import RunError
+
+# Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
+if TYPE_CHECKING:
+    from truebatch.systems.vl_reward.settings import RewardConfig
+    from truebatch.systems.vl_reward.statistics import Row
+
+CHECK_FAILED = 1
+vl_reward_app = typer.Typer(help="The edit-then-judge benchmark.", no_args_is_help=True, rich_markup_mode=None)
+
+Config = Annotated[Path | None, typer.Option(help="A YAML file with the settings.")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting, over the file.")]
+
+
+def _load(config: Path | None, set_: list[str] | None) -> RewardConfig:
+    from truebatch.config import load_config
+    from truebatch.systems.vl_reward.settings import RewardConfig
+
+    return load_config(RewardConfig, config, overrides=set_ or [])
+
+
+def run_reward(config: Path | None, set_: list[str] | None) -> int:
+    """Edit, judge, report; what `truebatch score vl_reward` and `truebatch vl_reward run` do."""
+    from truebatch.systems.vl_reward.reporting import markdown
+    from truebatch.systems.vl_reward.running import run_benchmark
+
+    report = run_benchmark(_load(config, set_), say=_say)
+    sys.stdout.write("\n" + markdown(report.summary) + "\n")
+    for file in report.files:
+        _say(f"wrote {file}")
+    return report.exit_code
+
+
+@vl_reward_app.command("run", short_help="Edit everything, judge everything, report.")
+def show_run(config: Config = None, set_: Set = None) -> int:
+    """Edit and judge a benchmark; without a file, made pictures with a scripted editor and judge.
+
+    Exit code 0: done. 1: more failures than allowed. 3: some samples failed. 75: interrupted, run it again to go on.
+
+    Examples:
+
+      truebatch vl_reward run --set evaluation.output_dir=runs/shapes
+
+      truebatch vl_reward run --config config.yaml
+    """
+    return run_reward(config, set_)
+
+
+@vl_reward_app.command("validate", short_help="Check a benchmark file, its prompts and its pictures; load no model.")
+def show_validate(config: Config = None, set_: Set = None) -> int:
+    """Name every fault of a benchmark file with its record. Exit code 0: sound. 1: faults were found."""
+    from truebatch.systems.vl_reward.running import load_pairs
+
+    pairs, faults = load_pairs(_load(config, set_), with_images=True)
+    for fault in faults:
+        _say(str(fault))
+    _say(f"{len(pairs)} pairs, {len(faults)} fault(s)")
+    return CHECK_FAILED if faults else 0
+
+
+@vl_reward_app.command("compare", short_help="Two runs pair by pair, with significance.")
+def show_compare(
+    first: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    second: Annotated[Path, typer.Argument(help="The folder of another run over the same pairs.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Compare the scores of two runs by sample id, over the samples that are valid in both."""
+    from truebatch.systems.vl_reward.statistics import compare
+
+    found = compare(_rows(first), _rows(second))
+    if as_json:
+        sys.stdout.write(json.dumps(asdict(found)) + "\n")
+        return 0
+    if found.difference is None:
+        _say("no sample is valid in both runs")
+        return 0
+    interval = f" (95 %: {found.interval[0]:+.3f} to {found.interval[1]:+.3f})" if found.interval else ""
+    _say(
+        f"{found.pairs} pairs valid in both; {found.only_first} only in the first, {found.only_second} only in the second"
+    )
+    _say(f"second minus first: {found.difference:+.3f}{interval}, p = {found.p_value:.4f}")
+    _say(f"improved {found.improved}, unchanged {found.unchanged}, regressed {found.regressed}")
+    return 0
+
+
+@vl_reward_app.command("gallery", short_help="Write the reports of a run again, from its journals.")
+def show_gallery(config: Config = None, set_: Set = None) -> int:
+    """Make report.json, report.md and gallery.html again; nothing is edited or judged."""
+    from truebatch.systems.vl_reward.reporting import write_reports
+    from truebatch.systems.vl_reward.running import load_pairs
+    from truebatch.systems.vl_reward.stages import read_results
+
+    settings = _load(config, set_)
+    run = settings.evaluation.output_dir
+    pairs, _ = load_pairs(settings)
+    for file in write_reports(pairs, read_results(pairs, run), run)[1]:
+        _say(f"wrote {file}")
+    return 0
+
+
+def _rows(run: Path) -> list[Row]:
+    from truebatch.systems.vl_reward.reporting import REPORT
+    from truebatch.systems.vl_reward.statistics import Row
+    from truebatch.training.durable import read_json
+
+    if not (run / REPORT).is_file():
+        raise RunError(f"{run} has no {REPORT}", seen="not a finished run of this system", do="run it first")
+    samples = read_json(run / REPORT, max_bytes=1 << 30)["samples"]
+    return [Row(one["id"], one["category"], one["status"], one["score"]) for one in samples]
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
