@@ -113,7 +113,7 @@ def markdown(facts: Mapping[str, Any], rows: Sequence[Row]) -> str:
         "# Census of Hugging Face architectures",
         f"Made by `{facts['command']}` on {facts['date']}: transformers {facts['transformers']}, torch {facts['torch']}, "
         f"truebatch {facts['truebatch']}, {facts['python']}, {facts['hardware']}, {facts['dtype']}. Do not edit.",
-        _table(
+        markdown_table(
             ["", *(TITLES[head] for head in counts)],
             [[w, *(_figure(rows, h, w, counts) for h in counts)] for w in _shown(counts)],
         ),
@@ -151,7 +151,7 @@ def _head_part(head: str, rows: Sequence[Row]) -> list[str]:
         if second
         else []
     )
-    return [f"## {TITLES[head]}", _table(header, body), *explained, *late]
+    return [f"## {TITLES[head]}", markdown_table(header, body), *explained, *late]
 
 
 def _seen_by_second(row: Row) -> list[str]:
@@ -164,7 +164,7 @@ def _unexamined_part(rows: Sequence[Row]) -> list[str]:
     if not left_out:
         return []
     body = [[row["model_type"], TITLES[row["head"]], row["verdict"], _short(row["why"])] for row in left_out]
-    return ["## Not examined", _table(["architecture", "as", "verdict", "why"], body)]
+    return ["## Not examined", markdown_table(["architecture", "as", "verdict", "why"], body)]
 
 
 def _cells(row: Row) -> list[str]:
@@ -180,6 +180,7 @@ def _short(why: str) -> str:
     return why.replace("|", "/").removeprefix("raises ")[:160]
 
 
-def _table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+def markdown_table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A table as Markdown writes it; cells are put in as they are."""
     lines = [header, ["---"] * len(header), *body]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
