@@ -39,7 +39,7 @@ from truebatch.tensors.microbatch import MicroBatch
 from truebatch.training.budget import largest_cells, shape_of_lengths
 from truebatch.training.fitting import fit_memory
 from truebatch.training.guard import Guard
-from truebatch.training.memory import CUDA_SHARE, CountStorages, free_bytes_of, held_bytes
+from truebatch.training.memory import CountStorages, free_bytes_of, held_bytes, usable_bytes
 from truebatch.training.optimising import Group, make_groups
 from truebatch.training.settings import TrainConfig
 from truebatch.training.step import Engine, apply_update, step_counts, take_gradients
@@ -113,7 +113,7 @@ def run_case(case: Case, device: torch.device, *, seconds: float) -> Row:
     given = _limit(case, device)
     began = time.monotonic()
     engine, data = _open(SHAPES_HERE[case.shape], device, case.longest)
-    limit = int(CUDA_SHARE * given) if device.type == "cuda" else given
+    limit = usable_bytes(given, device)
     config = TrainConfig(layout="packed")
     fit = fit_memory(engine, data, config, limit_bytes=limit)
     assert data.measured is not None

@@ -12,10 +12,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import platform
 import resource
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ from truebatch.planning.settings import PlanConfig
 from truebatch.tensors.field import Field
 from truebatch.tensors.loader import LoadedStep, load_steps
 from truebatch.tensors.microbatch import MicroBatch
+from truebatch.training.failpoints import armed
 from truebatch.training.guard import Guard, SampleTooLarge, most_tries
 from truebatch.training.optimising import Group, make_groups
 from truebatch.training.outofmemory import is_out_of_memory
@@ -38,6 +43,7 @@ from truebatch.training.step import Engine, apply_update, step_counts, take_grad
 IGNORE = -100
 FIELDS = (Field(name="input_ids"), Field(name="labels", source="input_ids", shift=1, pad=IGNORE))
 TOLERANCE = 1e-5
+PLACES = ("step.transfer", "step.forward", "step.backward", "step.accumulated")
 MIB = 1 << 20
 
 
@@ -154,6 +160,34 @@ def survive(engine: Engine, steps: list[LoadedStep], expected: list[Any], errors
     }  # fmt: skip
 
 
+def inject(device: torch.device, number: int) -> dict[str, Any]:
+    """Errors in every second step of twice as many, at a place of the step and a visit of it drawn by chance."""
+    model = Decoder(200, 16, 1, heads=2).to(device)
+    groups = make_groups([Group(optimiser=torch.optim.AdamW(model.parameters(), 1e-3))], model)
+    quiet = Engine(model=model, objective=NextToken(), groups=groups, device=device)
+    guard = Guard(fields=FIELDS)
+    engine = replace(quiet, guard=guard)
+    steps = make_steps(200, 24, 16, 8)
+    expected = [gradient(quiet, step) for step in steps]
+    chance, base = np.random.default_rng(0), 0
+    strikes = set(chance.permutation(2 * number)[:number].tolist())
+    worst, most, wrong = 0.0, 0, 0
+    for at in range(2 * number):
+        step, (_, want) = steps[at % len(steps)], expected[at % len(steps)]
+        place, before = PLACES[int(chance.integers(len(PLACES)))], guard.recoveries
+        with armed(f"{place}:oom:1") if at in strikes else nullcontext():
+            _, found = gradient(engine, step)
+        worst = max(worst, float((found - want).norm() / want.norm()))
+        most = max(most, guard.recoveries - before + 1)
+        wrong += (guard.recoveries - before) != (at in strikes)
+        base = used_bytes(device) if at == number // 5 else base
+    return {
+        "steps": 2 * number, "errors": guard.recoveries, "steps with another number of errors": wrong,
+        "worst relative difference": worst, "most tries": most, "tries allowed": most_tries(steps[0].batches),
+        "bytes grown": used_bytes(device) - base,
+    }  # fmt: skip
+
+
 def endless(levels: tuple[float, ...], steps: int) -> Iterator[tuple[float, int]]:
     """Every level with every step, again and again."""
     while True:
@@ -221,6 +255,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--errors", type=int, default=50)
+    parser.add_argument("--injected", type=int, default=1000, help="errors raised on purpose, in twice as many steps")
     parser.add_argument("--quick", action="store_true", help="a small model")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
@@ -235,16 +270,21 @@ def main() -> int:
     began = time.perf_counter()
     expected, room = room_of(engine, steps)
     report: dict[str, Any] = {"device": str(device), "torch": torch.__version__, "room in MiB": room / MIB}
+    report["injected"] = inject(device, given.injected)
     report |= survive(engine, steps, expected, given.errors, room)
     limit_memory(device, None)
     report["texts collected"] = collect_texts(device)
     report["update"] = update_without_room(engine, steps[0])
     report["seconds"] = time.perf_counter() - began
+    report |= {
+        "command": " ".join(["python", *sys.argv]), "date": datetime.now(UTC).date().isoformat(),
+        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+    }  # fmt: skip
     wrong = problems(report, given.errors)
     report["problems"] = wrong
     print(json.dumps(report, indent=1))
     if given.out is not None:
-        given.out.write_text(json.dumps(report, indent=1))
+        given.out.write_text(json.dumps(report, indent=1) + "\n")
     return 1 if wrong else 0
 
 
@@ -260,6 +300,14 @@ def problems(report: dict[str, Any], errors: int) -> list[str]:
         "an update that does not fit changed weights": report["update"]["weights untouched"]
         or not report["update"]["refused"],
         "the update was not done once": report["update"]["updates counted"] == [1],
+    }
+    injected = report["injected"]
+    checks |= {
+        "an injected error was not met once": injected["steps with another number of errors"] == 0,
+        f"after injected errors gradients differ by more than {TOLERANCE}": injected["worst relative difference"]
+        <= TOLERANCE,
+        "more tries than allowed for injected errors": injected["most tries"] <= injected["tries allowed"],
+        "memory grew with injected errors": injected["bytes grown"] <= 50 * MIB,
     }
     return [name for name, is_right in checks.items() if not is_right]
 

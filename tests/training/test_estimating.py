@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +15,7 @@ from truebatch.errors import MemoryLimitError
 from truebatch.hf.heads import head_of
 from truebatch.hf.objectives import HeadObjective
 from truebatch.hf.shapes import SHAPES, build_model
-from truebatch.training.estimating import estimate_added
+from truebatch.training.estimating import ESTIMATE_ERROR, estimate_added
 from truebatch.training.fitting import fit_memory, make_batch, run_batch, untouched
 from truebatch.training.loop import default_group
 from truebatch.training.memory import added_bytes
@@ -55,6 +58,12 @@ def test_a_fit_can_be_estimated_and_then_says_so():
     estimated, measured = (fit_memory(engine, data, config, is_estimate=flag) for flag in (True, False))
     assert (estimated.is_estimate, measured.is_estimate) == (True, False)
     assert [p.num_bytes for p in estimated.points] == pytest.approx([p.num_bytes for p in measured.points], rel=0.02)
+
+
+def test_the_error_that_is_stated_is_the_one_that_was_measured():
+    kept = json.loads((Path(__file__).parents[2] / "docs" / "results" / "estimate.json").read_text())
+    assert len(kept["rows"]) >= 18
+    assert max(abs(row["estimated"] / row["real"] - 1) for row in kept["rows"]) <= ESTIMATE_ERROR
 
 
 class ReadsValues(NextToken):

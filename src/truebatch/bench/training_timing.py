@@ -87,7 +87,9 @@ def pin_batch(batch: Any, device: torch.device) -> Any:
         return batch
     if isinstance(batch, tuple):
         return tuple(part.pin_memory() for part in batch)
-    return {k: v.pin_memory() for k, v in batch.items()} if isinstance(batch, dict) else batch.pin_memory()
+    if isinstance(batch, dict):
+        return {name: part.pin_memory() if isinstance(part, torch.Tensor) else part for name, part in batch.items()}
+    return batch.pin_memory()
 
 
 def num_compilations() -> int:

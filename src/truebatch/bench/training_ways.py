@@ -84,7 +84,10 @@ def trl_way(model: Any, work: Work, *, device: torch.device) -> Way | None:
         return [collator([{"input_ids": work.samples[i]["input_ids"].tolist()} for i in ids]) for ids in groups]
 
     def run(batch: dict[str, Tensor]) -> None:
-        given = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+        given = {
+            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in batch.items()
+        }
         model(**given, use_cache=False).loss.backward()
 
     count: Callable[[dict[str, Tensor]], int] = lambda batch: batch["input_ids"].numel()  # noqa: E731

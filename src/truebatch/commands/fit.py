@@ -144,7 +144,7 @@ def _print(sizing: Sizing, lines: list[str], written: Path, following: str) -> N
         f"{fit.facts['device']}; samples of {sizing.shortest:,} to {sizing.longest:,} tokens",
         f"model, gradients and optimiser: {_gib(fit.constant_bytes)} GiB; a forward and backward pass adds "
         f"{fit.per_cell:,.0f} bytes a cell, {fit.per_pair:,.2f} a pair, {fit.per_sample:,.0f} a sample "
-        f"(+-{fit.uncertainty:.1%}, from {len(fit.points)} probes{', estimated' if fit.is_estimate else ''})",
+        f"(+-{fit.uncertainty:.1%}, from {len(fit.points)} probes{_said_estimated(sizing)})",
         "",
     ]
     sys.stdout.write("\n".join(lines) + "\n")
@@ -163,6 +163,12 @@ def _print(sizing: Sizing, lines: list[str], written: Path, following: str) -> N
     budgets = ("largest safe cells=", "", "", "", *(_budget(n, sizing.longest) for n in sizing.cells.values()))
     print_table(Table(header, (*rows, budgets)))
     sys.stdout.write("\n" + "\n".join([*_advice(sizing), RATE, f"fit: {written}", f"next: {following}"]) + "\n")
+
+
+def _said_estimated(sizing: Sizing) -> str:
+    from truebatch.training.estimating import ESTIMATE_ERROR
+
+    return f", estimated: within {ESTIMATE_ERROR:.0%} where it was compared" if sizing.fit.is_estimate else ""
 
 
 def _speed(size: BatchSize) -> str:

@@ -157,7 +157,7 @@ def _dry_run(system: System, config: Any, folder: Path, *, is_layout_open: bool,
     lines = list(system.describe(config)) if system.describe is not None else []
     lines.append(step.removesuffix(f", {config.train.layout}") if is_open else step)
     if is_open:
-        lines.append("the layout is chosen when the model is there: packed if it is proven right, else padded")
+        lines.append("the layout, packed or padded, is chosen when the model is there; the result is the same")
     lines += _add_outlook(rows, foresee_run(system, config, layouts=layouts, folder=folder), config)
     if as_json:
         sys.stdout.write(json.dumps({"lines": lines, "plans": rows}, ensure_ascii=False) + "\n")
@@ -168,6 +168,8 @@ def _dry_run(system: System, config: Any, folder: Path, *, is_layout_open: bool,
 
 def _add_outlook(rows: dict[str, dict[str, Any]], foreseen: Any, config: Any) -> list[str]:
     """Memory and time beside the figures of each layout; the lines that say where they come from."""
+    from truebatch.training.estimating import ESTIMATE_ERROR
+
     if isinstance(foreseen, str):
         return [f"memory is not known: {foreseen}"]
     outlooks, free = foreseen
@@ -176,7 +178,8 @@ def _add_outlook(rows: dict[str, dict[str, Any]], foreseen: Any, config: Any) ->
         if outlook.seconds is not None:
             rows[layout]["hours"] = round(outlook.seconds * config.train.epochs / 3600, 3)
     hows = {outlook.how for outlook in outlooks.values()}
-    sources = {"fit": "measured by `truebatch fit`", "estimate": "estimated, nothing was run"}
+    estimated = f"estimated, nothing was run (within {ESTIMATE_ERROR:.0%} where it was compared)"
+    sources = {"fit": "measured by `truebatch fit`", "estimate": estimated}
     said = " and ".join(sources[how] for how in sorted(hows))
     return [f"memory of one device at the peak of a step: {said}; {free / 2**30:.1f} GiB are free here"]
 

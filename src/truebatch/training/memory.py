@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-CUDA_SHARE = 0.95
-"""What can be used of a card: the rest goes to the context of CUDA and to gaps between blocks."""
+GIB = 2**30
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -93,6 +92,14 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages behind these tensors, each storage once."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
+
+
+def usable_bytes(free_bytes: int, device: torch.device) -> int:
+    """How much of the free memory can hold tensors. On a card some goes to gaps between blocks: a twentieth, at least a
+    gibibyte (blocks are no smaller on a small card), but no more than a tenth."""
+    if device.type != "cuda":
+        return free_bytes
+    return free_bytes - int(max(0.05 * free_bytes, min(GIB, 0.1 * free_bytes)))
 
 
 def free_bytes_of(device: torch.device) -> int:

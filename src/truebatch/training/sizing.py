@@ -18,7 +18,7 @@ from truebatch.training.budget import largest_cells, shape_of_lengths
 from truebatch.training.fitting import fit_memory, make_batch, run_batch, untouched
 from truebatch.training.law import refuse_couplings
 from truebatch.training.loop import default_group
-from truebatch.training.memory import CUDA_SHARE, free_bytes_of
+from truebatch.training.memory import free_bytes_of, usable_bytes
 from truebatch.training.memoryfit import MemoryFit
 from truebatch.training.optimising import make_groups
 from truebatch.training.place import find_place, move_model
@@ -94,9 +94,7 @@ def size_system(
     free = free_bytes_of(device)
     data = system_data(system, config)
     engine, config = open_engine(system, config, is_layout_open=is_layout_open, say=say)
-    limits = {HERE: free, **memory}
-    if device.type == "cuda":
-        limits = {name: int(CUDA_SHARE * limit) for name, limit in limits.items()}
+    limits = {name: usable_bytes(limit, device) for name, limit in {HERE: free, **memory}.items()}
     reach = limits[HERE] if device.type == "cuda" else None
     fit = fit_memory(engine, data, config.train, limit_bytes=reach, is_estimate=is_estimate)
     assert data.measured is not None

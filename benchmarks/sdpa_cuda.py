@@ -1,0 +1,78 @@
+"""How far the attention kernels of a card are from fp64, length by length: output and gradients of one layer in bf16.
+
+    PYTHONPATH=src python benchmarks/sdpa_cuda.py --out sdpa_cuda.json
+    PYTHONPATH=src python benchmarks/sdpa_cuda.py --device cpu     (a dry run with the kernels of a CPU)
+
+Needs torch. Query heads share key heads, as in models of today. Prints the worst length of each kernel, and exits with 1
+where one is further off than bf16 explains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+HEADS, KEY_HEADS, WIDTH = 32, 4, 64
+LENGTHS = (*range(1, 34), 47, 63, 64, 65, 96, 127, 128, 129, 200, 255, 256, 257, 300, 511, 513, 777, 1024, 1025)
+LIMIT = 0.02
+"""A relative distance that bf16 explains: it has eight bits, and errors add up."""
+BACKENDS = {
+    "default": None, "cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}  # fmt: skip
+
+
+def results(parts: list[Tensor], weight: Tensor, backend: SDPBackend | None) -> list[Tensor]:
+    """Output and the gradients of query, key and value."""
+    leaves = [part.detach().requires_grad_() for part in parts]
+    with nullcontext() if backend is None else sdpa_kernel(backend):
+        out = scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+        return [out.detach(), *torch.autograd.grad(out, leaves, weight)]
+
+
+def distances(length: int, device: torch.device, backend: SDPBackend | None) -> list[float]:
+    """Of each result, relative to fp64."""
+    chance = torch.Generator().manual_seed(length)
+    # The layout that projections give: [1, length, heads, width], transposed.
+    shapes = [(1, length, heads, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
+    made = [torch.randn(s, generator=chance).to(device, torch.bfloat16).transpose(1, 2) for s in shapes]
+    found = results(made[:3], made[3], backend)
+    wanted = results([part.double() for part in made[:3]], made[3].double(), SDPBackend.MATH)
+    least = 1e-2 * float(wanted[3].norm())  # where a gradient is zero (a sample of one token), noise is no error
+    return [float((a.double() - b).norm()) / max(float(b.norm()), least) for a, b in zip(found, wanted, strict=True)]
+
+
+def main() -> int:
+    """Every kernel at every length."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    device = torch.device(given.device)
+    report: dict[str, Any] = {"torch": torch.__version__, "cudnn": torch.backends.cudnn.version(), "kernels": {}}
+    for name, backend in BACKENDS.items():
+        try:
+            rows = {length: distances(length, device, backend) for length in LENGTHS}
+        except RuntimeError as error:
+            report["kernels"][name] = {"error": str(error)[:300]}
+            continue
+        far = [length for length, row in rows.items() if not max(row) <= LIMIT]
+        worst = max(rows, key=lambda length: max(rows[length]))
+        report["kernels"][name] = {"worst length": worst, "its distances": rows[worst], "too far": far}
+        print(name, report["kernels"][name], flush=True)
+    if given.out is not None:
+        given.out.write_text(json.dumps(report, indent=1) + "\n")
+    return int(any(kernel.get("too far") for kernel in report["kernels"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
