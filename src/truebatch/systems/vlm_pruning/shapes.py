@@ -24,9 +24,9 @@ COUNTS = ("zero", "one", "two", "three")
 QUADRANTS = ("top left", "top right", "bottom left", "bottom right")
 CATEGORIES = ("colour", "position", "count")
 QUESTIONS = {
-    "colour": "What color is the {shape}?",
-    "position": "Where is the {shape}?",
-    "count": "How many {colour} shapes are there?",
+    "colour": "What color is the {shape}",
+    "position": "Where is the {shape}",
+    "count": "How many shapes are {colour}",
 }
 BLOCK = 16
 """Images after which every question has had each of its answers equally often."""
@@ -36,7 +36,6 @@ _FIRST = {"train": 0, "validation": 10**6, "test": 2 * 10**6}
 """The number of a split's first image: no image is in two splits."""
 _GROUND = (122, 116, 104)
 """The mean colour of the images CLIP was made for: an empty cell is near zero to the vision tower."""
-_EDGE = (255, 255, 255)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +168,11 @@ def _draw_thing(pen: ImageDraw.ImageDraw, thing: Thing, cell: int, inset: int, s
     right, bottom = (thing.column + 1) * cell - 2 - inset, (thing.row + 1) * cell - 2 - inset
     middle, third = (left + right) // 2, max(1, (right - left) // 3)
     if thing.shape == "circle":
-        pen.ellipse((left, top, right, bottom), fill=shade, outline=_EDGE, width=2)
+        pen.ellipse((left, top, right, bottom), fill=shade)
     elif thing.shape == "square":
-        pen.rectangle((left, top, right, bottom), fill=shade, outline=_EDGE, width=2)
+        pen.rectangle((left, top, right, bottom), fill=shade)
     elif thing.shape == "triangle":
-        pen.polygon([(middle, top), (right, bottom), (left, bottom)], fill=shade, outline=_EDGE)
+        pen.polygon([(middle, top), (right, bottom), (left, bottom)], fill=shade)
     else:
-        pen.rectangle((left + third, top, right - third, bottom), fill=_EDGE)
+        pen.rectangle((left + third, top, right - third, bottom), fill=shade)
         pen.rectangle((left, top + third, right, bottom - third), fill=shade)

@@ -21,6 +21,7 @@ from truebatch.systems.vlm_pruning.beside import Clock, FreshJudge
 from truebatch.systems.vlm_pruning.choosing import check_budget
 from truebatch.systems.vlm_pruning.datasets import load_split
 from truebatch.systems.vlm_pruning.encoding import EncodedSamples, encoded_fields
+from truebatch.systems.vlm_pruning.evaluation import evaluate
 from truebatch.systems.vlm_pruning.measuring import fixed_image_tokens, measure_tokens
 from truebatch.systems.vlm_pruning.model import PrunedVLM
 from truebatch.systems.vlm_pruning.objective import (
@@ -186,6 +187,7 @@ VLM_PRUNING = System(
     train_type=PruningTrain,
     validation=lambda config: _samples(config, "validation"),  # type: ignore[arg-type, return-value]
     test=lambda config: _samples(config, "test"),  # type: ignore[arg-type, return-value]
+    evaluate=evaluate,
     groups=make_groups,
     attend=_attend,
     settle=_settle,

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+
+from truebatch.systems.vlm_pruning.figures import (
+    Answered,
+    confidence_interval,
+    lost_points,
+    mode_figures,
+    token_figures,
+)
+from truebatch.systems.vlm_pruning.judges import JUDGES, Judged
+
+
+@pytest.mark.parametrize(
+    ("mean", "number", "low", "high"),
+    [(0.5, 100, 0.4038, 0.5962), (1.0, 10, 0.7225, 1.0), (0.0, 10, 0.0, 0.2775), (0.9, 480, 0.8700, 0.9237)],
+)
+def test_the_interval_is_the_one_of_wilson(mean, number, low, high):
+    assert confidence_interval(mean, number) == pytest.approx((low, high), abs=1e-4)
+
+
+def test_nothing_is_known_without_samples():
+    assert confidence_interval(0.0, 0) == (0.0, 1.0)
+    assert token_figures([]) == {}
+
+
+def test_figures_are_flat_means_and_say_what_each_layer_saw():
+    judged = [Judged({"category": c}, "", s) for c, s in (("a", 1.0), ("a", 0.0), ("b", 1.0))]
+    answered = [Answered("", (16, 16, 4, 4)), Answered("", (16, 16, 2, 2)), Answered("", (16, 16, 6, 0))]
+    figures = mode_figures(JUDGES["exact"], judged, answered)
+    assert figures["accuracy"] == pytest.approx(2 / 3)
+    assert figures["by_category"] == {"a": 0.5, "b": 1.0}
+    assert figures["tokens_per_layer"] == {"0": 16, "1": 16, "2": 4, "3": 2}
+    assert figures["average_tokens"] == pytest.approx((16 + 16 + 4 + 2) / 4)
+    assert figures["final_tokens"] == 2
+    assert figures["vision_tokens_mean"] == figures["vision_tokens_max"] == figures["vision_tokens_min"] == 16
+
+
+def test_lost_points_are_counted_from_the_unpruned_model():
+    figures = {"origin": {"accuracy": 0.95}, "hard": {"accuracy": 0.92}, "soft": {"accuracy": 0.96}}
+    assert lost_points(figures) == pytest.approx({"hard": 3.0, "soft": -1.0})
+    assert lost_points({"hard": {"accuracy": 1.0}}) == {}
