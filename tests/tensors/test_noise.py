@@ -111,6 +111,14 @@ def test_dropout_keeps_the_mean_and_is_off_in_eval_mode():
     assert float(y.mean()) == pytest.approx(1, abs=0.02)
 
 
+@pytest.mark.parametrize("p", [0.1, 0.25, 1 / 3, 0.9999])
+def test_dropout_zeroes_exactly_where_the_keyed_numbers_are_below_the_rate(p):
+    batch = padded(text_samples([300]), [0], TEXT_FIELDS)
+    with noise_for(batch, seed=0):
+        y = KeyedDropout(p, purpose="here")(torch.ones(1, 300, 8))
+        assert torch.equal(y != 0, keyed_uniform((8,), "here") >= p)
+
+
 def test_two_dropouts_of_a_model_have_masks_of_their_own():
     model = torch.nn.Sequential(KeyedDropout(0.5), KeyedDropout(0.5))
     name_purposes(model)

@@ -7,6 +7,7 @@ Whole-number arithmetic only, so every device gives the same bits.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,7 +26,7 @@ _FIRST, _SECOND, _STRIDE = (
     -0x6B2FB644ECCEEE15,
     -0x61C8864680B583EB,
 )  # splitmix64, as signed numbers
-_BELOW_ONE = 1.0 - 2.0**-24
+_NUMBER_BITS = 24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,8 +73,7 @@ def keyed_uniform(
     width: tuple[int, ...], purpose: str, *, axis: str = CELLS, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Uniform numbers in [0, 1): [B, T, *width] along a row axis, [n, *width] along a flat one, [N, *width] a sample."""
-    bits = _bits(width, purpose, axis)
-    return ((bits >> 40) & 0xFFFFFF).to(torch.float32).mul(2.0**-24).clamp_(max=_BELOW_ONE).to(dtype)
+    return _numbers(width, purpose, axis).to(torch.float32).mul_(2.0**-_NUMBER_BITS).to(dtype)
 
 
 def keyed_normal(
@@ -85,14 +85,17 @@ def keyed_normal(
     return ((-2.0 * torch.log1p(-radius)).sqrt() * torch.cos(2 * torch.pi * angle)).to(dtype)
 
 
-def _bits(width: tuple[int, ...], purpose: str, axis: str) -> Tensor:
-    noise = current_noise()
-    keys, places = _keys_and_places(noise, axis)  # the key and the place of every entry
+def _numbers(width: tuple[int, ...], purpose: str, axis: str) -> Tensor:
+    """Whole numbers (int64) of 24 bits, every one equally likely; exact in fp32."""
+    keys, places = _keys_and_places(current_noise(), axis)  # the key and the place of every entry
     word = int.from_bytes(hashlib.blake2b(purpose.encode(), digest_size=8).digest(), "little", signed=True)
-    numbers = torch.arange(int(np.prod(width, dtype=np.int64)), device=keys.device).view(width)
-    ones = (1,) * len(width)
-    counters = places.view(*places.shape, *ones) * max(numbers.numel(), 1) + numbers
-    return _mix(_mix(keys ^ word).view(*keys.shape, *ones) + counters * _STRIDE)
+    entries = torch.arange(int(np.prod(width, dtype=np.int64)), device=keys.device)
+    # counter = place * entries + entry; multiplied by the stride in two parts, of which neither is full-sized.
+    first = _mix(keys ^ word) + places * max(entries.numel(), 1) * _STRIDE
+    bits = _mix_in_place(first.view(*keys.shape, *(1,) * len(width)) + (entries * _STRIDE).view(width))
+    bits >>= 64 - _NUMBER_BITS
+    bits &= (1 << _NUMBER_BITS) - 1  # The shift drags the sign along.
+    return bits
 
 
 def _keys_and_places(noise: NoiseKeys, axis: str) -> tuple[Tensor, Tensor]:
@@ -143,6 +146,17 @@ def _shift(value: Tensor, by: int) -> Tensor:
     return (value >> by) & ((1 << (64 - by)) - 1)
 
 
+def _mix_in_place(value: Tensor) -> Tensor:
+    """`_mix`, written over its argument: numbers for every entry of a layer are many, and dropout runs all the time."""
+    for by, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
+        shifted = value >> by
+        shifted &= (1 << (64 - by)) - 1
+        value ^= shifted
+        if factor is not None:
+            value *= factor
+    return value
+
+
 class KeyedDropout(nn.Module):
     """Dropout whose mask belongs to the sample, so that cutting a step differently does not change it.
 
@@ -161,8 +175,10 @@ class KeyedDropout(nn.Module):
         if not self.training or self.p == 0:
             return x
         leading = len(_keys_and_places(current_noise(), self.axis)[0].shape)
-        uniform = keyed_uniform(tuple(x.shape[leading:]), self.purpose or "dropout", axis=self.axis)
-        return x * (uniform >= self.p).to(x.dtype) / (1 - self.p)
+        numbers = _numbers(tuple(x.shape[leading:]), self.purpose or "dropout", self.axis)
+        # As `keyed_uniform(...) >= p` in fp32, without the way through floating point.
+        is_kept = numbers >= math.ceil(float(np.float32(self.p)) * 2**_NUMBER_BITS)
+        return x * is_kept.to(x.dtype) / (1 - self.p)
 
     def extra_repr(self) -> str:
         """Shown when the model is printed."""
