@@ -35,6 +35,8 @@ class System:
     """Length, further costs and counts of every sample, without building a tensor."""
     build_model: Callable[[Any], nn.Module]
     objective: Callable[[Any], Objective]
+    restore_model: Callable[[Any, Mapping[str, Any]], nn.Module] | None = None
+    """The model that trained weights (by name) belong to, without reading the data; by default that of `build_model`."""
     train_type: type | None = None
     """A subclass of `TrainConfig` with the defaults of this task; by default `TrainConfig` itself."""
     validation: Callable[[Any], Dataset | None] | None = None

@@ -44,8 +44,9 @@ def open_trained(folder: Path, overrides: Sequence[str] = ()) -> Trained:
     """
     system, config = open_settings(folder, overrides)
     saved = _weights(folder)
-    model = system.build_model(config)
-    _load_weights(model, saved.parts["model"])
+    weights = saved.parts["model"]
+    model = system.build_model(config) if system.restore_model is None else system.restore_model(config, weights)
+    _load_weights(model, weights)
     return Trained(folder, system, config, model.eval(), saved.step)
 
 

@@ -25,7 +25,7 @@ from truebatch.systems.chinese_gpt.model import ChineseGPT
 from truebatch.systems.chinese_gpt.ngrams import NGrams, count_ngrams, ngram_perplexities
 from truebatch.systems.chinese_gpt.objective import TERM, NextToken
 from truebatch.systems.chinese_gpt.preparing import prepare
-from truebatch.systems.chinese_gpt.samples import FIELDS, Encoded
+from truebatch.systems.chinese_gpt.samples import FIELDS, Encoded, encode_texts
 from truebatch.training.evaluating import evaluate_loss
 from truebatch.training.step import Engine
 
@@ -38,10 +38,9 @@ def evaluate(config: Any, model: nn.Module, samples: Any, out: Path) -> dict[str
 
     Every answer is written to `out`/answers.jsonl with what was asked and what was expected.
     """
-    ready = prepare(config)
-    gpt, held = cast(ChineseGPT, model), cast(Encoded, samples)
-    gpt.eval()
-    ngrams = count_ngrams(ready.train, len(ready.vocab))
+    gpt = cast(ChineseGPT, model).eval()
+    held = _in_words_of(gpt, config, cast(Encoded, samples))
+    ngrams = count_ngrams(_in_words_of(gpt, config, prepare(config).train), len(gpt.vocab))
     told = _part(held, [not is_dialogue(text.text) for text in held.texts])
     asked = _part(held, [is_dialogue(text.text) for text in held.texts])
     tokens = int(held.lengths.sum())
@@ -53,6 +52,16 @@ def evaluate(config: Any, model: nn.Module, samples: Any, out: Path) -> dict[str
         if len(part)
     }
     return figures | (score_answers(gpt, [text.text for text in asked.texts], out / ANSWERS) if len(asked) else {})
+
+
+def _in_words_of(model: ChineseGPT, config: Any, samples: Encoded) -> Encoded:
+    """The samples with the ids of the model's own vocabulary: the corpus may have grown, or be another one by now."""
+    if prepare(config).vocab.hash == model.vocab.hash:
+        return samples
+    most = model.shape.max_seq_len
+    return encode_texts(
+        samples.texts, model.vocab, max_seq_len=most, overlong=config.overlong, mask_prompt=config.mask_prompt
+    )
 
 
 def _part(samples: Encoded, is_kept: Sequence[bool]) -> Encoded:

@@ -22,6 +22,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from truebatch.errors import BatchError, ConfigError
@@ -175,7 +176,7 @@ class ChineseGPT(nn.Module):
         if labels is None:
             return cast(Tensor, self.head(self.norm_out(x)))
         x, labels = x.flatten(0, 1), labels.flatten()
-        if x.device.type == "cpu":
+        if x.device.type == "cpu" and has_values(labels):
             has_label = labels != IGNORE
             x, labels = x[has_label], labels[has_label]
         return chunked_nll(self.norm_out(x), self.head.weight, labels)
@@ -198,6 +199,11 @@ class ChineseGPT(nn.Module):
             keys.append(key)
             values.append(value)
         return self.head(self.norm_out(x)), Cache(tuple(keys), tuple(values))
+
+
+def has_values(tensor: Tensor) -> bool:
+    """False for a tensor that is only a shape: memory is estimated with those."""
+    return not isinstance(tensor, FakeTensor)
 
 
 def _as_bytes(vocab: Vocab | None) -> Tensor:

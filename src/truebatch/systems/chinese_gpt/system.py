@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from truebatch.planning.measured import Measured
 from truebatch.planning.rows import Layout
@@ -17,7 +17,7 @@ from truebatch.systems.chinese_gpt.evaluation import evaluate
 from truebatch.systems.chinese_gpt.exporting import export_model
 from truebatch.systems.chinese_gpt.generating import stream_answers
 from truebatch.systems.chinese_gpt.linting import lint_texts
-from truebatch.systems.chinese_gpt.model import ChineseGPT, ModelShape
+from truebatch.systems.chinese_gpt.model import ChineseGPT, ModelShape, vocab_of_weights
 from truebatch.systems.chinese_gpt.objective import TERM, NextToken
 from truebatch.systems.chinese_gpt.preparing import Prepared, prepare
 from truebatch.systems.chinese_gpt.samples import FIELDS, Encoded
@@ -43,6 +43,12 @@ def _build_model(config: Any) -> nn.Module:
     if ready.weights is not None:
         model.load_state_dict(dict(ready.weights))
     return model
+
+
+def _restore_model(config: Any, weights: Mapping[str, Tensor]) -> nn.Module:
+    """From the vocabulary that stands in the weights: a trained model needs no corpus to speak."""
+    vocab = vocab_of_weights(weights)
+    return ChineseGPT(shape_of(config, len(vocab)), seed=config.train.seed, vocab=vocab)
 
 
 def shape_of(config: Any, vocabulary: int) -> ModelShape:
@@ -123,6 +129,7 @@ CHINESE_GPT = System(
     fields=lambda config: FIELDS,
     measure=_measure,
     build_model=_build_model,
+    restore_model=_restore_model,
     objective=lambda config: NextToken(),
     validation=lambda config: prepare(config).validation,  # type: ignore[arg-type, return-value]
     test=lambda config: prepare(config).test,  # type: ignore[arg-type, return-value]
