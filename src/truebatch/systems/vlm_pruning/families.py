@@ -181,7 +181,8 @@ def _asked(model: nn.Module, batch: MicroBatch, *, pixel_values: Tensor, **besid
         return Vision(torch.zeros((0, width), device=weight.device, dtype=weight.dtype), (), True)
     found = inner.get_image_features(pixel_values.to(weight.dtype), **beside)
     parts = list(getattr(found, "pooler_output", found))
-    deep = [torch.cat(list(level)) for level in getattr(found, "deepstack_features", None) or ()]
+    levels = getattr(found, "deepstack_features", None) or ()  # whole, or image by image, as versions differ
+    deep = [level if isinstance(level, Tensor) else torch.cat(list(level)) for level in levels]
     return Vision(torch.cat(parts), tuple(len(p) for p in parts), True, tuple(deep))
 
 
