@@ -138,13 +138,13 @@ def _part(key: str, value: Any) -> Iterable[str]:
 
 
 def _named(head: str, values: Mapping[str, Any]) -> str:
-    return markdown_table([head, "value"], [[_words(key), _text(value)] for key, value in values.items()])
+    return markdown_table([head, "value"], [[_words(key), figure_text(value)] for key, value in values.items()])
 
 
 def _rows(rows: Sequence[Mapping[str, Any]]) -> str:
     flat = [_flat(row) for row in rows]
     names = [name for name in dict.fromkeys(name for row in flat for name in row) if _was_measured(name, flat)]
-    body = [[_text(row.get(name)) for name in names] for row in flat]
+    body = [[figure_text(row.get(name)) for name in names] for row in flat]
     return markdown_table([_words(name) for name in names], body)
 
 
@@ -191,7 +191,7 @@ def _words(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _text(value: Any) -> str:
+def figure_text(value: Any) -> str:
     """Three digits that matter, thousands apart."""
     if value is None:
         return "-"
