@@ -30,6 +30,7 @@ from truebatch.commands.report import show_report
 from truebatch.commands.run import run_app
 from truebatch.commands.score import show_score
 from truebatch.commands.seqset_vae import seqset_vae_app
+from truebatch.commands.show import show_pictures
 from truebatch.commands.stitched_llm import stitched_llm_app
 from truebatch.commands.train import show_train
 from truebatch.commands.verify import show_verify
@@ -57,6 +58,7 @@ app.command("verify", short_help="Prove that a batch equals one by one, or name 
 app.command("train", short_help="Train a system or your Hugging Face model; the same command goes on.")(show_train)
 app.command("fit", short_help="Measure memory and speed on your samples; the largest safe budget.")(show_fit)
 app.command("evaluate", short_help="The figures of a trained run on held-out samples.")(show_evaluate)
+app.command("show", short_help="Pictures of what a trained run does, for its report.")(show_pictures)
 app.command("generate", short_help="Text from a trained run, for prompts or in a dialogue.")(show_generate)
 app.command("score", short_help="Judge or generate for every sample of a file; the same command goes on.")(show_score)
 app.add_typer(run_app, name="run", short_help="Look at a scoring run, export it, retry its failures.")

@@ -45,6 +45,8 @@ class System:
     """Samples that no choice was made on, for `evaluate`; by default those of `validation`."""
     evaluate: Callable[[Any, nn.Module, Dataset, Path], Mapping[str, Any]] | None = None
     """Figures of a trained model on a dataset; predictions and pictures go to the folder. None: the loss is all."""
+    show: Callable[[Any, nn.Module, Dataset, Path], Sequence[Path]] | None = None
+    """Pictures of what a trained model does on a dataset, kept in the folder of its run; the files that were written."""
     generate: Callable[[Any, nn.Module, Sequence[str], Generation], Iterator[tuple[int, str]]] | None = None
     """Text for prompts: the number of the prompt and what is new of its text, as it comes."""
     transform: Callable[[Any], Transform] | None = None

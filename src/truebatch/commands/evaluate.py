@@ -64,6 +64,12 @@ def _samples(trained: Trained) -> Dataset:
             seen="its `evaluate` is None",
             do="read the validation loss in the run's metrics.jsonl",
         )
+    return held_out(trained)
+
+
+def held_out(trained: Trained) -> Dataset:
+    """The test samples of a run, else those it was validated on."""
+    system = trained.system
     for source in (system.test, system.validation):
         found = source(trained.config) if source is not None else None
         if found is not None and len(found):

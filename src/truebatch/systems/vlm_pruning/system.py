@@ -32,6 +32,7 @@ from truebatch.systems.vlm_pruning.objective import (
     PruningObjective,
 )
 from truebatch.systems.vlm_pruning.settings import PruningConfig
+from truebatch.systems.vlm_pruning.showing import show
 from truebatch.training.loop import default_group
 from truebatch.training.optimising import Group
 from truebatch.training.schedules import Shape
@@ -188,6 +189,7 @@ VLM_PRUNING = System(
     validation=lambda config: _samples(config, "validation"),  # type: ignore[arg-type, return-value]
     test=lambda config: _samples(config, "test"),  # type: ignore[arg-type, return-value]
     evaluate=evaluate,
+    show=show,
     groups=make_groups,
     attend=_attend,
     settle=_settle,
