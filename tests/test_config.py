@@ -223,3 +223,22 @@ def _refusal(text: str) -> TruebatchError | None:
     except TruebatchError as error:
         return error
     return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asking:
+    words: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    prompts: dict[str, Asking] = field(default_factory=dict)
+
+
+def test_settings_by_names_of_the_users_own_are_checked_inside(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("prompts:\n  物理: {words: a}\n", encoding="utf-8")
+    assert load_config(Asked, path).prompts["物理"].words == "a"
+    path.write_text("prompts:\n  物理: {wrds: a}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"prompts\.物理\.wrds"):
+        load_config(Asked, path)

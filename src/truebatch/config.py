@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
@@ -156,8 +156,13 @@ def _refuse_unknown(kind: type[Any], document: Document, path: tuple[str, ...]) 
         if key not in known:
             _refuse_key(str(key), known, document, (*path, key))
         inner = _inner_dataclass(hints[key])
-        if inner is not None and isinstance(value, dict):
-            _refuse_unknown(inner, document, (*path, key))
+        if inner is None or not isinstance(value, dict):
+            continue
+        # A mapping of settings by name (`prompts: {cats: {...}}`) has names of the user's own at this level.
+        is_by_name = get_origin(hints[key]) in (dict, Mapping)
+        named = [(*path, key, name) for name, one in value.items() if isinstance(one, dict)]
+        for inside in named if is_by_name else [(*path, key)]:
+            _refuse_unknown(inner, document, inside)
 
 
 def _inner_dataclass(hint: Any) -> type[Any] | None:
