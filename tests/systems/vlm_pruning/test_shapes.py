@@ -14,7 +14,7 @@ from truebatch.systems.vlm_pruning.shapes import (
     CHANCE,
     COLOURS,
     COUNTS,
-    QUADRANTS,
+    EDGES,
     ShapeQuestions,
     make_scene,
 )
@@ -27,8 +27,13 @@ def test_answers_are_what_the_picture_shows(number, seed):
     asked = [thing for thing in scene.things if thing.shape == scene.asked_shape]
     assert len(asked) == 1
     assert scene.answers["colour"] == asked[0].colour
-    half = ("top", "bottom")[asked[0].row >= 2], ("left", "right")[asked[0].column >= 2]
-    assert scene.answers["position"] == " ".join(half)
+    at = {
+        "top": asked[0].row == 0,
+        "bottom": asked[0].row == 3,
+        "left": asked[0].column == 0,
+        "right": asked[0].column == 3,
+    }
+    assert [edge for edge, is_there in at.items() if is_there] == [scene.answers["position"]]
     counted = sum(thing.colour == scene.asked_colour for thing in scene.things)
     assert scene.answers["count"] == COUNTS[counted]
     assert len({(thing.row, thing.column) for thing in scene.things}) == len(scene.things)
@@ -86,12 +91,12 @@ def test_samples_are_addressed_like_any_sequence():
     assert len(samples) == 6 == len(list(samples))
     assert samples[-1]["id"] == samples[5]["id"] == "train-1-count"
     assert [s["category"] for s in samples[:3]] == list(CATEGORIES)
-    assert {s["answer"] for s in samples} <= set(COLOURS) | set(QUADRANTS) | set(COUNTS)
+    assert {s["answer"] for s in samples} <= set(COLOURS) | set(EDGES) | set(COUNTS)
     with pytest.raises(IndexError):
         samples[6]
 
 
-@pytest.mark.parametrize("wrong", [{"grid": 3}, {"things": 3}, {"things": 17}, {"split": "dev"}, {"images": -1}])
+@pytest.mark.parametrize("wrong", [{"grid": 2}, {"things": 3}, {"things": 17}, {"split": "dev"}, {"images": -1}])
 def test_pictures_that_cannot_be_made_are_refused(wrong):
     with pytest.raises(ConfigError):
         ShapeQuestions(**{"images": 16, **wrong})

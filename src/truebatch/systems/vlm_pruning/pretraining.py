@@ -19,15 +19,14 @@ from truebatch.hf.finetuning.models import without_chatter
 from truebatch.hf.inputs import inner_model
 from truebatch.systems.vlm_pruning.families import CLIP_MEAN, CLIP_STD
 from truebatch.systems.vlm_pruning.settings import BackboneSettings, DatasetSettings, MethodSettings
-from truebatch.systems.vlm_pruning.shapes import COLOURS, SHAPES, Scene, draw_scene, make_scene
+from truebatch.systems.vlm_pruning.shapes import COLOURS, EDGES, SHAPES, Scene, draw_scene, edge_of, make_scene
 from truebatch.systems.vlm_pruning.system import VLM_PRUNING, PruningTrain
 from truebatch.systems.vlm_pruning.tiny import tiny_model, tiny_tokenizer
 from truebatch.training.starting import MODEL, Start, settings_type, train_system
 
 PROMPT = "{images} {question}"
 """The prompt of the tiny backbone: what is asked for stands last, so that few steps are enough to learn it."""
-_ROWS, _COLUMNS = ("top", "bottom"), ("left", "right")
-_EMPTY = -1
+_NOTHING = -1
 _BATCH = 48
 
 
@@ -39,8 +38,8 @@ class Patches:
     """[I, 3, H, W] as the tower takes them."""
     things: tuple[Tensor, Tensor]
     """[I, P] shape and colour by number; -1 where a patch is empty."""
-    places: tuple[Tensor, Tensor]
-    """[P] half of the image each patch lies in: top or bottom, left or right."""
+    edges: Tensor
+    """[P] the edge each patch lies at, by number; -1 in corners and inside."""
 
 
 def make_patches(images: int, *, seed: int = 0, grid: int = 4) -> Patches:
@@ -49,13 +48,16 @@ def make_patches(images: int, *, seed: int = 0, grid: int = 4) -> Patches:
     pixels = np.stack([np.asarray(draw_scene(scene, grid=grid, seed=seed), dtype=np.float32) for scene in scenes])
     mean, spread = (torch.tensor(values).view(3, 1, 1) for values in (CLIP_MEAN, CLIP_STD))
     things = torch.from_numpy(np.stack([_contents(scene, grid) for scene in scenes]))  # [I, 2, P]
-    cells = torch.arange(grid * grid)
-    halves = (cells // grid >= grid // 2).long(), (cells % grid >= grid // 2).long()
-    return Patches((torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255 - mean) / spread, things.unbind(1), halves)  # type: ignore[arg-type]
+    edges = [edge_of(*divmod(cell, grid), grid=grid) for cell in range(grid * grid)]
+    return Patches(
+        pixels=(torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255 - mean) / spread,
+        things=(things[:, 0], things[:, 1]),
+        edges=torch.tensor([_NOTHING if edge is None else EDGES.index(edge) for edge in edges]),
+    )
 
 
 def _contents(scene: Scene, grid: int) -> Any:
-    found = np.full((2, grid * grid), _EMPTY, dtype=np.int64)
+    found = np.full((2, grid * grid), _NOTHING, dtype=np.int64)
     for thing in scene.things:
         found[:, thing.row * grid + thing.column] = SHAPES.index(thing.shape), tuple(COLOURS).index(thing.colour)
     return found
@@ -96,24 +98,23 @@ def _features(inner: Any, pixels: Tensor) -> Tensor:
 
 
 def _word_vectors(backbone: nn.Module) -> list[Tensor]:
-    """Embeddings [n, d] of the words for shapes, colours, rows and columns; they stay as they are."""
+    """Embeddings [n, d] of the words for shapes, colours and edges; they stay as they are."""
     tokenizer, embedding = tiny_tokenizer(), backbone.get_input_embeddings().weight.detach()  # type: ignore[operator]
-    kinds: list[Sequence[str]] = [SHAPES, tuple(COLOURS), _ROWS, _COLUMNS]
+    kinds: list[Sequence[str]] = [SHAPES, tuple(COLOURS), EDGES]
     ids = [[tokenizer(f" {word}", add_special_tokens=False)["input_ids"][0] for word in words] for words in kinds]
     return [embedding[one].clone() for one in ids]
 
 
 def _naming_loss(features: Tensor, patches: Patches, chosen: Tensor, words: list[Tensor]) -> tuple[Tensor, float]:
-    """How badly projected patches name what they show; empty ones are near no shape and no colour."""
+    """How badly projected patches name what they show; where there is nothing to name, no word is near."""
     flat = features.flatten(0, 1)
-    targets = [part[chosen].flatten() for part in patches.things]
-    targets += [part.repeat(len(chosen)) for part in patches.places]
+    targets = [*(part[chosen].flatten() for part in patches.things), patches.edges.repeat(len(chosen))]
     loss = 1e-3 * flat.pow(2).sum(-1).mean()
     is_right = torch.ones(len(flat), dtype=torch.bool)
     for near, target in zip((flat @ one.T for one in words), targets, strict=True):
-        loss = loss + nn.functional.cross_entropy(near, target, ignore_index=_EMPTY)
-        loss = loss + 0.3 * near[target == _EMPTY].pow(2).sum() / max(near.numel(), 1)
-        is_right &= (near.argmax(-1) == target) | (target == _EMPTY)
+        loss = loss + nn.functional.cross_entropy(near, target, ignore_index=_NOTHING)
+        loss = loss + 0.3 * near[target == _NOTHING].pow(2).sum() / max(near.numel(), 1)
+        is_right &= (near.argmax(-1) == target) | (target == _NOTHING)
     return loss, float(is_right.float().mean())
 
 

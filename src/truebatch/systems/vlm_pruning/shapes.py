@@ -21,7 +21,7 @@ from truebatch.errors import ConfigError
 SHAPES = ("circle", "square", "triangle", "cross")
 COLOURS = {"red": (236, 56, 48), "green": (48, 208, 72), "blue": (72, 104, 240), "yellow": (236, 212, 44)}
 COUNTS = ("zero", "one", "two", "three")
-QUADRANTS = ("top left", "top right", "bottom left", "bottom right")
+EDGES = ("top", "bottom", "left", "right")
 CATEGORIES = ("colour", "position", "count")
 QUESTIONS = {
     "colour": "What color is the {shape}",
@@ -68,7 +68,7 @@ class ShapeQuestions(Sequence[Mapping[str, Any]]):
     split: Split = "train"
     seed: int = 0
     grid: int = 4
-    """Cells of a side; even, so that there is a left and a right half."""
+    """Cells of a side."""
     cell: int = 14
     """Pixels of a side of a cell: one patch of the tiny vision tower."""
     things: int = 6
@@ -78,11 +78,11 @@ class ShapeQuestions(Sequence[Mapping[str, Any]]):
     def __post_init__(self) -> None:
         if self.split not in _FIRST:
             raise ConfigError("a split is not known", seen=f"split={self.split!r}", do=f"use one of {tuple(_FIRST)}")
-        if self.grid < 2 or self.grid % 2 or not 4 <= self.things <= self.grid**2 or not 0 <= self.images <= 10**6:
+        if self.grid < 3 or not 4 <= self.things <= self.grid**2 or not 0 <= self.images <= 10**6:
             raise ConfigError(
                 "such pictures of shapes cannot be made",
                 seen=f"images={self.images}, grid={self.grid}, things={self.things}",
-                do="use at most a million images, an even grid, and 4 or more things that fit into it",
+                do="use at most a million images, a grid of 3 or more, and 4 or more things that fit into it",
             )
         object.__setattr__(self, "_first", _FIRST[self.split])
 
@@ -126,24 +126,25 @@ def make_scene(number: int, *, seed: int = 0, grid: int = 4, things: int = 6) ->
     colours = tuple(COLOURS)
     block, place = divmod(number, BLOCK)
     shape, colour = place % 4, place // 4
-    quadrant, count = (colour + block) % 4, (shape + block) % 4
+    edge, count = (colour + block) % 4, (shape + block) % 4
     counted = (colour + 1 + block % 3) % 4
     draw = np.random.default_rng([seed, number])
     cells = [int(one) for one in draw.permutation(grid * grid)]
-    asked_cell = next(cell for cell in cells if _quadrant(cell, grid) == quadrant)
+    asked_cell = next(cell for cell in cells if edge_of(*divmod(cell, grid), grid=grid) == EDGES[edge])
     cells.remove(asked_cell)
     found = [Thing(SHAPES[shape], colours[colour], *divmod(asked_cell, grid))]
     others = [one for one in range(4) if one != counted]
     for at in range(things - 1):
         other = counted if at < count else others[int(draw.integers(3))]
         found.append(Thing(SHAPES[(shape + 1 + int(draw.integers(3))) % 4], colours[other], *divmod(cells[at], grid)))
-    answers = {"colour": colours[colour], "position": QUADRANTS[quadrant], "count": COUNTS[count]}
+    answers = {"colour": colours[colour], "position": EDGES[edge], "count": COUNTS[count]}
     return Scene(number, tuple(found), SHAPES[shape], colours[counted], answers)
 
 
-def _quadrant(cell: int, grid: int) -> int:
-    row, column = divmod(cell, grid)
-    return 2 * (row >= grid // 2) + (column >= grid // 2)
+def edge_of(row: int, column: int, *, grid: int) -> str | None:
+    """The edge a cell lies at; None for corners, which lie at two, and for cells inside."""
+    at = [row == 0, row == grid - 1, column == 0, column == grid - 1]
+    return EDGES[at.index(True)] if sum(at) == 1 else None
 
 
 @lru_cache(maxsize=4096)
