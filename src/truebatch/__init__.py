@@ -19,6 +19,7 @@ _HOME: dict[str, str] = {
     "Plan": "planning.plan",
     "PlanConfig": "planning.settings",
     "Rows": "planning.rows",
+    "Scorer": "scoring.scorer",
     "System": "system",
     "TrainConfig": "training.settings",
     "TrainData": "training.task",

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from truebatch.errors import LawError
+from truebatch.errors import ConfigError, LawError
 from truebatch.scoring.ahead import attempt
 from truebatch.scoring.backend import Answer, Asked, Backend, SampleError
+from truebatch.training.outofmemory import is_out_of_memory
 
 TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-9, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """The most by which a probability may differ, by the dtype of the weights."""
@@ -74,13 +75,12 @@ def check_identity(
 
     Samples that cannot be prepared are left out: they will be records. The third pass shows what a call leaves behind.
     """
-    chosen = _choose(backend, samples, n)
-    prepared = [one for _, one in chosen]
     model = getattr(backend, "model", None)
     with _counted(model) as calls:
-        alone = [_judged(backend, [one])[0] for one in prepared]
+        chosen, alone = _sound(backend, _choose(backend, samples, n))
+        prepared = [one for _, one in chosen]
         calls_alone, calls["n"] = calls["n"], 0
-        together = _judged(backend, prepared)
+        together = _all_together(backend, prepared)
         calls_together = calls["n"]
     after = [_judged(backend, [one])[0] for one in prepared[::-1]][::-1]
     limit = _tolerance(model) if tolerance is None else tolerance
@@ -118,6 +118,38 @@ def _choose(backend: Backend, samples: Sequence[Asked], n: int) -> list[tuple[As
     step = max(1.0, (len(priced) - 1) / max(1, n - 1))
     picked = [priced[round(at * step)][1] for at in range(min(n, len(priced)))]
     return [(asked, one) for asked in picked if not isinstance(one := attempt(backend.prepare, asked), SampleError)]
+
+
+def _sound(
+    backend: Backend, chosen: Sequence[tuple[Asked, Any]]
+) -> tuple[list[tuple[Asked, Any]], list[dict[str, Any]]]:
+    """The samples that can be judged alone, with their answers; the others will be records."""
+    kept, answers = [], []
+    for asked, one in chosen:
+        try:
+            (answer,) = _judged(backend, [one])
+        except ConfigError:
+            raise
+        except Exception:  # noqa: S112 (whatever a foreign model raises is recorded when this sample's batch is run)
+            continue
+        kept.append((asked, one))
+        answers.append(answer)
+    return kept, answers
+
+
+def _all_together(backend: Backend, prepared: Sequence[Any]) -> list[dict[str, Any]]:
+    """Answers of one batch; of two, where memory does not hold it. A batch that raises has none, and differs from all."""
+    try:
+        return _judged(backend, prepared)
+    except ConfigError:
+        raise
+    except Exception as error:  # a model that cannot take a batch at all is what is looked for
+        is_memory = is_out_of_memory(error)
+        kind = f"{type(error).__name__}: {str(error)[:200]}"
+    if is_memory and len(prepared) > 1:
+        middle = len(prepared) // 2
+        return _all_together(backend, prepared[:middle]) + _all_together(backend, prepared[middle:])
+    return [{"chances": None, "kind": kind} for _ in prepared]
 
 
 def _judged(backend: Backend, prepared: Sequence[Any]) -> list[dict[str, Any]]:

@@ -1,0 +1,91 @@
+"""`truebatch run`: where a scoring run stands, its rows as a file, and its failures once more."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+# Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
+run_app = typer.Typer(
+    help="Look at a scoring run, export it, retry its failures.", no_args_is_help=True, rich_markup_mode=None
+)
+
+Folder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a scoring run, such as runs/score-pairs.")]
+
+
+@run_app.callback()
+def _run() -> None:
+    """Look at a scoring run, export it, retry its failures."""
+
+
+@run_app.command("status", short_help="How far a run is, and what failed.")
+def show_status(
+    run: Folder,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Count done, failed and pending samples of a run; it may be running, here or elsewhere.
+
+    Exit code 0: nothing failed so far, or the run is not done. 1: one sample has two different results. 3: done, some
+    samples failed.
+
+    Examples:
+
+      truebatch run status runs/score-pairs
+    """
+    from truebatch.commands.score import tell
+    from truebatch.scoring.exporting import read_status
+
+    status = read_status(run)
+    code = tell(status, run, as_json=as_json)
+    return 1 if status.disagreements else code
+
+
+@run_app.command("export", short_help="All rows of a run as .jsonl, .csv or .parquet.")
+def show_export(
+    run: Folder,
+    to: Annotated[Path, typer.Option(help="The file to write: .jsonl, .csv or .parquet.")],
+) -> int:
+    """Write a row for every sample of the input, in its order; the same bytes however often the run was interrupted.
+
+    Examples:
+
+      truebatch run export runs/score-pairs --to scores.parquet
+    """
+    from truebatch.scoring.exporting import export
+
+    sys.stdout.write(f"{export(run, to):,} rows written to {to}\n")
+    return 0
+
+
+@run_app.command("retry", short_help="Run failures of some kinds again.")
+def show_retry(
+    run: Folder,
+    kind: Annotated[
+        list[str], typer.Option(help="A kind of failure, as `status` names it: out_of_memory, crashed, ...")
+    ],
+    cells: Annotated[
+        int | None, typer.Option(help="Most tokens of a batch; only runs of level close may change it.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Judge the failures of these kinds again, with the model and the data of the run. A success stays as it is.
+
+    Exit code 0: nothing failed. 2: usage or configuration. 3: done, some samples failed still.
+
+    Examples:
+
+      truebatch run retry runs/score-pairs --kind out_of_memory --kind crashed
+    """
+    from dataclasses import replace
+
+    from truebatch.commands.score import run_call
+    from truebatch.scoring.calling import load_call
+
+    call = load_call(run)
+    if cells is not None:
+        call = replace(call, limits={**call.limits, "cells": cells})
+    kinds = [name.rpartition("/")[2] for name in kind]
+    return run_call(call, run, shard=(0, 1), retry=kinds, check=False, as_json=as_json)

@@ -1,0 +1,212 @@
+"""`truebatch score`: judge or generate for every sample of a file, into a run folder that loses nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from truebatch.commands.settings import RUNS
+from truebatch.errors import ConfigError
+
+# Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
+if TYPE_CHECKING:
+    from truebatch.scoring.calling import ScoreCall
+    from truebatch.scoring.exporting import Status
+    from truebatch.scoring.following import Progress, Watch
+
+SOME_FAILED = 3
+_SECONDS = 2.0
+
+
+def show_score(
+    data: Annotated[Path, typer.Argument(help="Samples: .jsonl, .json, .csv, .tsv or .parquet.")],
+    model: Annotated[str, typer.Option(help="A model folder, http://HOST:PORT/v1, or `scripted` to try a run out.")],
+    yesno: Annotated[bool, typer.Option("--yesno", help="How much more the model says Yes than No.")] = False,
+    labels: Annotated[str, typer.Option(help="Answers and their worth: 1,2,3 or good=1,bad=0.")] = "",
+    words: Annotated[str, typer.Option(help="Words from best to worst: excellent,good,fair,poor,bad.")] = "",
+    head: Annotated[bool, typer.Option("--head", help="The number a reward model gives.")] = False,
+    generate: Annotated[bool, typer.Option("--generate", help="Write a text for every sample.")] = False,
+    parse: Annotated[str, typer.Option(help="With --generate: `number` takes the last number as the score.")] = "",
+    prefix: Annotated[str, typer.Option(help="How an answer begins before its label.")] = "",
+    max_new_tokens: Annotated[int, typer.Option(help="With --generate: a text ends here at the latest.")] = 64,
+    temperature: Annotated[float, typer.Option(help="With --generate: 0 takes the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="With --generate: only the likeliest tokens of this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="With --generate: only the k likeliest tokens; 0: all.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="With --generate: a text that ends a generation.")] = None,
+    seed: Annotated[int, typer.Option(help="With --generate: draws belong to the sample and this seed.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="The run folder. Default: runs/score-NAME.")] = None,
+    level: Annotated[
+        str, typer.Option(help="close, plan (resumed = same bits) or shape (any company = same bits).")
+    ] = "plan",
+    cells: Annotated[int, typer.Option(help="Most tokens of a batch, padding counted.")] = 8192,
+    rows: Annotated[int, typer.Option(help="Most samples of a batch; 1 judges one by one.")] = 256,
+    dtype: Annotated[str, typer.Option(help="auto (as saved), float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    served: Annotated[str, typer.Option(help="With an address: the model's name there.")] = "",
+    workers: Annotated[int, typer.Option(help="Processes that judge, each on a GPU of its own; 0: this one.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds a worker or a server has for a batch.")] = 600.0,
+    shard: Annotated[str, typer.Option(help="i/n: this machine's part of the run folder, such as 0/8.")] = "0/1",
+    retry: Annotated[
+        list[str] | None, typer.Option(help="Run failures of this kind again, such as out_of_memory.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option(help="Judge a few samples alone and together first; refuse what differs.")
+    ] = True,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Move an earlier run of this name aside and begin anew.")
+    ] = False,
+    export: Annotated[
+        Path | None, typer.Option(help="Write all rows here when done: .jsonl, .csv or .parquet.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> int:
+    """Judge every sample in true batches, proven equal to one by one; killed at any moment, the same command goes on.
+
+    A line is an object with user (or prompt), system, image(s), id, or with messages. What fails is a record with its
+    reason; a score is never invented.
+
+    Exit code 0: all samples have a result. 1: batches would change answers. 2: usage or configuration, another
+    configuration of the run too. 3: done, some samples failed. 75: interrupted, give the same command again.
+
+    Examples:
+
+      truebatch score pairs.jsonl --model ./qwen3-vl --yesno --export scores.csv
+
+      truebatch score prompts.jsonl --model ./smollm --generate --max-new-tokens 200 --temperature 0.7
+    """
+    from truebatch.scoring.calling import ScoreCall
+
+    texts = {
+        "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed,
+        "stop": list(stop or ()), "parse": parse or None,
+    }  # fmt: skip
+    readout = _readout(yesno=yesno, labels=labels, words=words, head=head, texts=texts if generate else None)
+    if prefix:
+        readout |= {"prefix": prefix}
+    call = ScoreCall(
+        data=str(data), model=model, served=served, readout=readout, dtype=dtype, device=device, workers=workers,
+        timeout=timeout, limits={"level": level, "cells": cells, "rows": rows},
+    )  # fmt: skip
+    folder = out or RUNS / f"score-{data.stem}"
+    if fresh:
+        _move_aside(folder)
+    code = run_call(call, folder, shard=_shard(shard), retry=retry or [], check=check, as_json=as_json)
+    if export is not None:
+        from truebatch.scoring.exporting import export as write
+
+        write(folder, export)
+    return code
+
+
+def run_call(
+    call: ScoreCall, folder: Path, *, shard: tuple[int, int], retry: list[str], check: bool, as_json: bool
+) -> int:
+    """Carry out a call, show how it goes, and give the exit code."""
+    from truebatch.scoring.batching import Limits
+    from truebatch.scoring.calling import open_backends, save_call
+    from truebatch.scoring.reading import check_data
+    from truebatch.scoring.running import Running
+    from truebatch.scoring.scorer import Scorer
+
+    check_data(Path(call.data))
+    how = Running(retry=tuple(retry), shard=shard, watch=_watch())
+    scorer = Scorer(open_backends(call), limits=Limits(**call.limits))
+    try:
+        can_check = check and not call.model.startswith("http")
+        done = scorer.score(Path(call.data), folder, check=can_check, how=how)
+        save_call(folder, call)
+    finally:
+        scorer.close()
+    if done.report is not None and not as_json:
+        sys.stderr.write(f"check: {done.report}\n")
+    return tell(done.status, folder, as_json=as_json)
+
+
+def tell(status: Status, folder: Path, *, as_json: bool) -> int:
+    """Print the figures of a run; 3 where some samples failed."""
+    if as_json:
+        names = status.__dataclass_fields__
+        sys.stdout.write(json.dumps({name: getattr(status, name) for name in names}) + "\n")
+    else:
+        sys.stdout.write("\n".join(_lines(status, folder)) + "\n")
+    return SOME_FAILED if status.failed and not status.pending else 0
+
+
+def _lines(status: Status, folder: Path) -> list[str]:
+    lines = [
+        f"{folder}: {status.samples:,} samples, {status.ok:,} done, {status.failed:,} failed, {status.pending:,} pending"
+        f" (level {status.level})",
+        f"  {status.tokens_done:,} of {status.tokens:,} tokens in {status.batches:,} batches, {status.seconds:.1f} s",
+    ]
+    lines += [f"  {status.duplicates:,} samples have the content of another"] if status.duplicates else []
+    lines += [f"  failed: {number:,} {kind}" for kind, number in status.kinds.items()]
+    lines += [f"  {status.suspects:,} batches in which a worker died are judged next"] if status.suspects else []
+    if status.disagreements:
+        lines.append(
+            f"  {len(status.disagreements):,} samples have two different results: {status.disagreements[0]} ..."
+        )
+    return lines
+
+
+def _watch() -> Watch:
+    """A line on stderr every few seconds; on a terminal it replaces the one before."""
+    told = [0.0]
+    is_terminal = sys.stderr.isatty()
+
+    def watch(progress: Progress) -> None:
+        now = time.monotonic()
+        if now - told[0] < _SECONDS and progress.done < progress.samples:
+            return
+        told[0] = now
+        sys.stderr.write(("\r\033[K" if is_terminal else "") + progress.line() + ("" if is_terminal else "\n"))
+        if is_terminal and progress.done >= progress.samples:
+            sys.stderr.write("\n")
+
+    return watch
+
+
+def _readout(*, yesno: bool, labels: str, words: str, head: bool, texts: dict[str, Any] | None) -> dict[str, Any]:
+    found: list[dict[str, Any]] = []
+    found += [{"kind": "yesno"}] if yesno else []
+    found += [{"kind": "labels", "values": _values(labels)}] if labels else []
+    found += [{"kind": "words", "words": [word.strip() for word in words.split(",")]}] if words else []
+    found += [{"kind": "head"}] if head else []
+    found += [{"kind": "generate", **texts}] if texts is not None else []
+    if len(found) != 1:
+        raise ConfigError(
+            "say what is to be read from the model, once",
+            seen=", ".join(f"--{one['kind']}" for one in found) or "no readout",
+            do="give one of --yesno, --labels 1,2,3, --words good,bad, --head, --generate",
+        )
+    return found[0]
+
+
+def _values(text: str) -> dict[str, float]:
+    out = {}
+    for part in text.split(","):
+        label, equals, worth = part.strip().partition("=")
+        try:
+            out[label] = float(worth if equals else label)
+        except ValueError as error:
+            raise ConfigError(
+                f"the label {label!r} has no worth", seen=f"--labels {text}", do="write numbers, or label=worth"
+            ) from error
+    return out
+
+
+def _shard(text: str) -> tuple[int, int]:
+    at, slash, number = text.partition("/")
+    if not (slash and at.isdecimal() and number.isdecimal()):
+        raise ConfigError("a shard is i/n", seen=f"--shard {text}", do="write 0/8 to 7/8")
+    return int(at), int(number)
+
+
+def _move_aside(folder: Path) -> None:
+    if folder.exists():
+        number = next(n for n in range(1, 10_000) if not folder.with_name(f"{folder.name}.{n}").exists())
+        folder.rename(folder.with_name(f"{folder.name}.{number}"))

@@ -1,0 +1,110 @@
+"""A call of the scoring room as plain values: kept in the run folder, sent to workers, made again by `run retry`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from truebatch.errors import ConfigError, RunError
+from truebatch.generation.settings import Generation
+from truebatch.scoring.backend import Backend
+from truebatch.scoring.batching import Limits
+from truebatch.scoring.httpbackend import HttpBackend
+from truebatch.scoring.opening import open_backend
+from truebatch.scoring.readouts import Generate, Head, Labels, Readout, Words, YesNo, last_number
+from truebatch.scoring.scripted import ScriptedBackend
+from truebatch.scoring.worker import WorkerBackend, WorkerSettings
+from truebatch.training.durable import read_json, write_json
+
+CALL = "call.json"
+SCRIPTED = "scripted"
+"""The name of a model that is none: it plays what samples ask for."""
+PARSERS = {"number": last_number}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreCall:
+    """Everything a run is made from."""
+
+    data: str = ""
+    model: str
+    """A model folder, http://HOST/v1, or `scripted`."""
+    served: str = ""
+    """The model's name at that address."""
+    readout: Mapping[str, Any] = field(default_factory=lambda: {"kind": "yesno"})
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str = "auto"
+    device: str = "auto"
+    reuse: bool = True
+    workers: int = 0
+    """Processes that judge; 0: this one."""
+    timeout: float = 600.0
+    """Seconds a worker or a server has for a batch."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that make the same call again: `ScoreCall(**values)`."""
+        return asdict(self)
+
+
+def open_backends(call: ScoreCall) -> list[Backend]:
+    """The backends of a call: one in this process, or as many worker processes as it asks for."""
+    if call.workers < 0:
+        raise ConfigError("workers is out of range", seen=f"workers={call.workers}", do="give 0 or more")
+    if not call.workers:
+        return [open_one(call)]
+    return [WorkerBackend(call.to_dict(), _settings(call, number)) for number in range(call.workers)]
+
+
+def open_one(call: ScoreCall) -> Backend:
+    """The backend of a call in this process."""
+    readout, limits = make_readout(call.readout), Limits(**call.limits)
+    if call.model == SCRIPTED:
+        return ScriptedBackend()
+    if call.model.startswith(("http://", "https://")):
+        return HttpBackend(call.model, call.served, readout, timeout=call.timeout)
+    return open_backend(
+        call.model, readout, limits, dtype=call.dtype, device=call.device,
+        reuse_prefix=call.reuse, reuse_images=call.reuse,
+    )  # fmt: skip
+
+
+def save_call(run: Path, call: ScoreCall) -> None:
+    """Keep the call in the run folder."""
+    run.mkdir(parents=True, exist_ok=True)
+    write_json(run / CALL, call.to_dict())
+
+
+def load_call(run: Path) -> ScoreCall:
+    """The call a run was last made with."""
+    if not (run / CALL).is_file():
+        raise RunError(
+            f"{run} does not say how it was made",
+            seen=f"no {CALL} in it",
+            do="give the command of `truebatch score` again",
+        )
+    return ScoreCall(**read_json(run / CALL))
+
+
+def make_readout(values: Mapping[str, Any]) -> Readout:
+    """A readout from plain values."""
+    given = {name: value for name, value in values.items() if name != "kind"}
+    kind = values.get("kind")
+    if kind == "generate":
+        parse = given.pop("parse", None)
+        if parse is not None and parse not in PARSERS:
+            raise ConfigError("an unknown parser", seen=f"--parse {parse}", do=f"use one of {', '.join(PARSERS)}")
+        settings = Generation(**{**given, "stop": tuple(given.get("stop", ()))})
+        return Generate(settings, PARSERS.get(parse) if parse else None)
+    kinds: dict[Any, Any] = {"yesno": YesNo, "labels": Labels, "words": Words, "head": Head}
+    if kind not in kinds:
+        raise ConfigError("an unknown readout", seen=repr(kind), do=f"use one of {', '.join(kinds)}, generate")
+    made: Readout = kinds[kind](**given)
+    return made
+
+
+def _settings(call: ScoreCall, number: int) -> WorkerSettings:
+    # On a machine with several GPUs each worker sees its own; `auto` then is that one.
+    places = {"CUDA_VISIBLE_DEVICES": str(number)} if call.workers > 1 and call.device in ("auto", "cuda") else {}
+    return WorkerSettings(environment=places, timeout=call.timeout)

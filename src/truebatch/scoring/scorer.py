@@ -1,0 +1,230 @@
+"""The front door: a model, a readout and a run folder; scores in the order of the samples, failures by name.
+
+Scorer(model, readout).score(samples, "runs/a") -> ScoreRun: scores, errors, rows, stats
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from truebatch.errors import ConfigError, DataError
+from truebatch.scoring.ahead import attempt
+from truebatch.scoring.backend import Asked, Backend, SampleError
+from truebatch.scoring.batching import Limits, plan_batches
+from truebatch.scoring.checking import IdentityReport, check_identity, refuse
+from truebatch.scoring.exporting import Row, Status, export, read_rows, read_status
+from truebatch.scoring.faults import Trouble, judge_all
+from truebatch.scoring.functions import FunctionBackend
+from truebatch.scoring.inprocess import model_backend
+from truebatch.scoring.listing import Listed, list_samples
+from truebatch.scoring.opening import open_backend
+from truebatch.scoring.readouts import Readout
+from truebatch.scoring.records import Outcome, failed
+from truebatch.scoring.running import Finished, Running, run_samples
+from truebatch.training.durable import read_json, write_json
+
+Model = str | Path | nn.Module | Callable[..., Any] | Backend | Sequence[Backend]
+Samples = Path | str | Iterable[Any]
+Ask = Callable[[Any, Any, dict[str, Any]], Any]
+"""(prompt, completion, the other columns of the row) -> a sample: a dict, messages, or `Asked`."""
+CHECK = "check.json"
+CHECKED = 8
+"""Samples that are judged alone and together before a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A sample without a result."""
+
+    index: int
+    id: str
+    stage: str
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRun:
+    """The results of a run; everything is read from its folder."""
+
+    folder: Path
+    report: IdentityReport | None
+    """Of the check before the run."""
+    finished: Finished | None = None
+
+    @property
+    def scores(self) -> NDArray[np.float64]:
+        """[N] in the order of the samples; NaN where there is no score."""
+        return np.array([np.nan if row["score"] is None else row["score"] for row in self.rows()], dtype=np.float64)
+
+    @property
+    def errors(self) -> list[Failure]:
+        """Every sample that failed."""
+        names = ("index", "id", "stage", "kind", "message")
+        return [Failure(*(row[name] for name in names)) for row in self.rows() if row["status"] == "failed"]
+
+    @property
+    def status(self) -> Status:
+        """Counts."""
+        return read_status(self.folder)
+
+    @property
+    def stats(self) -> dict[str, float]:
+        """What this call did: samples and seconds, calls of the model, splits and bisections."""
+        if self.finished is None:
+            return {}
+        done, seconds = self.finished, max(self.finished.seconds, 1e-9)
+        return {
+            "judged": done.judged, "seconds": done.seconds, "samples_per_second": done.judged / seconds,
+            "calls": done.trouble.calls, "oom_splits": done.trouble.splits, "bisections": done.trouble.bisections,
+        }  # fmt: skip
+
+    def rows(self) -> Iterator[Row]:
+        """A row for every sample of the input, in order."""
+        return read_rows(self.folder)
+
+    def export(self, file: str | Path) -> int:
+        """Write all rows as .jsonl, .csv or .parquet."""
+        return export(self.folder, Path(file))
+
+
+class Scorer:
+    """Judges or generates for any number of samples in true batches; see `score`."""
+
+    def __init__(
+        self, model: Model, readout: Readout | None = None, *,
+        processor: Any = None, limits: Limits | None = None, dtype: str = "auto", device: str = "auto", reuse: bool = True,
+    ) -> None:  # fmt: skip
+        """`model`: a folder, a loaded model with its `processor`, a function from samples to numbers, or backends."""
+        self.limits = limits or Limits()
+        several = list(model) if isinstance(model, list | tuple) else [model]
+        self.backends: Sequence[Backend] = [self._open(m, readout, processor, dtype, device, reuse) for m in several]
+
+    def _open(
+        self, model: Any, readout: Readout | None, processor: Any, dtype: str, device: str, reuse: bool
+    ) -> Backend:
+        if isinstance(model, nn.Module | str | Path):
+            if readout is None:
+                raise ConfigError(
+                    "a model needs a readout", seen="readout=None", do="give YesNo(), Labels(...), Head() or Generate()"
+                )
+            if isinstance(model, nn.Module):
+                return model_backend(model, processor, readout, self.limits, reuse_prefix=reuse, reuse_images=reuse)
+            return open_backend(
+                model, readout, self.limits, dtype=dtype, device=device, reuse_prefix=reuse, reuse_images=reuse
+            )
+        if all(hasattr(model, name) for name in ("describe", "cost", "prepare", "judge", "close")):
+            found: Backend = model
+            return found
+        if callable(model):
+            return FunctionBackend(model)
+        raise ConfigError(
+            "this cannot judge", seen=f"a {type(model).__name__}", do="give a folder, a model or a function"
+        )
+
+    def check(self, samples: Samples, *, n: int = CHECKED, tolerance: float | None = None) -> IdentityReport:
+        """Judge up to `n` samples alone and together, and say by how much they differ."""
+        return _check(self.backends[0], list_samples(samples), n, tolerance)
+
+    def score(
+        self, samples: Samples, run: str | Path, *, check: bool | float = True, how: Running | None = None
+    ) -> ScoreRun:
+        """Judge all samples that have no result in the run folder yet.
+
+        Interrupted, the same call goes on; another configuration is refused by the name of what differs. `check` judges
+        a few samples alone and together first and refuses above the tolerance (or the one given); False leaves it out.
+        """
+        folder = Path(run)
+        listed = list_samples(samples)
+        if not listed:
+            raise DataError("there are no samples", seen=str(samples)[:100], do="name data with at least one")
+        report = None
+        if check is not False:
+            with _survived(folder, listed) as sound:
+                report = _check(self.backends[0], sound, CHECKED, None if check is True else float(check))
+            refuse(report)
+        finished = run_samples(listed, self.backends, folder, self.limits, how or Running())
+        return ScoreRun(folder, report, finished)
+
+    def judge(self, samples: Samples) -> list[Outcome]:
+        """Outcomes in the order of the samples, without a run folder: for few samples, and inside of other programs."""
+        listed = list_samples(samples)
+        outcomes = {one.key: one.failure for one in listed if one.failure is not None}
+        asked = {one.key: one.asked for one in listed if one.asked is not None}
+        found = {key: attempt(self.backends[0].cost, one) for key, one in asked.items()}
+        costs = {key: cost for key, cost in found.items() if not isinstance(cost, SampleError)}
+        outcomes |= {key: _failure(key, cost) for key, cost in found.items() if isinstance(cost, SampleError)}
+        for batch in plan_batches(costs, self.limits) if costs else []:
+            prepared = {key: attempt(self.backends[0].prepare, asked[key]) for key in batch}
+            outcomes |= {key: _failure(key, one) for key, one in prepared.items() if isinstance(one, SampleError)}
+            good = [key for key in batch if key not in outcomes]
+            done = judge_all(self.backends[0].judge, good, [prepared[key] for key in good], Trouble())
+            outcomes |= {outcome.key: outcome for outcome in done}
+        return [outcomes[one.key] for one in listed]
+
+    def as_reward_function(
+        self, ask: Ask | None = None, *, name: str = "truebatch"
+    ) -> Callable[..., list[float | None]]:
+        """A reward function as TRL's trainers call it: (prompts, completions, **columns) -> a number or None for each.
+
+        A completion that cannot be judged gets None, which TRL leaves out; a reward is never invented. `ask` makes the
+        sample to be judged; by default it is the conversation with the completion as its last message.
+        """
+        make = ask or _conversation
+
+        def reward(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
+            rows = [{k: v[at] for k, v in columns.items() if _is_column(v, len(prompts))} for at in range(len(prompts))]
+            samples = [make(p, c, row) for p, c, row in zip(prompts, completions, rows, strict=True)]
+            return [outcome.score for outcome in self.judge(samples)]
+
+        reward.__name__ = name
+        return reward
+
+    def close(self) -> None:
+        """Give back what the backends hold."""
+        for backend in self.backends:
+            backend.close()
+
+
+@contextmanager
+def _survived(folder: Path, listed: Sequence[Listed]) -> Iterator[list[Listed]]:
+    """Samples for a check, without those during whose check the process died: these are left for the journal."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / CHECK
+    died = set(read_json(file)["died"]) if file.exists() else set()
+    sound = [one for one in listed if one.key not in died]
+    step = max(1, len(sound) // (16 * CHECKED))
+    chosen = sound[::step][: 32 * CHECKED]
+    write_json(file, {"died": sorted(died | {one.key for one in chosen})})
+    try:
+        yield chosen
+    finally:  # an error is not a death
+        write_json(file, {"died": sorted(died)})
+
+
+def _check(backend: Backend, listed: Sequence[Listed], n: int, tolerance: float | None) -> IdentityReport:
+    asked: list[Asked] = [one.asked for one in listed if one.asked is not None]
+    return check_identity(backend, asked, n=n, tolerance=tolerance)
+
+
+def _failure(key: str, error: SampleError) -> Outcome:
+    return failed(key, stage=error.stage, kind=error.kind, message=str(error), output=error.output)
+
+
+def _is_column(value: Any, rows: int) -> bool:
+    return isinstance(value, list | tuple) and len(value) == rows
+
+
+def _conversation(prompt: Any, completion: Any, columns: dict[str, Any]) -> dict[str, Any]:
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    after = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
+    images = {name: columns[name] for name in ("image", "images") if columns.get(name)}
+    return {"messages": [*before, *after], **images}

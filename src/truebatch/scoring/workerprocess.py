@@ -1,0 +1,75 @@
+"""The other end of `scoring.worker`: reads a call and requests from stdin, answers on stdout, beats while it works."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, BinaryIO
+
+from truebatch.errors import TruebatchError
+from truebatch.scoring.ahead import attempt
+from truebatch.scoring.backend import Backend, SampleError
+from truebatch.scoring.calling import ScoreCall, open_one
+from truebatch.scoring.wire import decode, encode, pack_answer, pack_cost, unpack_asked
+from truebatch.training.outofmemory import is_out_of_memory
+
+BEAT_SECONDS = 1.0
+_THREADS = 4
+
+
+class _Voice:
+    """The only one who writes to the real stdout; what models print goes to stderr."""
+
+    def __init__(self) -> None:
+        self._file: BinaryIO = os.fdopen(os.dup(1), "wb")
+        os.dup2(2, 1)
+        self._lock = threading.Lock()
+
+    def say(self, value: Mapping[str, Any]) -> None:
+        with self._lock:
+            self._file.write(encode(value))
+            self._file.flush()
+
+    def beat(self) -> None:
+        while True:
+            time.sleep(BEAT_SECONDS)
+            self.say({"beat": 1})
+
+
+def main() -> int:
+    """Serve one backend until stdin ends."""
+    voice = _Voice()
+    threading.Thread(target=voice.beat, daemon=True).start()
+    try:
+        backend = open_one(ScoreCall(**decode(sys.stdin.buffer.readline())))
+    except TruebatchError as error:
+        voice.say({"refused": {"wrong": error.wrong, "seen": error.seen, "do": error.do}})
+        return 2
+    voice.say({"ready": 1})
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for line in sys.stdin.buffer:
+            voice.say(_answer(backend, decode(line), pool))
+    return 0
+
+
+def _answer(backend: Backend, request: Mapping[str, Any], pool: ThreadPoolExecutor) -> dict[str, Any]:
+    if request["do"] == "describe":
+        return {"describe": dict(backend.describe())}
+    samples = [unpack_asked(value) for value in request["samples"]]
+    if request["do"] == "cost":
+        return {"costs": [pack_cost(attempt(backend.cost, sample)) for sample in samples]}
+    prepared = list(pool.map(lambda sample: attempt(backend.prepare, sample), samples))
+    good = [one for one in prepared if not isinstance(one, SampleError)]
+    try:
+        answers = iter(backend.judge(good) if good else [])
+    except Exception as error:  # told to the run, which cuts the batch
+        return {"error": f"{type(error).__name__}: {error}", "memory": is_out_of_memory(error)}
+    return {"answers": [pack_answer(one if isinstance(one, SampleError) else next(answers)) for one in prepared]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

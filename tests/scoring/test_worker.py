@@ -1,0 +1,179 @@
+"""A worker that crashes or hangs is replaced, and only the sample that is to blame is recorded."""
+
+from __future__ import annotations
+
+import io
+import sys
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from PIL import Image
+
+from truebatch.errors import ConfigError
+from truebatch.scoring.backend import Answer, Asked, Cost, SampleError
+from truebatch.scoring.calling import ScoreCall, make_readout, open_backends
+from truebatch.scoring.exporting import read_rows
+from truebatch.scoring.faults import Trouble, judge_all
+from truebatch.scoring.listing import list_samples
+from truebatch.scoring.readouts import Generate, Labels, Words, YesNo
+from truebatch.scoring.running import Limits, Running, run_samples
+from truebatch.scoring.scripted import ScriptedBackend
+from truebatch.scoring.wire import decode, encode, pack_answer, pack_asked, unpack_answer, unpack_asked
+from truebatch.scoring.worker import WorkerBackend, WorkerHang, WorkerSettings
+from truebatch.scoring.workerprocess import _answer
+
+FAKE = textwrap.dedent(
+    """
+    import json, os, sys, time
+    def say(**value): sys.stdout.write(json.dumps(value) + "\\n"); sys.stdout.flush()
+    call = json.loads(sys.stdin.readline())
+    if call["model"] == "none":
+        say(refused={"wrong": "no such model", "seen": "none", "do": "name one"}); sys.exit(2)
+    if call["model"] == "ill":
+        sys.exit("cannot import anything")
+    say(ready=1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["do"] == "describe":
+            say(describe={"model": "fake"})
+        elif request["do"] == "cost":
+            say(costs=[{"tokens": len(s["user"]), "new_tokens": 0, "patches": 0} for s in request["samples"]])
+        else:
+            users = [s["user"] for s in request["samples"]]
+            if "crash" in users: sys.stderr.write("segmentation fault, it said"); sys.stderr.flush(); os._exit(7)
+            if "once" in users and not os.path.exists(sys.argv[0] + ".died"):
+                open(sys.argv[0] + ".died", "w").close(); os._exit(7)
+            if "silent" in users: time.sleep(60)
+            while "busy" in users: say(beat=1); time.sleep(0.05)
+            if "raise" in users: say(error="RuntimeError: it raised", memory=False); continue
+            if "large" in users: say(error="too much", memory=True); continue
+            say(answers=[{"score": len(u), "output": {}, "tokens": 1} for u in users])
+    """
+)
+
+
+@pytest.fixture
+def worker(tmp_path):
+    """A worker program of the standard library alone: it starts in no time and dies as asked."""
+    (tmp_path / "fakeworker.py").write_text(FAKE)
+    made = []
+
+    def make(model="fake", **more):
+        settings = WorkerSettings(module="fakeworker", environment={"PYTHONPATH": str(tmp_path)}, **more)
+        made.append(WorkerBackend({"model": model}, settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def ask(*users):
+    return [Asked(id=user, user=user) for user in users]
+
+
+def test_a_crash_costs_only_the_sample_that_caused_it(worker, tmp_path):
+    backend = worker()
+    users = [*(f"good{n}" for n in range(9)), "crash", "once", "raise"]
+    done = run_samples(list_samples(users), [backend], tmp_path / "run", Limits(), Running())
+    rows = {row["output"].get("said", user): row for user, row in zip(users, read_rows(tmp_path / "run"), strict=True)}
+    assert {user: row["kind"] for user, row in rows.items() if row["status"] == "failed"} == {
+        "crash": "crashed", "raise": "raised",
+    }  # fmt: skip
+    assert "segmentation fault" in rows["crash"]["message"]
+    assert rows["once"]["score"] == 4.0
+    assert backend.starts > 3
+    assert done.trouble.bisections > 0
+
+
+def test_a_single_sample_is_tried_twice_before_it_is_blamed(worker):
+    backend = worker()
+    (answer,) = backend.judge(ask("once"))
+    assert answer.score == 4.0
+    assert backend.starts == 2
+
+
+@pytest.mark.parametrize("user", ["busy", "silent"])
+def test_a_worker_that_hangs_is_killed_and_replaced(worker, user):
+    backend = worker(timeout=0.4, silence=0.3)
+    with pytest.raises(WorkerHang):
+        backend.judge(ask(user))
+    (outcome,) = judge_all(backend.judge, ["k"], ask(user), Trouble())
+    assert outcome.kind == "hung"
+    assert backend.judge(ask("fine"))[0].score == 4.0
+
+
+def test_out_of_memory_in_a_worker_is_out_of_memory_here(worker):
+    (outcome,) = judge_all(worker().judge, ["k"], ask("large"), Trouble())
+    assert outcome.kind == "out_of_memory"
+
+
+def test_what_a_worker_refuses_is_said_and_one_that_cannot_start_too(worker):
+    with pytest.raises(ConfigError, match="no such model"):
+        worker("none").describe()
+    with pytest.raises(ConfigError, match="does not start"):
+        worker("ill").describe()
+
+
+def test_several_workers_share_the_batches(worker, tmp_path):
+    users = [f"{n:02d}" + "x" * (n % 7) for n in range(40)]
+    workers = [worker(), worker(), worker()]
+    run_samples(list_samples(users), workers, tmp_path / "run", Limits(cells=16), Running())
+    assert [row["score"] for row in read_rows(tmp_path / "run")] == [float(len(user)) for user in users]
+
+
+def test_samples_and_answers_survive_the_wire():
+    picture = Image.new("RGB", (3, 2), "red")
+    sample = Asked(
+        id="好", user="u\ud800", messages=({"role": "user", "content": "x"},), images=(picture, b"xy", "p.png")
+    )
+    back = unpack_asked(decode(encode(pack_asked(sample))))
+    assert (back.id, back.user, back.images[1:]) == ("好", "u\ud800", (b"xy", "p.png"))
+    assert Image.open(io.BytesIO(back.images[0])).tobytes() == picture.tobytes()
+    answer = Answer(score=0.1, output={"a": [1]}, tokens=3)
+    assert unpack_answer(decode(encode(pack_answer(answer)))) == answer
+    error = unpack_answer(decode(encode(pack_answer(SampleError("parse", "unparsable", "m", {"text": "t"})))))
+    assert (error.stage, error.kind, str(error), error.output) == ("parse", "unparsable", "m", {"text": "t"})
+
+
+def test_the_other_end_answers_for_every_sample_and_tells_what_raised():
+    backend = ScriptedBackend()
+    good, long = Asked(id="a", user="abc"), Asked(id="b", user="x", options={"fail": "too_long"})
+    bad = Asked(id="c", user="y", options={"fail": "raise"})
+    with ThreadPoolExecutor(2) as pool:
+        found = _answer(backend, {"do": "judge", "samples": [pack_asked(long), pack_asked(good)]}, pool)
+        assert [unpack_answer(a).__class__ for a in found["answers"]] == [SampleError, Answer]
+        found = _answer(backend, {"do": "judge", "samples": [pack_asked(good), pack_asked(bad)]}, pool)
+        assert "device-side assert" in found["error"]
+        costs = _answer(backend, {"do": "cost", "samples": [pack_asked(good)]}, pool)["costs"]
+        assert Cost(**costs[0]) == backend.cost(good)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_real_worker_finds_the_sample_that_ends_the_interpreter(tmp_path):
+    call = ScoreCall(model="scripted", workers=2)
+    backends = open_backends(call)
+    data = [{"user": "abc"}, {"user": "x", "options": {"fail": "exit"}}, {"user": "de"}]
+    try:
+        run_samples(list_samples(data), backends, tmp_path, Limits(), Running())
+    finally:
+        for backend in backends:
+            backend.close()
+    assert [row["kind"] or row["score"] for row in read_rows(tmp_path)] == [3.0, "crashed", 2.0]
+    assert sys.executable == WorkerSettings().python
+
+
+def test_a_call_is_plain_values_and_makes_every_readout():
+    call = ScoreCall(model="m", readout={"kind": "labels", "values": {"a": 1, "b": 0}})
+    assert ScoreCall(**decode(encode(call.to_dict()))) == call
+    assert make_readout(call.readout) == Labels({"a": 1, "b": 0})
+    assert make_readout({"kind": "yesno", "prefix": "{"}) == YesNo(prefix="{")
+    assert make_readout({"kind": "words", "words": ["a", "b"]}) == Words(["a", "b"])
+    made = make_readout({"kind": "generate", "max_new_tokens": 5, "stop": ["\n"], "parse": "number"})
+    assert isinstance(made, Generate)
+    assert (made.settings.max_new_tokens, made.settings.stop, made.parse("a 4")) == (5, ("\n",), 4.0)
+    for wrong in ({"kind": "nothing"}, {"kind": "generate", "parse": "json"}):
+        with pytest.raises(ConfigError, match="unknown"):
+            make_readout(wrong)
