@@ -331,6 +331,7 @@ ORDER = [
     "systems.vlm_pruning.measuring",
     "systems.vlm_pruning.beside",
     "systems.vlm_pruning.system",
+    "systems.vlm_pruning.compat",
     "systems.vlm_pruning.pretraining",
     "systems.vl_reward.parsing",
     "systems.vl_reward.statistics",

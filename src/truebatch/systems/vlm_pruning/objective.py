@@ -51,11 +51,12 @@ class PruningObjective:
         """
         assert isinstance(model, PrunedVLM)
         moment = moment_at(self.method, self.progress if model.training else 1.0)
-        weights = self._weights(moment, is_training=model.training)
+        weights = self.weights(moment, is_training=model.training)
         found = sample_terms(model, batch, temperature=moment.temperature, terms=self.terms)
         return {name: weights[name] * found[name].sum() for name in self.terms}
 
-    def _weights(self, moment: Moment, *, is_training: bool) -> dict[str, float]:
+    def weights(self, moment: Moment, *, is_training: bool) -> dict[str, float]:
+        """What every term counts for at a moment."""
         if self.method.stage == "backbone":
             return {TASK: 1.0}
         return {
@@ -72,10 +73,18 @@ class PruningObjective:
 def sample_terms(
     model: PrunedVLM, batch: MicroBatch, *, temperature: float, terms: tuple[str, ...]
 ) -> dict[str, Tensor]:
-    """[N] of every term, unweighted. One look at the images, the first layers once, then the two ways as needed."""
+    """[N] of every term, unweighted."""
+    return watched_terms(model, batch, temperature=temperature, terms=terms)[0]
+
+
+def watched_terms(
+    model: PrunedVLM, batch: MicroBatch, *, temperature: float, terms: tuple[str, ...]
+) -> tuple[dict[str, Tensor], Pass, Stream]:
+    """The terms, and the pass they come from. One look at the images, the first layers once, then what is needed."""
     stream = model.look(batch)
     if model.method.stage == "backbone":
-        return {TASK: answer_loss(model, stream, model.unpruned(stream), batch)}
+        whole = model.unpruned(stream)
+        return {TASK: answer_loss(model, stream, whole, batch)}, whole, stream
     is_judged = ADVERSARIAL in terms
     wanted = model.wanted_states if is_judged else ()
     prefix = model.prefix(stream, wanted=wanted)
@@ -89,7 +98,7 @@ def sample_terms(
             found |= judged_terms(model, stream, whole, pruned)
         else:
             found[DISTILLATION] = distillation_loss(model, stream, whole, pruned)
-    return found
+    return found, pruned, stream
 
 
 def answer_loss(model: PrunedVLM, stream: Stream, found: Pass, batch: MicroBatch) -> Tensor:
