@@ -1,0 +1,134 @@
+"""Image sizes that really change the number of vision tokens, chosen by hand or by content, and mixed in a batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.systems.vlm_pruning.worlds import METHOD, alone, backbone_settings, batch_of, build, encode, picture, samples
+from truebatch.errors import ConfigError, DataError
+from truebatch.systems.vlm_pruning.backbones import encoder_of, open_encoder
+from truebatch.systems.vlm_pruning.encoding import Encoder
+from truebatch.systems.vlm_pruning.images import cut_patches, open_images
+from truebatch.systems.vlm_pruning.measuring import measure_tokens
+from truebatch.systems.vlm_pruning.model import Choosing
+from truebatch.systems.vlm_pruning.settings import BackboneSettings
+from truebatch.systems.vlm_pruning.stream import word_logits
+
+
+def encoder(**mllm) -> Encoder:
+    return encoder_of(backbone_settings("tiny-llava", **mllm), METHOD)
+
+
+def flat_picture() -> Image.Image:
+    return Image.new("RGB", (90, 60), (200, 30, 30))
+
+
+def tokens_of(one: Encoder, image: Image.Image) -> int:
+    return int(one.encode({"id": "a", "image": image, "question": "What?", "answer": "no"})["is_vision"].sum())
+
+
+@pytest.mark.parametrize(("size", "tokens"), [(28, 4), (56, 16), (84, 36), (100, 49)])
+@torch.no_grad()
+def test_the_unified_size_decides_the_number_of_vision_tokens(size, tokens):
+    one = encoder(unified_image_size=size)
+    made = one.encode(samples(1)[0])
+    assert int(made["is_vision"].sum()) == tokens
+    model = build()
+    found = model.pruned(model.look(alone(made, 0)), Choosing(how="soft"))
+    assert found.used[0].shape == (1, tokens)
+
+
+def test_auto_gives_many_tokens_to_fine_pictures_and_few_to_plain_ones():
+    one = encoder(unified_image_size="auto", image_sizes=(28, 56, 84))
+    assert tokens_of(one, flat_picture()) == 4
+    assert tokens_of(one, picture(0, 84, 84)) == 36
+    assert (
+        tokens_of(encoder(unified_image_size="auto", image_sizes=(28, 56, 84), image_token_budget=20), picture(0)) == 16
+    )
+    with pytest.raises(ConfigError, match="token budget"):
+        tokens_of(encoder(unified_image_size="auto", image_sizes=(28, 56), image_token_budget=3), picture(0))
+
+
+def test_a_kept_aspect_costs_no_more_tokens_than_the_square():
+    one = encoder(unified_image_size=84, image_aspect="keep")
+    for height, width in ((30, 90), (90, 30), (60, 61), (10, 200)):
+        made = one.encode({"id": "a", "image": picture(0, height, width), "question": "What?", "answer": "no"})
+        rows, columns = made["image_grid"][0]
+        assert 18 <= rows * columns <= 36
+        assert (rows > columns) == (height > 1.2 * width)
+
+
+@torch.no_grad()
+def test_images_of_different_sizes_share_a_batch_and_are_what_they_are_alone():
+    one = encoder(unified_image_size="auto", image_sizes=(28, 56, 84), image_aspect="keep")
+    shown = [flat_picture(), picture(1, 84, 84), [picture(2, 40, 90), flat_picture()], None]
+    encoded = [
+        one.encode({"id": str(at), "image": image, "question": "What is it?" * (1 + at), "answer": "no"})
+        for at, image in enumerate(shown)
+    ]
+    model = build()
+    for layout in ("right", "left", "packed"):
+        batch = batch_of(encoded, layout=layout)
+        logits = batch.per_sample(
+            word_logits(model.backbone, model.pruned(model.look(batch), Choosing(how="hard")).final)
+        )
+        for at, made in enumerate(encoded):
+            single = model.pruned(model.look(alone(made, at)), Choosing(how="hard"))
+            assert (logits[at] - word_logits(model.backbone, single.final)[0]).abs().max() <= 1e-4
+
+
+def test_lengths_are_known_without_opening_images():
+    one = encoder()
+    chosen = samples(4)
+    expected = [len(made["input_ids"]) for made in encode(chosen)]
+    unopened = [{**sample, "image": ["nowhere.png"] * len(sample["image"])} for sample in chosen]
+    assert measure_tokens(one, unopened).tolist() == expected
+    sized = encoder(unified_image_size="auto", image_sizes=(28, 56))
+    assert measure_tokens(sized, chosen).tolist() == [len(sized.encode(s)["input_ids"]) for s in chosen]
+
+
+def test_patches_hold_the_pixels_row_after_row():
+    image = picture(3, 28, 42)
+    patches, grids = cut_patches([image], 14)
+    assert grids.tolist() == [[2, 3]]
+    pixels = np.asarray(image)
+    expected = pixels[14:28, 28:42].transpose(2, 0, 1).reshape(-1)
+    assert np.array_equal(patches[5], expected)
+
+
+def test_images_come_from_paths_too_and_are_never_closed(tmp_path):
+    image = picture(0)
+    image.save(tmp_path / "a.png")
+    made = open_images([str(tmp_path / "a.png"), image], sample="a")
+    assert np.array_equal(np.asarray(made[0]), np.asarray(made[1]))
+    assert image.getpixel((0, 0)) is not None
+    with pytest.raises(DataError, match="cannot be opened"):
+        open_images(tmp_path / "nothing.png", sample="b")
+    (tmp_path / "text.png").write_text("no picture")
+    with pytest.raises(DataError, match="sample 'b'"):
+        open_images(tmp_path / "text.png", sample="b")
+
+
+def test_prompts_that_cannot_be_right_are_refused_by_name():
+    one = encoder()
+    with pytest.raises(DataError, match="'x'"):
+        one.encode({"id": "x", "image": picture(0), "question": "What is <image>?", "answer": "no"})
+    with pytest.raises(DataError, match="no answer"):
+        one.encode({"id": "x", "image": picture(0), "question": "What?"})
+    with pytest.raises(DataError, match="max_text_tokens"):
+        encoder(max_text_tokens=5).encode(samples(2)[1])
+    with pytest.raises(ConfigError, match="sizes its images itself"):
+        encoder_of(backbone_settings("tiny-qwen3-vl", unified_image_size=56), METHOD)
+    with pytest.raises(ConfigError, match="tiny-llava"):
+        open_encoder(BackboneSettings(name="tiny-lava"))
+
+
+def test_answers_that_are_numbers_or_empty_still_end():
+    one = encoder()
+    for answer in (0, "", "two"):
+        made = one.encode({"id": "x", "image": picture(0), "question": "How many?", "answer": answer})
+        assert made["is_answer"].sum() >= 1
+        assert made["input_ids"][-1] == one.end_id
