@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 
-def run_two(module, folder):
+def run_two(module, folder, *, seconds=110):
     """Run `python -m module folder` as two ranks; what they print is shown if one of them fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -22,5 +22,5 @@ def run_two(module, folder):
         )
         for r in range(2)
     ]
-    said = [process.communicate(timeout=110)[0] for process in ranks]
+    said = [process.communicate(timeout=seconds)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], "\n".join(said)
