@@ -322,6 +322,7 @@ ORDER = [
     "systems.vlm_pruning.model",
     "systems.vlm_pruning.generation",
     "systems.vlm_pruning.accounting",
+    "systems.vlm_pruning.asking",
     "systems.vlm_pruning.baselines",
     "systems.vlm_pruning.evaluation",
     "systems.vlm_pruning.showing",
@@ -364,6 +365,7 @@ ORDER = [
     "bench.stitched_llm",
     "bench.chinese_gpt",
     "bench.nafld",
+    "bench.seqset_quality",
     "bench.seqset_vae_ways",
     "bench.seqset_vae",
     "bench.vlm_pruning_work",
@@ -393,6 +395,7 @@ ORDER = [
     "commands.fit",
     "commands.verify",
     "commands.vl_reward",
+    "commands.vlm_pruning",
     "cli",
     "__main__",
 ]

@@ -16,6 +16,7 @@ from truebatch.hf.finetuning.models import without_chatter
 from truebatch.objective import Objective
 from truebatch.planning.measured import Measured
 from truebatch.system import System
+from truebatch.systems.vlm_pruning.asking import generate
 from truebatch.systems.vlm_pruning.backbones import encoder_of, load_backbone
 from truebatch.systems.vlm_pruning.beside import Clock, FreshJudge
 from truebatch.systems.vlm_pruning.choosing import check_budget
@@ -190,6 +191,7 @@ VLM_PRUNING = System(
     test=lambda config: _samples(config, "test"),  # type: ignore[arg-type, return-value]
     evaluate=evaluate,
     show=show,
+    generate=generate,
     groups=make_groups,
     attend=_attend,
     settle=_settle,
