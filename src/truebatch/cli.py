@@ -35,6 +35,7 @@ from truebatch.commands.stitched_llm import stitched_llm_app
 from truebatch.commands.train import show_train
 from truebatch.commands.verify import show_verify
 from truebatch.commands.vl_reward import vl_reward_app
+from truebatch.commands.vlm_pruning import vlm_pruning_app
 from truebatch.errors import TruebatchError, exit_code_of
 
 DONE, USAGE, OUR_FAULT, INTERRUPTED = 0, 2, 70, 75
@@ -73,6 +74,7 @@ app.add_typer(bench_app, name="bench", short_help="Make the measured tables agai
 app.add_typer(chinese_gpt_app, name="chinese_gpt", short_help="The small Chinese GPT: look at a corpus.")
 app.add_typer(seqset_vae_app, name="seqset_vae", short_help="Stays as sequences of sets: look at data and batches.")
 app.add_typer(stitched_llm_app, name="stitched_llm", short_help="What only models stitched from two donors have.")
+app.add_typer(vlm_pruning_app, name="vlm_pruning", short_help="Vision-token pruning: a tiny backbone to try it on.")
 app.command("env", short_help="Describe this machine for a bug report.")(show_environment)
 
 

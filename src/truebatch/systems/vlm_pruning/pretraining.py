@@ -130,7 +130,12 @@ def make_tiny_backbone(folder: Path, *, seed: int = 0, steps: int = 600) -> Path
 
 
 def pretrain_tiny(
-    folder: Path, *, seed: int = 0, samples: int = 9600, epochs: int = 5, say: Callable[[str], None] = print
+    folder: Path,
+    *,
+    seed: int = 0,
+    samples: int = 9600,
+    epochs: int = 4,
+    say: Callable[[str], None] = lambda _line: None,
 ) -> Path:
     """A tiny LLaVA that answers questions about made shapes: the folder to give as `backbone_settings.name`.
 
