@@ -16,6 +16,7 @@ SCRIPTS = {
     "fit_cuda": "Whether the budget of `fit` holds: predicted and real peaks of memory.",
     "oom_cuda": "Real out-of-memory errors: the gradient of every step against the step with room.",
     "reliability": "The long sweeps of kills, damaged checkpoints and NaN, counted.",
+    "vl_reward_editing": "Editing and judging with an editor that takes its time, on 1, 2 and 6 workers.",
     "trainer_accumulation": "The gradient of a Hugging Face Trainer, with and without truebatch, against one by one.",
     "trainer_reliability": "The Hugging Face Trainer beside truebatch: resumed, and killed inside a save.",
 }

@@ -68,7 +68,7 @@ def gallery(pairs: Sequence[Pair], rows: Sequence[Row], run: Path) -> str:
             pair.instruction,
             f"status: {row.status}" + (f", score: {row.score:g}" if row.score is not None else ""),
         ]
-        images = [("image/png", _small(decode_image(pair)), "before")]
+        images = [("image/png", _small(decode_image(pair)), "before")] if edit["kind"] != "source_image" else []
         if edit["status"] == "ok":
             images.append(("image/png", _small(_opened(run / PICTURES / edit["output"]["file"])), "after"))
         words += [f"answer: {said}"] if said else []

@@ -1,0 +1,111 @@
+"""Killed at any moment, a benchmark goes on and ends with the same report; broken things of every kind are counted right."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from truebatch.scoring.batching import Limits
+from truebatch.scoring.exporting import read_rows
+from truebatch.scoring.running import Running
+from truebatch.systems.vl_reward.benchmark import Wanted, read_benchmark
+from truebatch.systems.vl_reward.editors import ScriptedEditor
+from truebatch.systems.vl_reward.reporting import write_reports
+from truebatch.systems.vl_reward.running import run_benchmark
+from truebatch.systems.vl_reward.settings import EvaluationSettings, RewardConfig
+from truebatch.systems.vl_reward.shapes import PROMPTS, ShapesJudge, edit_picture, make_records
+from truebatch.systems.vl_reward.stages import Judging, edit_all, judge_all_edits, read_results
+from truebatch.systems.vl_reward.statistics import summarise
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from truebatch.systems.vl_reward import running, settings
+from truebatch.systems.vl_reward.shapes import edit_picture
+def slowly(image, instruction, seed):
+    time.sleep(0.01)
+    return edit_picture(image, instruction, is_right=seed % 4 != 0)
+running._edit_shape = slowly
+config = settings.RewardConfig(evaluation=settings.EvaluationSettings(output_dir=Path(sys.argv[1])))
+print("ready", flush=True)
+sys.exit(running.run_benchmark(config, say=lambda line: None).exit_code)
+"""
+
+
+def start(folder):
+    command = [sys.executable, "-c", SCRIPT, str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, env=environment)
+
+
+def report_of(folder):
+    found = json.loads((folder / "report.json").read_text())
+    found.pop("speed")
+    return found, (folder / "report.md").read_bytes()
+
+
+@pytest.mark.timeout(300)
+def test_killed_runs_end_with_the_report_of_one_that_was_not(tmp_path):
+    config = RewardConfig(evaluation=EvaluationSettings(output_dir=tmp_path / "whole"))
+    assert run_benchmark(config, say=lambda line: None).exit_code == 0
+    for seconds in (0.1, 0.4):
+        with start(tmp_path / "killed") as killed:
+            assert killed.stdout.readline() == b"ready\n"
+            time.sleep(seconds)
+            killed.send_signal(signal.SIGKILL)
+    with start(tmp_path / "killed") as last:
+        assert last.wait() == 0
+    assert report_of(tmp_path / "killed") == report_of(tmp_path / "whole")
+    ids = [row["id"] for row in read_rows(tmp_path / "killed" / "scores")]
+    assert len(ids) == len(set(ids)) == 24
+
+
+class Failing(ShapesJudge):
+    """Out of memory above two at once, unreadable for some, raising for one."""
+
+    def judge(self, prepared):
+        if len(prepared) > 2:
+            raise MemoryError("no room")
+        if any(asked.id == "0007" for asked, _ in prepared):
+            raise RuntimeError("device-side assert")
+        return super().judge(prepared)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_broken_pictures_unreadable_answers_a_failing_sample_and_no_memory_are_counted_to_the_last_sample(
+    tmp_path, rows
+):
+    records = make_records(40)
+    for index in (3, 21):  # 5 % broken: cut off behind the header
+        raw = base64.b64decode(records[index]["src_img_b64"])
+        records[index]["src_img_b64"] = base64.b64encode(raw[: len(raw) // 2]).decode()
+    (tmp_path / "b.json").write_text(json.dumps(records))
+    pairs = read_benchmark(tmp_path / "b.json", Wanted()).pairs
+    editor = ScriptedEditor(lambda image, instruction, seed: edit_picture(image, instruction))
+    edit_all(pairs, [editor], tmp_path / "run", seed=0, how=Running(threads=1))
+    judging = Judging(prompts=PROMPTS, limits=Limits(rows=rows))
+    judge = Failing({"0010": "hard to say", "0030": "7 or 8"})  # 5 % unreadable
+    judge_all_edits(pairs, lambda: judge, tmp_path / "run", judging, Running(threads=1))
+    results = read_results(pairs, tmp_path / "run")
+    by_status = {}
+    for row in results:
+        by_status.setdefault(row.status, []).append(row.id)
+    assert sorted(by_status["edit_failed"]) == ["0003", "0021"]
+    assert sorted(by_status["parse_error"]) == ["0010", "0030"]
+    assert by_status["judge_failed"] == ["0007"]
+    assert len(by_status["ok"]) == 35
+    found = summarise(results)
+    assert found["overall"]["mean"] == 10.0
+    assert found["failure_rate"] == pytest.approx(5 / 40)
+    summary, files = write_reports(pairs, results, tmp_path / "run")
+    assert summary["overall"]["samples"] == 40
+    assert all(file.is_file() for file in files)
