@@ -259,3 +259,23 @@ def _add_script(name: str, about: str) -> None:
 
 for _name, _about in SCRIPTS.items():
     _add_script(_name, _about)
+
+
+@bench_app.command("scoring", short_help="Judging and generating in batches beside transformers' own ways.")
+def show_scoring(
+    device: Annotated[str, typer.Option(help="cpu (tiny models, one thread) or cuda (1.1B and 8B shapes).")] = "cpu",
+    seconds: Annotated[float | None, typer.Option(help="Nothing begins after this time.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny models and few samples: a dry run.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows as JSON.")] = None,
+) -> int:
+    """Answer the same prompts in every way and count the answers that are those of one by one.
+
+    Examples:
+
+      truebatch bench scoring --json docs/results/scoring_cpu.json
+    """
+    # Imported here so that `truebatch --help` answers at once.
+    from truebatch.bench.scoring import make_config, run_bench
+
+    run_bench(make_config(device=device, seconds=seconds, quick=quick), out=json_file, say=typer.echo)
+    return 0

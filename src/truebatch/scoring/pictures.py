@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from truebatch.errors import ConfigError, DataError
-from truebatch.planning.imagesizes import FORMATS, MAX_PIXELS, measure_images
+from truebatch.errors import ConfigError
+from truebatch.planning.imagesizes import FORMATS, MAX_PIXELS
 from truebatch.scoring.backend import SampleError
 
 
@@ -31,12 +31,9 @@ def open_picture(image: Any) -> Any:
 def _size(image: Any) -> tuple[int, int]:
     if hasattr(image, "tobytes") and hasattr(image, "mode"):
         return int(image.height), int(image.width)
-    with _named(image):
-        if isinstance(image, str | Path):
-            measure_images([image])  # refuses what claims too many pixels
-        with _opened(image) as opened:
-            width, height = opened.size
-            turned = opened.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+    with _named(image), _opened(image) as opened:
+        width, height = opened.size
+        turned = opened.getexif().get(0x0112, 1) in (5, 6, 7, 8)
     return (width, height) if turned else (height, width)
 
 
@@ -61,8 +58,8 @@ def _named(image: Any) -> Iterator[None]:
         yield
     except SampleError:
         raise
-    except DataError as error:
-        raise SampleError("decode", "unreadable_image", f"{error.wrong}: {error.seen}") from error
+    except _pillow().DecompressionBombError as error:
+        raise SampleError("decode", "too_many_pixels", f"{_name(image)}: {str(error)[:200]}") from error
     except FileNotFoundError as error:
         raise SampleError("decode", "unreadable_image", f"there is no image {_name(image)}") from error
     except (OSError, SyntaxError, ValueError, ArithmeticError, IndexError, TypeError) as error:

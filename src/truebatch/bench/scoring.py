@@ -1,0 +1,316 @@
+"""Scoring and batched generation measured: our way beside transformers' own, and what planning and the journal cost.
+
+    python -m truebatch.bench.scoring --device cpu --out docs/results/scoring_cpu.json
+    PYTHONPATH=src python3 -m truebatch.bench.scoring --device cuda --seconds 480 --out scoring_cuda.json
+
+Equal answers are counted against one by one with transformers' own `generate` (texts) or ours (labels, images). On a
+CPU a tiny model in fp32 runs on one thread and CPU seconds count; on a card a Llama of 1.1B and a Qwen3-VL of 8B
+parameters in bf16. Weights are random, nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from operator import eq
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from truebatch.bench.commandline import command_line
+from truebatch.bench.scoring_work import Way, make_llama, make_qwen, ours, picture_prompts, text_prompts, theirs
+from truebatch.bench.training_timing import time_once
+from truebatch.scoring.backend import Cost
+from truebatch.scoring.batching import Limits, plan_batches
+from truebatch.scoring.journal import open_journal
+from truebatch.scoring.listing import list_samples
+from truebatch.scoring.pictures import picture_sizes
+from truebatch.scoring.records import Outcome
+
+Say = Callable[[str], None]
+SHAPE, TURNED = "level shape", "level shape, turned around"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoringBench:
+    """What is measured."""
+
+    device: str = "cpu"
+    is_tiny: bool = True
+    texts: int = 48
+    pictures: int = 24
+    picture_tokens: int = 80
+    side: int = 8
+    """Patches of an image in each direction."""
+    new_tokens: int = 16
+    cells: int = 4096
+    planned: int = 10_000
+    rounds: int = 2
+    seconds: float = 600.0
+    """Nothing begins after this time; what was left out is named."""
+
+
+def make_config(*, device: str = "cpu", seconds: float | None = None, quick: bool = False) -> ScoringBench:
+    """Sizes for a CPU or a card; quick: a dry run with tiny models anywhere."""
+    if quick:
+        return ScoringBench(
+            device=device, texts=8, pictures=4, new_tokens=4, planned=500, rounds=1, seconds=seconds or 60
+        )
+    if device == "cpu":
+        return ScoringBench(seconds=seconds or 600)
+    return ScoringBench(
+        device=device, is_tiny=False, texts=256, pictures=256, picture_tokens=500, side=28, new_tokens=64,
+        cells=65_536, rounds=1, seconds=seconds or 480,
+    )  # fmt: skip
+
+
+def run_bench(config: ScoringBench, *, out: Path | None, say: Say) -> dict[str, Any]:
+    """Measure everything; the result is written after every row."""
+    if config.device == "cpu":
+        torch.set_num_threads(1)
+    result: dict[str, Any] = {"ratios": {}, "overheads": {}, "rows": [], "left_out": [], **_about(config)}
+    began = time.monotonic()
+    result["overheads"] = _overheads(config)
+    for name, value in result["overheads"].items():
+        say(f"{name}: {value:.4g}")
+    _write(result, out)
+    for title, ways in (("texts", _text_ways), ("pictures, labels", _label_ways), ("pictures, texts", _picture_ways)):
+        if time.monotonic() - began > config.seconds:
+            result["left_out"].append(title)
+            continue
+        for row in _measure(config, title, ways(config), result, began):
+            result["rows"].append(row)
+            result["ratios"][f"{title}: {row['way']}"] = row["speedup"]
+            _write(result, out)
+            say(_line(row))
+    result["seconds"] = time.monotonic() - began
+    _write(result, out)
+    return result
+
+
+def _measure(
+    config: ScoringBench, title: str, ways: Sequence[tuple[str, Way, int]], result: dict[str, Any], began: float
+) -> Iterator[dict[str, Any]]:
+    """Run each way over its first `number` prompts; the first way is the reference."""
+    device = torch.device(config.device)
+    reference: list[Any] = []
+    answers: dict[str, list[Any]] = {}
+    first_rate = 0.0
+    for name, way, number in ways:
+        if time.monotonic() - began > config.seconds:
+            result["left_out"].append(f"{title}: {name}")
+            continue
+        try:
+            found: list[Any] = []
+            took = [time_once(lambda way=way, found=found: found.append(way()), device) for _ in range(config.rounds)]  # type: ignore[misc]
+        except Exception as error:  # a way of others that cannot run here is a result, not an end
+            result["left_out"].append(f"{title}: {name}: {type(error).__name__}: {str(error)[:200]}")
+            continue
+        reference = reference or found[0]
+        compared = min(len(reference), number)
+        equal = sum(_is_equal(a, b) for a, b in zip(found[0][:compared], reference[:compared], strict=True))
+        rate = number / statistics.median(took)
+        first_rate = first_rate or rate
+        answers[name] = found[0]
+        yield {
+            "what": title, "way": name, "samples_per_second": rate, "equal": equal, "compared": compared,
+            "speedup": rate / first_rate, **_same_bits(name, answers),
+        }  # fmt: skip
+
+
+def _same_bits(name: str, answers: dict[str, list[Any]]) -> dict[str, int]:
+    """How many answers have the very same bits in other company, where that is promised."""
+    one, other = answers.get(SHAPE), answers[name]
+    return {"same_bits": sum(map(eq, one, other))} if name == TURNED and one is not None else {}
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Texts token by token; label probabilities within the noise of fp32."""
+    if one and isinstance(one[0], float):
+        return all(abs(a - b) < 2e-5 for a, b in zip(one, other, strict=True))
+    return bool(one == other)
+
+
+def _text_ways(config: ScoringBench) -> list[tuple[str, Way, int]]:
+    model = make_llama(torch.device(config.device), is_tiny=config.is_tiny)
+    draw = random.Random(0)  # noqa: S311 (lengths of prompts)
+    lengths = [min(1024, max(4, int(draw.lognormvariate(4.2, 0.9)))) for _ in range(config.texts)]
+    prompts = text_prompts(lengths, 500)
+    new, number = config.new_tokens, len(prompts)
+    few = number if config.is_tiny else max(4, number // 8)
+    at_once = number if config.device == "cuda" else 4  # on a CPU it takes seconds for each
+    shared: dict[str, Any] = {"rows": 256, "cells": config.cells, "new_tokens": new}
+    return [
+        ("one by one, transformers", theirs(model, prompts[:few], size=1, side="left", new_tokens=new), few),
+        ("8 padded right, transformers", theirs(model, prompts, size=8, side="right", new_tokens=new), number),
+        ("8 padded left, transformers", theirs(model, prompts, size=8, side="left", new_tokens=new), number),
+        ("pipeline(batch_size=8)", _pipeline(model, prompts, new), number),
+        ("truebatch, planned", ours(model, prompts, **shared), number),
+        ("truebatch, level shape", ours(model, prompts, is_pinned=True, **shared), number),
+        ("generate_batch, transformers", _continuous(model, prompts[:at_once], new), at_once),
+    ]
+
+
+def _label_ways(config: ScoringBench) -> list[tuple[str, Way, int]]:
+    return _vision_ways(config, 0)
+
+
+def _picture_ways(config: ScoringBench) -> list[tuple[str, Way, int]]:
+    return _vision_ways(config, config.new_tokens)
+
+
+def _vision_ways(config: ScoringBench, new: int) -> list[tuple[str, Way, int]]:
+    model = make_qwen(torch.device(config.device), is_tiny=config.is_tiny)
+    prompts = picture_prompts(config.pictures, config.picture_tokens, config.side, 500)
+    few = max(4, config.pictures // 16) if new else max(4, config.pictures // 4)
+    ways: list[tuple[str, Way, int]] = []
+    for size in (1, 4, 8, 32, 256):
+        some = prompts[:few] if size == 1 else prompts[: max(few, 16 * size)]
+        way = ours(model, some, cells=config.cells if size > 8 else 10**6, rows=size, new_tokens=new)
+        ways.append(("one by one" if size == 1 else f"at most {size} a batch", way, len(some)))
+    shared: dict[str, Any] = {"rows": 256, "cells": config.cells, "new_tokens": new, "is_pinned": True}
+    turned = ours(model, prompts[::-1], **shared)
+    ways.append((SHAPE, ours(model, prompts, **shared), len(prompts)))
+    ways.append((TURNED, lambda: turned()[::-1], len(prompts)))
+    return ways
+
+
+def _pipeline(model: Any, prompts: Sequence[Any], new: int) -> Way:
+    """transformers' pipeline, tokens handed over through a tokenizer whose words are numbers."""
+
+    def run() -> list[Any]:
+        tokenizer = _numbers(512)
+        pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+        texts = [" ".join(f"<{token}>" for token in prompt.ids) for prompt in prompts]
+        found = pipe(texts, batch_size=8, max_new_tokens=new, do_sample=False, return_tensors=True)
+        return [_behind(one[0]["generated_token_ids"], len(p.ids)) for one, p in zip(found, prompts, strict=True)]
+
+    return run
+
+
+def _continuous(model: Any, prompts: Sequence[Any], new: int) -> Way:
+    def run() -> list[Any]:
+        settings = transformers.GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=2, pad_token_id=0)
+        found = model.generate_batch(inputs=[list(p.ids) for p in prompts], generation_config=settings)
+        ordered = [found[name] for name in sorted(found, key=lambda name: int(name.rpartition("_")[2]))]
+        return [_new(one.generated_tokens, 0) for one in ordered]
+
+    return run
+
+
+def _behind(tokens: Any, length: int) -> tuple[int, ...]:
+    """New tokens behind padding and a prompt of this length; no prompt holds the padding's id."""
+    ids = [int(token) for token in tokens]
+    padding = next((at for at, token in enumerate(ids) if token), 0)
+    return _new(ids, padding + length)
+
+
+def _new(tokens: Sequence[int], start: int) -> tuple[int, ...]:
+    rest = [int(token) for token in tokens][start:]
+    return tuple(rest[: rest.index(2)] if 2 in rest else rest)
+
+
+def _numbers(size: int) -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    inner = Tokenizer(models.WordLevel({f"<{n}>": n for n in range(size)}, unk_token="<0>"))  # noqa: S106
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    named = {"pad_token": "<0>", "eos_token": "<2>", "unk_token": "<0>"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, **named)
+
+
+def _overheads(config: ScoringBench) -> dict[str, float]:
+    """CPU seconds to list and to plan samples, image sizes from headers, and the journal's share at 100 samples a second."""
+    from PIL import Image
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        files = [str(folder / f"{n}.jpg") for n in range(100)]
+        for n, file in enumerate(files):
+            Image.effect_noise((160 + n, 120 + 2 * n), 60).convert("RGB").save(file)
+        data = [{"user": f"{n} " + "w" * (n % 300), "images": [files[n % 100]]} for n in range(config.planned)]
+        began = time.process_time()
+        listed = list_samples(data)
+        between = time.process_time()
+        costs = {}
+        for one in listed:
+            assert one.asked is not None
+            (height, width), words = picture_sizes(one.asked.images)[0], len(one.asked.user)
+            costs[one.key] = Cost(tokens=words // 4 + height * width // 784, patches=height * width // 196)
+        measured = time.process_time()
+        plan_batches(costs, Limits(cells=16_384))
+        ended = time.process_time()
+        share = _journal_share(folder)
+    return {
+        "samples": float(config.planned), "keys_seconds": between - began, "costs_seconds": measured - between,
+        "plan_seconds": ended - measured, "planning_seconds": ended - between, "journal_share_at_100_a_second": share,
+    }  # fmt: skip
+
+
+def _journal_share(folder: Path, rows: int = 32, batches: int = 40) -> float:
+    """Seconds of the clock that the journal takes for a second's worth of results, 32 a batch: a median of batches."""
+    outcomes = [
+        [Outcome(key=f"{b}-{r}", status="ok", score=0.5, output={"mass": 0.9, "text": "x" * 100}) for r in range(rows)]
+        for b in range(batches)
+    ]
+    took = []
+    with open_journal(folder) as journal:
+        for number, batch in enumerate(outcomes):
+            began = time.perf_counter()
+            journal.commit(journal.begin(number, [one.key for one in batch]), batch, seconds=0.1)
+            took.append(time.perf_counter() - began)
+    return statistics.median(took) / (rows / 100)
+
+
+def _line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['what']:18} {row['way']:30} {row['samples_per_second']:9.2f} samples/s {row['speedup']:7.2f}x "
+        f"{row['equal']}/{row['compared']} equal"
+    )
+
+
+def _about(config: ScoringBench) -> dict[str, Any]:
+    name = torch.cuda.get_device_name() if config.device == "cuda" else platform.machine()
+    return {
+        "command": command_line("truebatch.bench.scoring"), "date": datetime.now(UTC).date().isoformat(),
+        "hardware": name, "torch": torch.__version__, "transformers": transformers.__version__,
+        "python": platform.python_version(), "config": asdict(config),
+    }  # fmt: skip
+
+
+def _write(result: dict[str, Any], out: Path | None) -> None:
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """The command line of this file alone, for machines where the package is not installed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--seconds", type=float, default=None, help="nothing begins after this time")
+    parser.add_argument("--quick", action="store_true", help="tiny models and few samples: a dry run")
+    parser.add_argument("--out", type=Path, default=None, help="write all rows as JSON")
+    args = parser.parse_args()
+    config = make_config(device=args.device, seconds=args.seconds, quick=args.quick)
+    run_bench(config, out=args.out, say=_say)
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

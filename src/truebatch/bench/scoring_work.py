@@ -1,0 +1,184 @@
+"""What the scoring benchmark runs: models with random weights, prompts of many lengths, and each way to answer them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from truebatch.generation.decoding import collect, generate_tokens
+from truebatch.generation.prompts import Prompt
+from truebatch.generation.settings import Generation
+from truebatch.hf.decoding import hf_decoder
+from truebatch.hf.imagefeatures import ImageDecoder, PicturePrompt
+from truebatch.hf.tiny import wake_weights
+from truebatch.scoring.backend import Cost
+from truebatch.scoring.batching import Limits, plan_batches
+from truebatch.scoring.labels import build_trie, read_labels, read_labels_afresh
+from truebatch.scoring.pinned import PinnedDecoder
+from truebatch.scoring.shapes import Shapes
+
+IMAGE, VISION_START, VISION_END = 3, 4, 5
+LABELS = build_trie({"yes": [7], "no": [8]})
+Way = Callable[[], list[Any]]
+"""Answers in the order of the prompts."""
+
+
+def make_llama(device: torch.device, *, is_tiny: bool) -> nn.Module:
+    """A Llama shape with random weights: tiny, or of 1.1B parameters."""
+    sizes = (
+        {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+        if is_tiny
+        else {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32}
+    )
+    config = transformers.LlamaConfig(
+        **sizes, num_key_value_heads=sizes["num_attention_heads"] // 2, vocab_size=512 if is_tiny else 32000,
+        max_position_embeddings=4096, pad_token_id=0, eos_token_id=2, bos_token_id=1,
+    )  # fmt: skip
+    return _made(transformers.LlamaForCausalLM, config, device, torch.float32 if is_tiny else torch.bfloat16)
+
+
+def make_qwen(device: torch.device, *, is_tiny: bool) -> nn.Module:
+    """A Qwen3-VL shape with random weights: tiny, or of 8B parameters in bf16."""
+    text, vision = _TINY if is_tiny else _EIGHT
+    section = [4, 2, 2] if is_tiny else [24, 20, 20]
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_interleaved": True, "mrope_section": section}
+    config = transformers.Qwen3VLConfig(
+        text_config={**text, "rope_parameters": rope, "max_position_embeddings": 8192, "eos_token_id": 2, "pad_token_id": 0},
+        vision_config=vision, image_token_id=IMAGE, video_token_id=6, vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
+    )  # fmt: skip
+    kind = transformers.Qwen3VLForConditionalGeneration
+    return _made(kind, config, device, torch.float32 if is_tiny else torch.bfloat16)
+
+
+_TINY: tuple[dict[str, Any], dict[str, Any]] = (
+    {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
+    },
+    {
+        "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 4, "patch_size": 16, "out_hidden_size": 64,
+        "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+    },
+)  # fmt: skip
+_EIGHT: tuple[dict[str, Any], dict[str, Any]] = (
+    {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    },
+    {
+        "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "patch_size": 16,
+        "out_hidden_size": 4096, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [8, 16, 24],
+    },
+)  # fmt: skip
+
+
+def _made(kind: Any, config: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # 8B parameters in fp32 would need twice the memory while they are made
+    try:
+        with torch.device(device):
+            model: nn.Module = kind(config)
+    finally:
+        torch.set_default_dtype(before)
+    if device.type == "cpu":
+        wake_weights(model)
+    return model.eval()
+
+
+def text_prompts(lengths: Sequence[int], vocabulary: int) -> list[Prompt]:
+    """Random tokens of these lengths."""
+    draw = torch.Generator().manual_seed(1)
+    ids = [tuple(torch.randint(9, vocabulary, (length,), generator=draw).tolist()) for length in lengths]
+    return [Prompt(ids=one, key=number) for number, one in enumerate(ids)]
+
+
+def picture_prompts(number: int, tokens: int, side: int, vocabulary: int) -> list[PicturePrompt]:
+    """Prompts of about this many tokens, each with an image of its own of side x side patches."""
+    draw = torch.Generator().manual_seed(2)
+    width = 3 * 2 * 16 * 16
+    out = []
+    for at in range(number):
+        words = tokens - side * side // 4 - 2 + (at % 5) * max(1, tokens // 50)
+        text = torch.randint(9, vocabulary, (max(2, words),), generator=draw).tolist()
+        ids = [*text[:-1], VISION_START, *[IMAGE] * (side * side // 4), VISION_END, text[-1]]
+        inputs = {
+            "pixel_values": torch.randn(side * side, width, generator=draw),
+            "image_grid_thw": torch.tensor([[1, side, side]]),
+        }
+        out.append(PicturePrompt(ids=tuple(ids), key=at, inputs=inputs, image_hashes=(at.to_bytes(4, "big"),)))
+    return out
+
+
+def batches_of(prompts: Sequence[Prompt], *, cells: int, rows: int, new_tokens: int) -> list[list[int]]:
+    """Numbers of prompts that are answered together, as a run plans them."""
+    costs = {f"{n:06d}": Cost(tokens=len(p.ids), new_tokens=new_tokens) for n, p in enumerate(prompts)}
+    return [[int(key) for key in batch] for batch in plan_batches(costs, Limits(cells=cells, rows=rows))]
+
+
+def ours(
+    model: nn.Module, prompts: Sequence[Prompt], *, cells: int, rows: int, new_tokens: int, is_pinned: bool = False
+) -> Way:
+    """Our way: labels (0 new tokens) or greedy texts, in planned batches; every image is encoded anew."""
+    plain = hf_decoder(model, end_ids=() if new_tokens and prompts[0].inputs else None)
+    decoder: Any = ImageDecoder(plain, model, most=0) if prompts[0].inputs and is_pinned else plain
+    settings = Generation(max_new_tokens=max(1, new_tokens), temperature=0.0)
+    pinned = PinnedDecoder(decoder, Shapes(cells), 2, settings.max_new_tokens)
+
+    def some(numbers: Sequence[int]) -> list[Any]:
+        chosen = [prompts[number] for number in numbers]
+        if new_tokens:
+            pieces = generate_tokens(pinned if is_pinned else decoder, chosen, settings, rows=len(chosen))
+            return [one.tokens for one in collect(pieces, len(chosen))]
+        if is_pinned:
+            with torch.inference_mode():
+                return [one.probabilities for one in read_labels_afresh(pinned.logits, chosen, LABELS)]
+        return [one.probabilities for one in read_labels(decoder, chosen, LABELS)]
+
+    def run() -> list[Any]:
+        found: dict[int, Any] = {}
+        groups = (
+            pinned.groups(prompts) if is_pinned else batches_of(prompts, cells=cells, rows=rows, new_tokens=new_tokens)
+        )
+        for numbers in groups:
+            found.update(zip(numbers, some(numbers), strict=True))
+        return [found[number] for number in range(len(prompts))]
+
+    return run
+
+
+@torch.inference_mode()
+def _transformers(model: Any, prompts: Sequence[Prompt], side: str, new_tokens: int) -> list[tuple[int, ...]]:
+    """`generate` of transformers for one batch of texts, padded on this side."""
+    longest = max(len(p.ids) for p in prompts)
+    device = next(model.parameters()).device
+    ids, real = (torch.zeros(len(prompts), longest, dtype=torch.int64) for _ in range(2))
+    for row, prompt in enumerate(prompts):
+        first = longest - len(prompt.ids) if side == "left" else 0
+        ids[row, first : first + len(prompt.ids)] = torch.tensor(prompt.ids)
+        real[row, first : first + len(prompt.ids)] = 1
+    given = {"input_ids": ids.to(device), "attention_mask": real.to(device)}
+    out: Tensor = model.generate(**given, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
+    return [_cut(row[longest:].tolist()) for row in out]
+
+
+def theirs(model: nn.Module, prompts: Sequence[Prompt], *, size: int, side: str, new_tokens: int) -> Way:
+    """transformers' own way: batches in the order of the data."""
+
+    def run() -> list[Any]:
+        starts = range(0, len(prompts), size)
+        return [one for at in starts for one in _transformers(model, prompts[at : at + size], side, new_tokens)]
+
+    return run
+
+
+def _cut(tokens: Sequence[int]) -> tuple[int, ...]:
+    """New tokens up to the one that ends a text."""
+    out = list(tokens)
+    return tuple(out[: out.index(2)] if 2 in out else out)
