@@ -14,6 +14,7 @@ import gc
 import json
 import platform
 import resource
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -188,6 +189,14 @@ def inject(device: torch.device, number: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def inject_apart(device: str, number: int) -> dict[str, Any]:
+    """In a process of its own: memory that it has freed would be room for the real errors of this one."""
+    command = [sys.executable, __file__, "--device", device, "--injected", str(number), "--only-injected"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def endless(levels: tuple[float, ...], steps: int) -> Iterator[tuple[float, int]]:
     """Every level with every step, again and again."""
     while True:
@@ -258,10 +267,14 @@ def main() -> int:
     parser.add_argument("--injected", type=int, default=1000, help="errors raised on purpose, in twice as many steps")
     parser.add_argument("--quick", action="store_true", help="a small model")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--only-injected", action="store_true", help="print what injected errors came to, as JSON")
     given = parser.parse_args()
     device = torch.device(given.device, 0) if given.device == "cuda" else torch.device(given.device)
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    if given.only_injected:
+        print(json.dumps(inject(device, given.injected)))
+        return 0
     vocab, dim, layers, length = (4000, 32, 1, 64) if given.quick else (32000, 512, 4, 1024)
     model = Decoder(vocab, dim, layers).to(device)
     groups = make_groups([Group(optimiser=torch.optim.AdamW(model.parameters(), 1e-3))], model)
@@ -270,7 +283,7 @@ def main() -> int:
     began = time.perf_counter()
     expected, room = room_of(engine, steps)
     report: dict[str, Any] = {"device": str(device), "torch": torch.__version__, "room in MiB": room / MIB}
-    report["injected"] = inject(device, given.injected)
+    report["injected"] = inject_apart(given.device, given.injected)
     report |= survive(engine, steps, expected, given.errors, room)
     limit_memory(device, None)
     report["texts collected"] = collect_texts(device)
