@@ -158,7 +158,7 @@ class Bench:
         for mode in ("origin", "hard"):
             if self._is_over(f"generation, {mode}"):
                 continue
-            decoder = open_decoder(model, work.encoder, mode=mode, ends=[10**6])  # type: ignore[arg-type]
+            decoder = open_decoder(model, work.encoder, mode=mode, ends=[10**6])
             reset_peak_memory(self.device)
 
             def generate(decoder: Any = decoder) -> None:

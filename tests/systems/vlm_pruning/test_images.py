@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,11 +13,11 @@ from PIL import Image
 from tests.systems.vlm_pruning.worlds import METHOD, alone, backbone_settings, batch_of, build, encode, picture, samples
 from truebatch.errors import ConfigError, DataError
 from truebatch.systems.vlm_pruning.backbones import encoder_of, open_encoder
-from truebatch.systems.vlm_pruning.encoding import Encoder
+from truebatch.systems.vlm_pruning.encoding import EncodedSamples, Encoder
 from truebatch.systems.vlm_pruning.images import cut_patches, open_images
 from truebatch.systems.vlm_pruning.measuring import measure_tokens
 from truebatch.systems.vlm_pruning.model import Choosing
-from truebatch.systems.vlm_pruning.settings import BackboneSettings
+from truebatch.systems.vlm_pruning.settings import TINY, BackboneSettings
 from truebatch.systems.vlm_pruning.stream import word_logits
 
 
@@ -132,3 +135,15 @@ def test_answers_that_are_numbers_or_empty_still_end():
         made = one.encode({"id": "x", "image": picture(0), "question": "How many?", "answer": answer})
         assert made["is_answer"].sum() >= 1
         assert made["input_ids"][-1] == one.end_id
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_workers_get_the_same_encoder(name):
+    """Loaders send it to other processes."""
+    method = replace(METHOD, enable_token_merger=name == "tiny-llava")
+    one = encoder_of(backbone_settings(name), method)
+    again = pickle.loads(pickle.dumps(EncodedSamples(samples(2), one)))
+    for at, sample in enumerate(samples(2)):
+        expected = one.encode(sample)
+        assert set(again[at]) == set(expected)
+        assert all(np.array_equal(np.asarray(again[at][key]), np.asarray(expected[key])) for key in expected)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.systems.vlm_pruning.worlds import METHOD, batch_of, build, encode, samples
+from truebatch.cli import run as cli
 from truebatch.config import load_config
 from truebatch.errors import ConfigError
 from truebatch.systems.vlm_pruning.beside import Clock, FreshJudge, begin_anew
@@ -86,12 +92,55 @@ def test_a_run_in_two_parts_is_the_run_in_one(straight, tmp_path):
     assert difference(resumed, weights) <= 1e-6
 
 
-@pytest.mark.parametrize("more", ["train.batch_size=3", "backbone_settings.mllm_settings.enable_true_batch=false"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("train.batch_size=3",),
+        ("backbone_settings.mllm_settings.enable_true_batch=false",),
+        ("train.layout=packed", "train.cells=150"),
+        ("train.gradient_checkpointing=true",),
+    ],
+)
 def test_how_a_step_is_cut_changes_nothing(straight, tmp_path, more):
     weights, losses = straight
-    cut, cut_losses = run(tmp_path / "run", "train.epochs=2", more)
+    cut, cut_losses = run(tmp_path / "run", "train.epochs=2", *more)
     assert cut_losses == pytest.approx(losses, rel=1e-4)
     assert difference(cut, weights) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("method_settings.teacher=distillation", "method_settings.choice=straight_through"),
+        ("method_settings.teacher=none", "method_settings.choice=top_k"),
+        ("method_settings.enable_token_merger=true", "method_settings.token_count_loss_weight=0.1"),
+        ("train.precision=bf16",),
+        ("backbone_settings.name=tiny-llava-next",),
+        ("backbone_settings.name=tiny-qwen2.5-vl",),
+        ("backbone_settings.name=tiny-qwen3-vl",),
+    ],
+)
+def test_every_way_to_train_moves_every_part(tmp_path, more):
+    before = {n: p.detach().clone() for n, p in build_model(settings(*more)).named_parameters() if p.requires_grad}
+    after, losses = run(tmp_path / "run", "train.max_steps=1", "method_settings.disc_reinit_prob=0", *more)
+    assert all(math.isfinite(loss) for loss in losses)
+    moved = {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {name.split(".")[0] for name in before}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_processes_train_what_one_trains(tmp_path):
+    overrides = [part for one in (*SMALL, "train.max_steps=3") for part in ("--set", one)]
+    given = ["train", "vlm_pruning", *overrides, "--log-format", "plain"]
+    assert cli([*given, "--out", str(tmp_path / "one")]) == 0
+    done = subprocess.run(
+        [sys.executable, "-m", "truebatch", *given, "--devices", "2", "--out", str(tmp_path / "two")],
+        cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=400, env=os.environ,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, two = (load_file(tmp_path / name / "model" / "pruning.safetensors") for name in ("one", "two"))
+    assert difference(two, one) <= 1e-5
 
 
 def test_true_batches_are_compared_with_one_by_one(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from truebatch.errors import ConfigError
 from truebatch.hf.finetuning.models import load_configuration, load_tokenizer, without_chatter, without_dropout
 from truebatch.systems.vlm_pruning.encoding import Encoder
 from truebatch.systems.vlm_pruning.families import ImageReader, family_of
+from truebatch.systems.vlm_pruning.mergers import num_merged
 from truebatch.systems.vlm_pruning.settings import TINY, BackboneSettings, MethodSettings
 from truebatch.systems.vlm_pruning.tiny import tiny_config, tiny_model, tiny_tokenizer
 from truebatch.textfiles import nearest
@@ -50,7 +51,7 @@ def open_encoder(settings: BackboneSettings, *, merge_ratio: float | None = None
         image_id=int(getattr(config, "image_token_id", None) or config.image_token_index),
         end_id=tokenizer.eos_token_id,
         prompt=settings.prompt or family.prompt,
-        merge=None if merge_ratio is None else (lambda n: max(1, int(n * merge_ratio))),
+        merge=None if merge_ratio is None else partial(num_merged, ratio=merge_ratio),
     )
 
 

@@ -15,6 +15,11 @@ from truebatch.systems.vlm_pruning.modules import CrossAttention
 from truebatch.systems.vlm_pruning.settings import MethodSettings
 
 
+def num_merged(features: int, *, ratio: float) -> int:
+    """How many features a merger leaves of an image."""
+    return max(1, int(features * ratio))
+
+
 class SimpleMerger(nn.Module):
     """The M most important features become centres; every feature is shared out over them, weighted by importance.
 
@@ -62,7 +67,7 @@ class PoolingMerger(nn.Module):
     def __init__(self, width: int, text_width: int, method: MethodSettings, native: int) -> None:
         super().__init__()
         inner = method.pruner_d_internal
-        number = max(1, int(native * method.merge_ratio))
+        number = num_merged(native, ratio=method.merge_ratio)
         self.queries = nn.Parameter(torch.randn(number, inner) * 0.02)
         self.vision = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, inner))
         self.question = nn.Sequential(nn.LayerNorm(text_width), nn.Linear(text_width, inner))

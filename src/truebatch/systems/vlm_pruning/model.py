@@ -25,7 +25,7 @@ from truebatch.systems.vlm_pruning.choosing import (
 from truebatch.systems.vlm_pruning.choosing import straight_through as as_straight_through
 from truebatch.systems.vlm_pruning.encoding import QUESTION, VISION
 from truebatch.systems.vlm_pruning.families import Family
-from truebatch.systems.vlm_pruning.mergers import MERGERS
+from truebatch.systems.vlm_pruning.mergers import MERGERS, num_merged
 from truebatch.systems.vlm_pruning.modules import Discriminator, PrunerHead
 from truebatch.systems.vlm_pruning.places import Places, find_places
 from truebatch.systems.vlm_pruning.settings import MethodSettings
@@ -145,7 +145,7 @@ class PrunedVLM(nn.Module):
         merged: dict[int, Tensor] = {}
         for length in dict.fromkeys(lengths):
             chosen = [at for at, n in enumerate(lengths) if n == length]
-            kept = max(1, int(length * self.method.merge_ratio))
+            kept = num_merged(length, ratio=self.method.merge_ratio)
             found = self.merger(torch.stack([parts[at] for at in chosen]), question[chosen], is_asked[chosen], kept)
             merged |= dict(zip(chosen, found, strict=True))
         return torch.cat([merged[at] for at in range(len(lengths))]) if lengths else features
