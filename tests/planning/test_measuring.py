@@ -356,3 +356,11 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path, tokenizer):
     (tokenizer / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="not a tokenizer"):
         measure(["a"], tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    "lengths", [[1, 2, 3], np.array([1.0, 2.0]), np.array([[1, 2]]), np.array([1], dtype=np.int32)]
+)
+def test_lengths_that_are_no_column_of_int64_are_refused_with_what_they_are(lengths):
+    with pytest.raises(DataError, match="one int64 for each sample"):
+        Measured(lengths=lengths)

@@ -195,8 +195,10 @@ def figure_text(value: Any) -> str:
     """Three digits that matter, thousands apart."""
     if value is None:
         return "-"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return {True: "yes", False: "no"}.get(value, str(value)) if isinstance(value, bool) else _cell(str(value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, int | float):
+        return _cell(str(value))
     if isinstance(value, int) or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.3g}"

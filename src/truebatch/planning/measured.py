@@ -40,10 +40,11 @@ class Measured:
     def __post_init__(self) -> None:
         columns = {"lengths": self.lengths, **self.costs, **self.counts}
         for name, column in columns.items():
-            if column.ndim != 1 or column.dtype != np.int64 or len(column) != len(self.lengths):
+            kind = column.dtype if isinstance(column, np.ndarray) else f"none, a {type(column).__name__}"
+            if kind != np.int64 or column.shape != (len(self.lengths),):
                 raise DataError(
                     f"the column {name!r} must hold one int64 for each sample",
-                    seen=f"shape {column.shape}, dtype {column.dtype}, {len(self.lengths)} samples",
+                    seen=f"shape {np.shape(column)}, dtype {kind}, {len(self.lengths)} samples",
                     do="give numpy arrays of dtype int64, all of the same length",
                 )
         if not self.fingerprint:
