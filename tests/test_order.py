@@ -311,6 +311,7 @@ ORDER = [
     "systems.vlm_pruning.figures",
     "systems.vlm_pruning.images",
     "systems.vlm_pruning.tiny",
+    "systems.vlm_pruning.fullsize",
     "systems.vlm_pruning.families",
     "systems.vlm_pruning.encoding",
     "systems.vlm_pruning.places",

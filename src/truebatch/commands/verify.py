@@ -4,29 +4,40 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from truebatch.errors import ConfigError
 
 CHECK_FAILED = 1
 
 
 def show_verify(
-    target: Annotated[str, typer.Argument(help="package.module:name, file.py:name, or a local model folder.")],
+    target: Annotated[
+        str, typer.Argument(help="A system, a run folder, a local model folder, package.module:name or file.py:name.")
+    ],
     one: Annotated[
         str | None, typer.Option("--one", help="Your original one-sample function, as a target; compared with TARGET.")
     ] = None,
     samples: Annotated[str | None, typer.Option(help="A list of samples, or a function that returns it.")] = None,
     fields: Annotated[str | None, typer.Option(help="A list of Field, if TARGET takes micro-batches.")] = None,
     objective: Annotated[str | None, typer.Option(help="The loss of the model, as a target.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A system: a YAML file with its settings.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="A.B=VALUE", help="A system or a run: a setting, over the file."),
+    ] = None,
     layout: Annotated[str, typer.Option(help="all, right, left, padded or packed.")] = "all",
     tolerance: Annotated[float | None, typer.Option(help="Largest relative difference allowed.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Run the same samples alone, padded, packed, permuted and cut, and compare outputs, loss and gradients.
 
-    TARGET may be a System, a model, a function over samples or micro-batches, or a function without arguments that
-    returns one of these or the arguments of truebatch.verify. A Hugging Face model needs nothing else.
+    TARGET may be the name of a system, a System, a model, a function over samples or micro-batches, or a function
+    without arguments that returns one of these or the arguments of truebatch.verify. A system (a new model, on a few of
+    its own samples), a run (the trained model) and a Hugging Face model need nothing else.
 
     Exit code 0: proven equal. 1: the law is broken, or nothing could be proven. 2: the question was not right.
 
@@ -34,15 +45,45 @@ def show_verify(
 
       truebatch verify ./my-model
 
+      truebatch verify seqset_vae --set model.latent_dim=32
+
+      truebatch verify runs/chinese_gpt --layout packed
+
       truebatch verify train.py:batched --one train.py:single --samples train.py:samples
     """
-    # Imported here so that `truebatch --help` answers at once.
-    from truebatch.proof.asking import ask
-
     named = {"one": one, "samples": samples, "fields": fields, "objective": objective}
-    report = ask(target, {k: v for k, v in named.items() if v is not None}, layout=layout, tolerance=tolerance)
+    given = {k: v for k, v in named.items() if v is not None}
+    report = _report(target, given, config, set_ or [], {"layout": layout, "tolerance": tolerance})
     _write(report, as_json)
     return 0 if report.ok else CHECK_FAILED
+
+
+def _report(target: str, given: dict[str, str], file: Path | None, overrides: list[str], how: dict[str, Any]) -> Any:
+    # Imported here so that `truebatch --help` answers at once.
+    from truebatch.commands.settings import checked, read_settings
+    from truebatch.proof.asking import ask
+    from truebatch.proof.proving import VerifyConfig
+    from truebatch.proof.verification import verify_system
+    from truebatch.systems import SYSTEMS
+    from truebatch.systems.finding import find_system
+    from truebatch.training.runs import CONFIG
+    from truebatch.training.trained import open_trained
+
+    is_run = (Path(target) / CONFIG).is_file()
+    if target not in SYSTEMS and not is_run and file is None and not overrides:
+        return ask(target, given, **how)
+    if given or (is_run and file is not None):
+        wrong = [f"--{name}" for name in given] or ["--config"]
+        raise ConfigError(
+            "a system and a run bring their own samples, loss and settings",
+            seen=f"{target} with {', '.join(wrong)}",
+            do=f"leave {wrong[0]} out; single settings change with --set",
+        )
+    if is_run and target not in SYSTEMS:
+        trained = open_trained(Path(target), overrides)
+        return verify_system(trained.system, trained.config, model=trained.model, config=VerifyConfig(**how))
+    system = find_system(target)
+    return verify_system(system, checked(system, read_settings(file, overrides, {})), config=VerifyConfig(**how))
 
 
 def _write(report: Any, as_json: bool) -> None:

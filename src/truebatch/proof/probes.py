@@ -83,9 +83,9 @@ def changed_sample(subject: Subject, sample: Sample) -> Sample:
     Whole numbers that lie flat (the sizes of images) say how the rest is to be read, and stay.
     """
     new = dict(sample)
+    shapes = {f.key for f in subject.fields if f.kind == "flat" and as_array(sample[f.key]).dtype.kind != "f"}
     for f in subject.fields:
-        is_shape = f.kind == "flat" and as_array(sample[f.key]).dtype.kind != "f"
-        if f.kind == "once" or f.shift or is_shape or is_marker(f, subject.samples):
+        if f.kind == "once" or f.shift or f.key in shapes or is_marker(f, subject.samples):
             continue
         known = _known_values(subject, f)
         value = sample[f.key]

@@ -20,6 +20,7 @@ from truebatch.proof.outputs import PerSample, split_output
 from truebatch.tensors.collating import collate
 from truebatch.tensors.field import Field
 from truebatch.tensors.microbatch import CELLS, MicroBatch
+from truebatch.tensors.noise import noise_for
 
 Sample = Mapping[str, Any]
 LARGE = 1.0e4
@@ -95,15 +96,19 @@ def model_subject(
     own = getattr(objective, "outputs", None)
 
     def call(model: nn.Module, batch: MicroBatch) -> Outcome:
+        with noise_for(batch, seed=0):  # Noise keyed by sample is part of the model, and may stay on.
+            outputs, sums = outputs_and_sums(model, batch)
+        return Outcome(outputs, sums, objective.counts(batch))
+
+    def outputs_and_sums(model: nn.Module, batch: MicroBatch) -> tuple[PerSample, dict[str, Tensor]]:
         if both is not None:
-            outputs, sums = both(model, batch)
-            return Outcome(outputs, sums, objective.counts(batch))
+            found: tuple[PerSample, dict[str, Tensor]] = both(model, batch)
+            return found
         if own is not None:
-            return Outcome(own(model, batch), objective.sums(model, batch), objective.counts(batch))
+            return own(model, batch), objective.sums(model, batch)
         with _returned(model) as values:
             sums = objective.sums(model, batch)
-        outputs = split_output(values[0], batch) if len(values) == 1 else {}
-        return Outcome(outputs, sums, objective.counts(batch))
+        return (split_output(values[0], batch) if len(values) == 1 else {}), sums
 
     hold = getattr(objective, "hold", None)
     return Subject(samples, fields, call, model, _is_causal(fields, causal), hold=hold)

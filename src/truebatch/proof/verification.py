@@ -20,6 +20,7 @@ from truebatch.proof.report import VerifyReport
 from truebatch.proof.subjects import Subject, callable_subject, find_module, model_subject
 from truebatch.system import System
 from truebatch.tensors.field import Field
+from truebatch.training.systemsettings import settings_type, settled
 
 Samples = Sequence[Any]
 Original = Callable[[Mode, Whole], Whole]
@@ -41,7 +42,7 @@ def verify(
     verify(hf_model, samples)                     a Hugging Face model; samples are lists of token ids, or dicts
     verify(function, samples=..., fields=...)     any callable from a micro-batch to per-sample outputs
     verify(batched, one=single, samples=...)      your batched function against your original one-sample function
-    verify(system)                                a System with its own samples
+    verify(system)                                a System with its own samples and default settings (`verify_system`)
 
     `model` names the model a function works with, where it cannot be found from the function.
 
@@ -50,7 +51,8 @@ def verify(
     """
     settings = config or VerifyConfig()
     if isinstance(subject, System):
-        return _proven(_system_subject(subject, settings), settings)
+        _check_alone(subject, objective=objective, samples=samples, fields=fields, one=one, model=model)
+        return verify_system(subject, config=settings)
     if objective is not None and not isinstance(objective, Objective):
         objective, samples = None, objective if samples is None else samples
     if samples is None:
@@ -62,6 +64,28 @@ def verify(
     if one is not None:
         return _verify_functions(subject, one, list(samples), fields, model, settings)
     return _proven(_subject(subject, objective, list(samples), fields, settings, model), settings)
+
+
+def verify_system(
+    system: System, settings: Any = None, *, model: nn.Module | None = None, config: VerifyConfig | None = None
+) -> VerifyReport:
+    """Prove it for a system on a few of its own samples, from the shortest to one of median length.
+
+    `settings` is an instance of `settings_type(system)`, by default with every default; `model` is a trained one, by
+    default a new one of these settings.
+    """
+    asked = config or VerifyConfig()
+    chosen = settled(system, settings_type(system)() if settings is None else settings)
+    dataset = system.load(chosen)
+    places = _spread(system.measure(chosen, dataset).lengths.tolist())
+    subject = model_subject(
+        system.build_model(chosen) if model is None else model,
+        system.objective(chosen),
+        [dataset[i] for i in places],
+        system.fields(chosen),
+        asked.causal,
+    )
+    return _proven(subject, asked)
 
 
 def _proven(subject: Subject | ListSubject, config: VerifyConfig, original: Original | None = None) -> VerifyReport:
@@ -152,19 +176,21 @@ def _verify_functions(
     return _proven(callable_subject(batched, samples, fields, config.causal, found), config, original)
 
 
-def _system_subject(system: System, config: VerifyConfig) -> Subject:
-    settings = system.config_type()
-    dataset = system.load(settings)
-    measured = system.measure(settings, dataset)
-    chosen = _spread(measured.lengths.tolist())
-    samples = [dataset[i] for i in chosen]
-    model = system.build_model(settings)
-    return model_subject(model, system.objective(settings), samples, system.fields(settings), config.causal)
+def _check_alone(system: System, **given: Any) -> None:
+    """A system brings everything along; what is given beside it would be ignored."""
+    named = [name for name, value in given.items() if value is not None]
+    if named:
+        raise ConfigError(
+            f"the system {system.name!r} has its own samples, fields and loss",
+            seen=f"{', '.join(named)} given beside it",
+            do="leave them out, or pass its model, objective, samples and fields yourself instead of the system",
+        )
 
 
 def _spread(lengths: list[int], number: int = 8) -> list[int]:
-    """Samples from the shortest to the longest, so that the proof sees padding."""
+    """Samples from the shortest to the median, so that the proof sees padding and does not take long."""
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    order = order[: max(number, (len(order) + 1) // 2)]
     if len(order) <= number:
         return order
     return [order[round(k * (len(order) - 1) / (number - 1))] for k in range(number)]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from truebatch.errors import ConfigError
 from truebatch.system import System
 from truebatch.systems.finding import lasting_target
 from truebatch.training.checkpoints import load_checkpoint
@@ -25,9 +24,11 @@ from truebatch.training.opening import opened_run
 from truebatch.training.place import find_place
 from truebatch.training.reducing import num_ranks, rank
 from truebatch.training.runs import Run
-from truebatch.training.settings import TrainConfig
+from truebatch.training.systemsettings import settings_type, settled
 from truebatch.training.task import TrainData, first_samples
 from truebatch.training.watching import Watch
+
+__all__ = ["ABOUT", "Start", "settings_type", "settled", "system_data", "train_system"]
 
 ABOUT = "run.json"
 """The file of a run that names its system."""
@@ -49,21 +50,6 @@ class Start:
     """Let the system choose the layout; else the one in the settings is used."""
     say: Callable[[str], None] = lambda _line: None
     watches: Sequence[Watch] = ()
-
-
-def settings_type(system: System) -> type[Any]:
-    """The system's settings with those of training under `train`, as one dataclass: one YAML file holds both."""
-    kind = system.config_type
-    if not is_dataclass(kind) or any(f.name == "train" for f in fields(kind)):
-        raise ConfigError(
-            f"the settings of {system.name!r} must be a dataclass without a field `train`",
-            seen=f"config_type={getattr(kind, '__name__', kind)!r}",
-            do="declare them with @dataclass(frozen=True, kw_only=True); `train` holds the settings of training",
-        )
-    trained = system.train_type or TrainConfig
-    own = ("train", trained, field(default_factory=trained))
-    is_frozen = bool(kind.__dataclass_params__.frozen)  # type: ignore[attr-defined]
-    return make_dataclass(kind.__name__, [own], bases=(kind,), frozen=is_frozen, kw_only=True)
 
 
 def system_data(system: System, config: Any) -> TrainData:
@@ -117,11 +103,6 @@ def train_system(system: System, config: Any, start: Start) -> TrainResult:
         if num_ranks() > 1:
             dist.barrier()
     return result
-
-
-def settled(system: System, config: Any) -> Any:
-    """The configuration with nothing left open that follows from the data."""
-    return system.settle(config) if system.settle is not None else config
 
 
 def _with_layout(system: System, config: Any, model: nn.Module, say: Callable[[str], None]) -> Any:

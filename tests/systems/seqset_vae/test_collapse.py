@@ -9,35 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from truebatch.bench.seqset_quality import LIMIT, checks, known_posterior, truth_table
 from truebatch.systems.seqset_vae.autoencoder import Posterior
 from truebatch.systems.seqset_vae.collapse import Detector, judge, measure_signals
 from truebatch.systems.seqset_vae.settings import DetectorConfig
 
 CONFIG = DetectorConfig(enter=3, leave=2)
-LIMIT = 10.0
 
 
-def posterior(kind: str, *, sets: int = 600, units: int = 32, seed: int = 0) -> Posterior:
-    """Posteriors of many sets, two levels."""
-    generator = torch.Generator().manual_seed(seed)
-    varied = torch.randn(sets, 2, units, generator=generator)
-    same = torch.randn(1, 2, units, generator=generator).expand(sets, -1, -1)
-    zeros = torch.zeros(sets, 2, units)
-    return {
-        "prior": Posterior(zeros, zeros),
-        "informative": Posterior(varied, torch.full_like(varied, 0.08).log()),
-        "constant": Posterior(3 * same, torch.full_like(varied, 0.1).log()),
-        "at the clamp": Posterior(varied, torch.full_like(varied, -LIMIT)),
-    }[kind]
-
-
-def checks(kinds, *, grace=0, config=CONFIG, gap=None):
-    """The log of a run whose posterior is this one at check after check, ten steps apart."""
-    detector = Detector(config=config, grace_steps=grace)
-    return [
-        detector.check(10 * (k + 1), measure_signals(posterior(kind), config, logvar_limit=LIMIT, gap=gap))
-        for k, kind in enumerate(kinds)
-    ]
+def test_the_truth_table_is_right_in_all_six():
+    assert list(truth_table().values()) == [True] * 6
 
 
 def test_a_posterior_that_is_the_prior_is_a_collapse_after_as_many_checks_as_set():
@@ -101,7 +82,7 @@ def test_a_detector_that_was_saved_goes_on_as_if_nothing_had_happened(kinds, cut
             again = Detector(config=CONFIG, grace_steps=20, bad_in_row=99, is_alarmed=True)
             again.restore(json.loads(json.dumps(first.state())))
             first = again
-        lines.append(first.check(10 * (k + 1), measure_signals(posterior(kind), CONFIG, logvar_limit=LIMIT)))
+        lines.append(first.check(10 * (k + 1), measure_signals(known_posterior(kind), CONFIG, logvar_limit=LIMIT)))
     assert lines == whole
 
 

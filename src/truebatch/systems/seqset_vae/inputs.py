@@ -67,7 +67,7 @@ def read_stays(batch: MicroBatch, *, call_cells: int | None = None) -> StayInput
     return StayInputs(
         var=batch["var"].flatten().index_select(0, chosen),
         val=batch["val"].flatten().index_select(0, chosen),
-        minutes=batch["set_minute"],
+        minutes=torch.where(rows.is_real, batch["set_minute"], 0.0),  # 0 * NaN would reach real sets through attention.
         layout=layout,
         rows=rows,
         cell_of_set=torch.from_numpy(place).to(device, non_blocking=True),

@@ -77,13 +77,24 @@ class SeqSetObjective:
 
     def sums(self, model: nn.Module, batch: MicroBatch) -> dict[str, Tensor]:
         """Every term summed over the stays of a micro-batch; noise and schedules only in training."""
+        return self.sums_of(*self._run(model, batch), batch["label"], is_training=model.training)
+
+    def outputs_and_sums(
+        self, model: nn.Module, batch: MicroBatch
+    ) -> tuple[dict[str, list[Tensor]], dict[str, Tensor]]:
+        """Logits and states of every stay, and the terms, from one forward pass: for `verify`."""
+        outputs, inputs = self._run(model, batch)
+        sums = self.sums_of(outputs, inputs, batch["label"], is_training=model.training)
+        states = torch.split(outputs.states, list(inputs.rows.lengths))
+        return {"logits": list(outputs.logits), "states": list(states)}, sums
+
+    def _run(self, model: nn.Module, batch: MicroBatch) -> tuple[Outputs, StayInputs]:
         assert isinstance(model, SeqSetVAE)
         inputs = read_stays(batch)
         noise = draw_noise(batch, inputs, model.settings) if model.training else None
         if noise is not None and self.mode == "finetune":
             noise = replace(noise, posterior=None)  # Latents are given here and not learned.
-        outputs = model(inputs, noise, decode=RECONSTRUCTION in self.terms)
-        return self.sums_of(outputs, inputs, batch["label"], is_training=model.training)
+        return model(inputs, noise, decode=RECONSTRUCTION in self.terms), inputs
 
     def sums_of(self, outputs: Outputs, inputs: StayInputs, labels: Tensor, *, is_training: bool) -> dict[str, Tensor]:
         """The terms of a forward pass that has been made."""
