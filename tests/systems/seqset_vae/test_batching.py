@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.systems.seqset_vae.tiny_stays import batch_of, make_model, make_stay, make_stays
 from truebatch.objective import add_counts, divide_once
 from truebatch.planning.rows import padded_rows
+from truebatch.systems.seqset_vae.heads import PACE
 from truebatch.systems.seqset_vae.inputs import draw_noise, read_stays
 from truebatch.systems.seqset_vae.loading import prepare
 from truebatch.systems.seqset_vae.losses import kl_of_sets, reconstruction
@@ -96,6 +97,34 @@ def test_what_lies_in_empty_cells_changes_no_bit():
             for i in ids:
                 assert all(torch.equal(clean[i][name], dirty[i][name]) for name in clean[i])
                 assert all(bool(torch.isfinite(value).all()) for value in dirty[i].values())
+
+
+def test_nothing_in_empty_cells_reaches_a_gradient():
+    model = make_model().train()
+    batch = batch_of(STAYS, list(range(9)), extra=3)
+
+    def gradients(one):
+        with noise_for(one, seed=7):
+            sums = SeqSetObjective(loss=LOSS).sums(model, one)
+            return torch.autograd.grad(sum(sums.values()), list(model.parameters()), allow_unused=True)
+
+    for clean, dirty in zip(gradients(batch), gradients(spoiled(batch, float("nan"))), strict=True):
+        assert (clean is None and dirty is None) or torch.equal(clean, dirty)
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_votes_are_those_of_the_newest_set_in_any_micro_batch(is_training):
+    model = make_model(votes=True).train(is_training)
+    torch.nn.init.normal_(model.votes.weights)
+    together = results(model, STAYS, list(range(8)))
+    assert_close(together, {i: results(model, STAYS, [i])[i] for i in range(8)})
+    silent = make_model().train(is_training)  # the same weights: votes begin as zeros and draw nothing
+    for i, found in results(silent, STAYS, list(range(8))).items():
+        stay = STAYS[i]
+        newest = stay["set_id"] == stay["set_id"][-1]
+        weights = PACE * model.votes.weights[torch.from_numpy(stay["var"][newest])]
+        votes = torch.from_numpy(stay["val"][newest])[:, None] * weights[:, :2] + weights[:, 2:]
+        torch.testing.assert_close(together[i]["logits"], found["logits"] + votes.sum(0), atol=1e-5, rtol=1e-5)
 
 
 def test_the_order_of_events_in_a_set_does_not_matter():

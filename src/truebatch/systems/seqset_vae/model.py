@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from truebatch.systems.seqset_vae.autoencoder import EventEmbedding, Posterior, SetDecoder, SetEncoder
-from truebatch.systems.seqset_vae.heads import make_head
+from truebatch.systems.seqset_vae.heads import EventVotes, last_sets, make_head
 from truebatch.systems.seqset_vae.inputs import Noise, StayInputs
 from truebatch.systems.seqset_vae.settings import ModelConfig
 from truebatch.tensors.attention import attend
@@ -98,6 +98,7 @@ class SeqSetVAE(nn.Module):
         self.layers = nn.ModuleList(CausalLayer(config) for _ in range(config.transformer_layers))
         self.norm = nn.LayerNorm(Z)
         self.head = make_head(config)
+        self.votes = EventVotes(len(vectors), config.num_classes) if config.votes else None
         _initialise(self)
 
     def forward(self, inputs: StayInputs, noise: Noise | None = None, *, decode: bool = True) -> Outputs:
@@ -108,7 +109,10 @@ class SeqSetVAE(nn.Module):
         latents = posterior.sample(None if noise is None else noise.posterior)
         states = self.states(latents, inputs, noise)
         decoded = self.decode(states, latents, inputs, noise) if decode else None
-        return Outputs(posterior, decoded, target, states, self.logits(states, posterior, inputs))
+        logits = self.logits(states, posterior, inputs)
+        if self.votes is not None:
+            logits = logits + self._votes(inputs)
+        return Outputs(posterior, decoded, target, states, logits)
 
     def decode(self, states: Tensor, latents: Tensor, inputs: StayInputs, noise: Noise | None) -> Tensor:
         """States [M, Z] (stay after stay) and latents [M, L, Z] -> events [n, R]."""
@@ -131,14 +135,21 @@ class SeqSetVAE(nn.Module):
 
     def logits(self, states: Tensor, posterior: Posterior, inputs: StayInputs) -> Tensor:
         """States [M, Z] (stay after stay) -> [N, C]."""
-        N, S = inputs.is_real.shape
         variance = torch.exp(posterior.logvar[:, -1]).index_select(0, inputs.layout.back)
-
-        def in_stays(sets: Tensor) -> Tensor:
-            return sets.new_zeros(N * S, sets.shape[1]).index_copy(0, inputs.cell_of_set, sets).view(N, S, -1)
-
-        found: Tensor = self.head(in_stays(states), in_stays(variance), inputs.is_real)
+        found: Tensor = self.head(_in_stays(states, inputs), _in_stays(variance, inputs), inputs.is_real)
         return found.float()
+
+    def _votes(self, inputs: StayInputs) -> Tensor:
+        """[N, C] of the newest set of every stay."""
+        assert self.votes is not None
+        of_sets = self.votes(inputs.var, inputs.val, inputs.layout).index_select(0, inputs.layout.back)
+        return last_sets(_in_stays(of_sets, inputs), inputs.is_real)
+
+
+def _in_stays(sets: Tensor, inputs: StayInputs) -> Tensor:
+    """[M, Z], stay after stay -> [N, S, Z] with zeros where a stay has no set."""
+    N, S = inputs.is_real.shape
+    return sets.new_zeros(N * S, sets.shape[1]).index_copy(0, inputs.cell_of_set, sets).view(N, S, -1)
 
 
 def _initialise(model: SeqSetVAE) -> None:

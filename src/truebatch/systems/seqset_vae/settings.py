@@ -84,6 +84,9 @@ class ModelConfig:
     dropout: float = 0.1
     head: Head = "attention"
     """How a stay is classified: pooled by attention, or every set judged by two Gaussians (gaussian_mil)."""
+    votes: bool = False
+    """Beside the head, let every event of the newest set vote for the classes itself: a logistic regression on the last
+    values. For few stays with many variables, and best with carry_minutes and carry_counts."""
     num_classes: int = 2
     seed_noise: float = 0.3
     """How much noise the decoder's seeds get in training."""

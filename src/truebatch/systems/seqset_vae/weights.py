@@ -13,7 +13,8 @@ from truebatch.training.checkpoints import load_checkpoint, load_newest
 from truebatch.training.keeping import best_step, list_checkpoints
 from truebatch.training.tensorfiles import read_tensors
 
-HEAD = "head."
+HEAD = ("head.", "votes.")
+"""What judges a stay."""
 ENCODER_PARTS = ("events.", "encoder.")
 """What a set alone needs: the names of these tensors are the same in every model here."""
 WEIGHTS = "model.safetensors"
