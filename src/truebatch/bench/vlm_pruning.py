@@ -21,11 +21,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from truebatch.bench.training_timing import GIB, forget_models, peak_gib, reset_peak_memory, time_once
 from truebatch.bench.vlm_pruning_work import (
@@ -297,7 +297,7 @@ def _about(config: PruningBenchConfig) -> dict[str, Any]:
         "hardware": torch.cuda.get_device_name() if is_card else f"{platform.machine()} CPU, one thread",
         "versions": {
             "torch": torch.__version__,
-            "transformers": transformers.__version__,
+            "transformers": version("transformers"),
             "python": platform.python_version(),
         },
         "config": asdict(config),

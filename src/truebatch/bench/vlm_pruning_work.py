@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from PIL import Image
 
 from truebatch.planning.plan import build_plan
@@ -17,6 +16,7 @@ from truebatch.planning.settings import PlanConfig
 from truebatch.systems.vlm_pruning.backbones import open_encoder
 from truebatch.systems.vlm_pruning.encoding import EncodedSamples, Encoder, encoded_fields
 from truebatch.systems.vlm_pruning.families import ImageReader
+from truebatch.systems.vlm_pruning.fullsize import clip_processor, llava_7b, random_llava
 from truebatch.systems.vlm_pruning.measuring import measure_tokens
 from truebatch.systems.vlm_pruning.model import Pass, PrunedVLM
 from truebatch.systems.vlm_pruning.objective import PruningObjective
@@ -41,22 +41,6 @@ TINY_METHOD = MethodSettings(
 LARGE_METHOD = MethodSettings(use_token_num_target=False, target_sparsity=0.7)
 
 
-def llava_7b() -> Any:
-    """The shape of LLaVA-1.5-7B: CLIP-L/14 at 336 pixels, 576 vision tokens, a decoder of 32 layers."""
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, image_size=336,
-        patch_size=14, projection_dim=768,
-    )  # fmt: skip
-    text = transformers.LlamaConfig(
-        vocab_size=32064, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=32, max_position_embeddings=4096,
-    )  # fmt: skip
-    return transformers.LlavaConfig(
-        vision_config=vision, text_config=text, image_token_index=IMAGE, vision_feature_layer=-2,
-        vision_feature_select_strategy="default",
-    )  # fmt: skip
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
     """A model with its optimisers, and samples."""
@@ -72,14 +56,7 @@ def make_work(device: torch.device, *, is_large: bool, number: int, even: int | 
     """Build the model in bf16 on a card (fp32 on a CPU); `even` gives every question so many words."""
     config = llava_7b() if is_large else tiny_config("tiny-llava")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            torch.manual_seed(0)
-            backbone = transformers.LlavaForConditionalGeneration(config)
-    finally:
-        torch.set_default_dtype(before)
+    backbone = random_llava(config, device, dtype)
     encoder = encoder_for(config)
     model = PrunedVLM(backbone, encoder.family, LARGE_METHOD if is_large else TINY_METHOD).to(device)
     samples = make_samples(number, even=even)
@@ -154,8 +131,7 @@ def preprocessing_seconds(work: Work, number: int) -> dict[str, float]:
     """CPU seconds a sample: ours to bytes, and transformers' own image processor to floats."""
     ours = _seconds(work.encoder.encode, work.samples[:number])
     side = work.encoder.images.config.vision_config.image_size
-    kind: Any = getattr(transformers, "CLIPImageProcessorPil", None) or transformers.CLIPImageProcessor
-    made = kind(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+    made = clip_processor(side)
     theirs = _seconds(lambda sample: made([sample["image"]], return_tensors="np"), work.samples[:number])
     return {"ours": ours, "transformers": theirs}
 
