@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -173,6 +174,30 @@ def test_what_is_too_long_empty_or_without_its_images_is_told_before_the_model(t
     (missing,) = read_asked([[{"role": "user", "content": parts}]])
     with pytest.raises(SampleError, match="names 1 images and has 0"):
         vision.prepare(missing)
+
+
+def test_a_sample_may_ask_for_fewer_tokens_and_for_nothing_unknown(text):
+    backend = model_backend(*text, TEXT, LIMITS)
+    short, whole = questions(2)
+    asked = prepared(backend, [{**short, "options": {"max_new_tokens": 2}}, whole])
+    answers = backend.judge(asked)
+    assert answers[0].tokens == len(asked[0].ids) + 2
+    assert answers[1].tokens == len(asked[1].ids) + 6
+    for options, kind in (({"temperature": 2}, "unknown_option"), ({"max_new_tokens": 0}, "wrong_option")):
+        (sample,) = read_asked([{**short, "options": options}])
+        with pytest.raises(SampleError) as told:
+            backend.cost(sample)
+        assert told.value.kind == kind
+
+
+def test_many_threads_prepare_with_one_tokenizer_that_was_saved_with_a_cut(text):
+    model, tokenizer = text[0], make_tokenizer()
+    tokenizer.backend_tokenizer.enable_truncation(max_length=4)
+    backend = model_backend(model, tokenizer, TEN, LIMITS)
+    asked = list(read_asked(questions(40)))
+    with ThreadPoolExecutor(8) as pool:
+        assert [p.ids for p in pool.map(backend.prepare, asked)] == [backend.prepare(one).ids for one in asked]
+    assert tokenizer.backend_tokenizer.truncation["max_length"] == 4
 
 
 def test_labels_the_tokenizer_cannot_tell_apart_or_merges_are_refused(text):

@@ -159,6 +159,21 @@ def test_the_command_scores_tells_exports_and_goes_on(folder, tmp_path, capsys, 
     assert (tmp_path / "runs" / "score-q.1").is_dir()
 
 
+def test_one_by_one_and_compared_give_what_batches_give(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = write(tmp_path / "q.jsonl", questions(12))
+    scores = []
+    for way in ("on", "off", "compare"):
+        command = ["score", str(data), "--model", str(folder), "--labels", "1,2,3", "--out", way, "--true-batch", way]
+        assert run([*command, "--export", f"{way}.jsonl"]) == 0
+        scores.append([json.loads(line)["score"] for line in (tmp_path / f"{way}.jsonl").read_text().splitlines()])
+        capsys_text = capsys.readouterr().err
+        assert ("12 samples alone and together" in capsys_text) == (way == "compare")
+        assert ("check" in capsys_text) == (way != "off")
+    assert scores[0] == pytest.approx(scores[1], abs=2e-5)
+    assert scores[0] == scores[2]
+
+
 def test_the_command_generates_with_any_level(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = write(tmp_path / "q.jsonl", questions(5))
@@ -183,6 +198,7 @@ def test_the_command_generates_with_any_level(folder, tmp_path, monkeypatch):
         (["--yesno", "--level", "exact"], "unknown level"),
         (["--yesno", "--dtype", "int8"], "unknown dtype"),
         (["--generate", "--parse", "json"], "unknown parser"),
+        (["--yesno", "--true-batch", "maybe"], "on, off or compare"),
         (["--generate", "--temperature", "-1"], "out of range"),
     ],
 )

@@ -88,4 +88,4 @@ def show_retry(
     if cells is not None:
         call = replace(call, limits={**call.limits, "cells": cells})
     kinds = [name.rpartition("/")[2] for name in kind]
-    return run_call(call, run, shard=(0, 1), retry=kinds, check=False, as_json=as_json)
+    return run_call(call, run, shard=(0, 1), retry=kinds, checked=0, as_json=as_json)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from truebatch.scoring.following import Progress, Watch
 
 SOME_FAILED = 3
+CHECKS = {"on": 8, "off": 0, "compare": 64}
+"""Samples that are judged alone and together before a run."""
 _SECONDS = 2.0
 
 
@@ -41,8 +43,11 @@ def show_score(
     seed: Annotated[int, typer.Option(help="With --generate: draws belong to the sample and this seed.")] = 0,
     out: Annotated[Path | None, typer.Option(help="The run folder. Default: runs/score-NAME.")] = None,
     level: Annotated[
-        str, typer.Option(help="close, plan (resumed = same bits) or shape (any company = same bits).")
-    ] = "plan",
+        str, typer.Option(help="close, plan (resumed: same bits) or shape (any company: same bits). Default: plan.")
+    ] = "",
+    true_batch: Annotated[
+        str, typer.Option(help="on, off (one by one), or compare (64 samples both ways first).")
+    ] = "on",
     cells: Annotated[int, typer.Option(help="Most tokens of a batch, padding counted.")] = 8192,
     rows: Annotated[int, typer.Option(help="Most samples of a batch; 1 judges one by one.")] = 256,
     dtype: Annotated[str, typer.Option(help="auto (as saved), float32, bfloat16 or float16.")] = "auto",
@@ -88,14 +93,21 @@ def show_score(
     readout = _readout(yesno=yesno, labels=labels, words=words, head=head, texts=texts if generate else None)
     if prefix:
         readout |= {"prefix": prefix}
+    if true_batch not in CHECKS:
+        raise ConfigError(
+            "true_batch is on, off or compare", seen=f"--true-batch {true_batch}", do="use one of the three"
+        )
+    is_served, is_off = model.startswith("http"), true_batch == "off"
     call = ScoreCall(
         data=str(data), model=model, served=served, readout=readout, dtype=dtype, device=device, workers=workers,
-        timeout=timeout, limits={"level": level, "cells": cells, "rows": rows},
+        timeout=timeout, reuse=not is_off,
+        limits={"level": level or ("close" if is_served else "plan"), "cells": cells, "rows": 1 if is_off else rows},
     )  # fmt: skip
     folder = out or RUNS / f"score-{data.stem}"
     if fresh:
         _move_aside(folder)
-    code = run_call(call, folder, shard=_shard(shard), retry=retry or [], check=check, as_json=as_json)
+    checked = CHECKS[true_batch] if check and not is_served else 0
+    code = run_call(call, folder, shard=_shard(shard), retry=retry or [], checked=checked, as_json=as_json)
     if export is not None:
         from truebatch.scoring.exporting import export as write
 
@@ -104,9 +116,9 @@ def show_score(
 
 
 def run_call(
-    call: ScoreCall, folder: Path, *, shard: tuple[int, int], retry: list[str], check: bool, as_json: bool
+    call: ScoreCall, folder: Path, *, shard: tuple[int, int], retry: list[str], checked: int, as_json: bool
 ) -> int:
-    """Carry out a call, show how it goes, and give the exit code."""
+    """Carry out a call, show how it goes, and give the exit code. `checked` samples are judged both ways first."""
     from truebatch.scoring.batching import Limits
     from truebatch.scoring.calling import open_backends, save_call
     from truebatch.scoring.reading import check_data
@@ -117,8 +129,7 @@ def run_call(
     how = Running(retry=tuple(retry), shard=shard, watch=_watch())
     scorer = Scorer(open_backends(call), limits=Limits(**call.limits))
     try:
-        can_check = check and not call.model.startswith("http")
-        done = scorer.score(Path(call.data), folder, check=can_check, how=how)
+        done = scorer.score(Path(call.data), folder, check=checked > 0, checked=checked, how=how)
         save_call(folder, call)
     finally:
         scorer.close()

@@ -61,7 +61,7 @@ class HttpBackend:
             messages = [{"role": "system", "content": sample.system}] if sample.system else []
             messages.append({"role": "user", "content": sample.user})
         request = {"model": self.served, "messages": _placed(messages, [_url(i) for i in sample.images], sample.id)}
-        return {**request, **self._wanted()}
+        return {**request, **self._wanted(), **sample.options}  # what it does not know, the server refuses
 
     def judge(self, prepared: Sequence[dict[str, Any]], /) -> Sequence[Answer | SampleError]:
         """All requests at once."""

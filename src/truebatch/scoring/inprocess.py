@@ -5,6 +5,7 @@ Padding is on the left and made here, so that a tokenizer's own side is never as
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from truebatch.scoring.batching import Limits
 from truebatch.scoring.keys import canonical
 from truebatch.scoring.labels import Trie, build_trie, read_labels, read_labels_afresh
 from truebatch.scoring.pinned import PinnedDecoder
-from truebatch.scoring.prompting import Prompting, label_tokens
+from truebatch.scoring.prompting import MOST, Prompting, label_tokens
 from truebatch.scoring.readouts import Generate, Head, Readout, as_labels, describe_readout
 from truebatch.scoring.shapes import Shapes
 from truebatch.training.outofmemory import is_out_of_memory
@@ -182,6 +183,7 @@ def model_backend(
 ) -> ModelBackend:  # fmt: skip
     """The backend of a loaded model in evaluation mode."""
     model.eval()
+    processor = _own(processor)
     plain, is_pinned = hf_decoder(model), limits.level == "shape"
     _check_readout(model, readout, is_pinned=is_pinned)
     labels, tokenizer = as_labels(readout), getattr(processor, "tokenizer", processor)
@@ -190,6 +192,7 @@ def model_backend(
     prompting = Prompting(
         processor=processor, max_length=plain.max_length, new_tokens=new_tokens,
         prefix=labels.prefix if labels is not None else "",
+        options=frozenset({MOST} if isinstance(readout, Generate) else ()),
         seed=readout.settings.seed if isinstance(readout, Generate) else 0,
     )  # fmt: skip
     decoder: Decoder = plain
@@ -242,6 +245,20 @@ def _check_readout(model: nn.Module, readout: Readout, *, is_pinned: bool) -> No
         raise ConfigError(
             "this model has no next tokens to read", seen=type(model).__name__, do="use Head(), or a causal model"
         )
+
+
+def _own(processor: Any) -> Any:
+    """The processor with a tokenizer of our own that neither cuts nor pads: threads share it, the user's stays as it is."""
+    tokenizer = copy.deepcopy(getattr(processor, "tokenizer", processor))
+    inner = getattr(tokenizer, "backend_tokenizer", None)
+    if inner is not None:
+        inner.no_truncation()
+        inner.no_padding()
+    if not hasattr(processor, "tokenizer"):
+        return tokenizer
+    made = copy.copy(processor)
+    made.tokenizer = tokenizer
+    return made
 
 
 def _filler(model: nn.Module, decoder: HFDecoder) -> int:

@@ -16,6 +16,7 @@ from truebatch.scoring.backend import Asked, Cost, SampleError
 from truebatch.scoring.keys import image_hash
 from truebatch.scoring.pictures import open_picture, picture_sizes
 
+MOST = "max_new_tokens"
 _NOT_BESIDE = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")
 
 
@@ -28,6 +29,8 @@ class Prompting:
     max_length: int | None
     new_tokens: int
     """That a sample may need behind its prompt."""
+    options: frozenset[str] = frozenset()
+    """What a sample may ask for itself."""
     prefix: str = ""
     """How every answer begins."""
     seed: int = 0
@@ -44,6 +47,7 @@ class Prompting:
 
     def cost(self, sample: Asked) -> Cost:
         """Tokens and patches from the text and the headers of the images; no pixel is decoded."""
+        self._check_options(sample)
         count = getattr(self.processor, "_get_num_multimodal_tokens", None)
         ids = self._text_ids(self.render(sample))
         if not sample.images:
@@ -57,6 +61,7 @@ class Prompting:
 
     def prepare(self, sample: Asked) -> PicturePrompt:
         """The prompt with its pixels; what is wrong with the sample raises `SampleError`."""
+        self._check_options(sample)
         text = self.render(sample)
         if not sample.images:
             ids, beside = self._text_ids(text), dict[str, Any]()
@@ -67,7 +72,8 @@ class Prompting:
         self._checked(sample, Cost(tokens=len(ids)))
         hashes = tuple(image_hash(image) for image in sample.images)
         (key,) = key_prompts(self.seed, [ids])
-        return PicturePrompt(ids=tuple(ids), key=key, inputs=beside, image_hashes=hashes)
+        most = sample.options.get(MOST)
+        return PicturePrompt(ids=tuple(ids), key=key, inputs=beside, image_hashes=hashes, max_new_tokens=most)
 
     def render(self, sample: Asked) -> str:
         """The text of a sample, ready for an answer."""
@@ -82,6 +88,15 @@ class Prompting:
         except Exception as error:  # a template is code of others and may raise anything
             raise SampleError("prepare", "template", f"{sample.id}: {type(error).__name__}: {error}") from error
         return str(text) + self.prefix
+
+    def _check_options(self, sample: Asked) -> None:
+        unknown = sorted(set(sample.options) - self.options)
+        if unknown:
+            known = ", ".join(sorted(self.options)) or "none"
+            raise SampleError("prepare", "unknown_option", f"{sample.id}: {', '.join(unknown)}; there are: {known}")
+        most = sample.options.get(MOST, 1)
+        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+            raise SampleError("prepare", "wrong_option", f"{sample.id}: {MOST}={most!r}, a number from 1 is needed")
 
     def _text_ids(self, text: str) -> list[int]:
         # A template writes its special tokens itself. A tokenizer may have been saved with a length to cut at.

@@ -164,7 +164,8 @@ def _record(run: Path, outcomes: Sequence[Outcome | None], how: Running, followi
 
 
 def _following(listed: Sequence[Listed], batches: Batches, told: Told, how: Running) -> Following:
-    keys = {one.key for one in listed}
+    planned = {key: number % how.shard[1] for number, batch in enumerate(batches.batches) for key in batch}
+    keys = {one.key for one in listed if planned.get(one.key, 0) == how.shard[0]}
     tokens = {key: number for key, number in (batches.tokens or {}).items() if key in keys}
     done = [told.results[key] for key in keys if not _is_open(key, told, how.retry)]
     progress = Progress(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,8 @@ class ScoreRun:
     report: IdentityReport | None
     """Of the check before the run."""
     finished: Finished | None = None
+    reused: dict[str, float] = field(default_factory=dict)
+    """Prefix tokens and images that the backends did not run again."""
 
     @property
     def scores(self) -> NDArray[np.float64]:
@@ -83,7 +85,7 @@ class ScoreRun:
             return {}
         done, seconds = self.finished, max(self.finished.seconds, 1e-9)
         return {
-            "judged": done.judged, "seconds": done.seconds, "samples_per_second": done.judged / seconds,
+            **self.reused, "judged": done.judged, "seconds": done.seconds, "samples_per_second": done.judged / seconds,
             "calls": done.trouble.calls, "oom_splits": done.trouble.splits, "bisections": done.trouble.bisections,
         }  # fmt: skip
 
@@ -135,12 +137,18 @@ class Scorer:
         return _check(self.backends[0], list_samples(samples), n, tolerance)
 
     def score(
-        self, samples: Samples, run: str | Path, *, check: bool | float = True, how: Running | None = None
+        self,
+        samples: Samples,
+        run: str | Path,
+        *,
+        check: bool | float = True,
+        checked: int = CHECKED,
+        how: Running | None = None,
     ) -> ScoreRun:
         """Judge all samples that have no result in the run folder yet.
 
         Interrupted, the same call goes on; another configuration is refused by the name of what differs. `check` judges
-        a few samples alone and together first and refuses above the tolerance (or the one given); False leaves it out.
+        `checked` samples alone and together first and refuses above the tolerance (or the one given); False leaves it out.
         """
         folder = Path(run)
         listed = list_samples(samples)
@@ -148,11 +156,11 @@ class Scorer:
             raise DataError("there are no samples", seen=str(samples)[:100], do="name data with at least one")
         report = None
         if check is not False:
-            with _survived(folder, listed) as sound:
-                report = _check(self.backends[0], sound, CHECKED, None if check is True else float(check))
+            with _survived(folder, listed, checked) as sound:
+                report = _check(self.backends[0], sound, checked, None if check is True else float(check))
             refuse(report)
         finished = run_samples(listed, self.backends, folder, self.limits, how or Running())
-        return ScoreRun(folder, report, finished)
+        return ScoreRun(folder, report, finished, _reused(self.backends))
 
     def judge(self, samples: Samples) -> list[Outcome]:
         """Outcomes in the order of the samples, without a run folder: for few samples, and inside of other programs."""
@@ -195,14 +203,14 @@ class Scorer:
 
 
 @contextmanager
-def _survived(folder: Path, listed: Sequence[Listed]) -> Iterator[list[Listed]]:
+def _survived(folder: Path, listed: Sequence[Listed], checked: int) -> Iterator[list[Listed]]:
     """Samples for a check, without those during whose check the process died: these are left for the journal."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / CHECK
     died = set(read_json(file)["died"]) if file.exists() else set()
     sound = [one for one in listed if one.key not in died]
-    step = max(1, len(sound) // (16 * CHECKED))
-    chosen = sound[::step][: 32 * CHECKED]
+    step = max(1, len(sound) // (16 * checked))
+    chosen = sound[::step][: 32 * checked]
     write_json(file, {"died": sorted(died | {one.key for one in chosen})})
     try:
         yield chosen
@@ -213,6 +221,14 @@ def _survived(folder: Path, listed: Sequence[Listed]) -> Iterator[list[Listed]]:
 def _check(backend: Backend, listed: Sequence[Listed], n: int, tolerance: float | None) -> IdentityReport:
     asked: list[Asked] = [one.asked for one in listed if one.asked is not None]
     return check_identity(backend, asked, n=n, tolerance=tolerance)
+
+
+def _reused(backends: Sequence[Backend]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for backend in backends:
+        for name, number in getattr(backend, "reused", dict)().items():
+            found[f"reused_{name}"] = found.get(f"reused_{name}", 0) + number
+    return found
 
 
 def _failure(key: str, error: SampleError) -> Outcome:
