@@ -23,8 +23,6 @@ class Answered:
     text: str
     layer_tokens: tuple[int, ...]
     """Vision tokens each decoder layer saw."""
-    kept: tuple[tuple[int, ...], ...] = ()
-    """After each pruning layer: which of the sample's vision tokens stay, by number."""
 
 
 def confidence_interval(mean: float, number: int) -> tuple[float, float]:
