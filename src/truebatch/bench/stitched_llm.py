@@ -34,7 +34,7 @@ from truebatch.bench.stitched_llm_work import (
     StitchedBenchConfig,
     build_stitched,
     make_samples,
-    padded_share,
+    padded_shares,
     slots_of,
 )
 from truebatch.bench.training_timing import GIB, forget_models, peak_gib, pin_batch, reset_peak_memory, time_once
@@ -94,7 +94,7 @@ def run_stitched(config: StitchedBenchConfig, *, out: Path | None, say: Callable
         "samples": len(work.lengths), "mean_tokens": float(work.lengths.mean()), "longest": int(work.lengths.max()),
         "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "parameters": sum(p.numel() for p in model.parameters()),
-        "padded_share_by_token_budget": padded_share(work, config),
+        "padded_shares": padded_shares(work.lengths, config.longest),
     }  # fmt: skip
     say(f"built in {time.monotonic() - began:.1f} s: {result['work']}")
     bench = Bench(model, work, config, device, result, began, lambda: _write(result, out), say)

@@ -12,6 +12,7 @@ from truebatch.bench.training_work import Work
 from truebatch.hf.heads import head_of
 from truebatch.hf.shapes import SHAPES, Shape, build_model
 from truebatch.planning.plan import build_plan
+from truebatch.planning.rows import Ints
 from truebatch.planning.settings import PlanConfig
 from truebatch.systems.stitched_llm.stitching import Cut, stitch
 
@@ -66,11 +67,16 @@ def build_stitched(config: StitchedBenchConfig) -> Any:
     return stitch(parts[0], parts[1], Cut(bottom=cuts[0], top=cuts[1]), with_hashes=False).train()
 
 
+def draw_lengths(config: StitchedBenchConfig, random: np.random.Generator) -> Ints:
+    """Tokens of every sample, as web text has them."""
+    drawn = random.lognormal(np.log(config.median), 0.9, config.samples)
+    return drawn.round().clip(4, config.longest).astype(np.int64)
+
+
 def make_samples(model: Any, config: StitchedBenchConfig) -> Work:
     """Random tokens of log-normal lengths, none over the longest."""
     random = np.random.default_rng(0)
-    drawn = random.lognormal(np.log(config.median), 0.9, config.samples)
-    lengths = drawn.round().clip(4, config.longest).astype(np.int64)
+    lengths = draw_lengths(config, random)
     ids = [random.integers(0, model.config.vocab_size, n) for n in lengths.tolist()]
     cells = config.budgets[0]
     return Work(head_of(model), lengths, [{"input_ids": i, "labels": i} for i in ids], cells, slots_of(cells))
@@ -81,9 +87,16 @@ def slots_of(cells: int) -> int:
     return max(cells // 8, 64)
 
 
-def padded_share(work: Work, config: StitchedBenchConfig) -> float:
-    """Empty cells of padded micro-batches under a token budget, steps of 256 samples."""
-    plan = build_plan(work.lengths, PlanConfig(cells=2 * config.longest, samples_per_step=256))
-    rows = [rows for step in range(plan.num_steps) for rank in plan.step(step) for rows in rank]
-    cells = sum(r.num_rows * int(work.lengths[r.ids].max()) for r in rows)
-    return 1 - work.tokens / cells
+def padded_shares(lengths: Ints, longest: int) -> dict[str, float]:
+    """Empty cells of padded micro-batches under token budgets of one and two of the note's rows, in two sizes of step.
+
+    A step is cut into micro-batches by length, so more samples a step and fewer cells a micro-batch leave less empty.
+    """
+    found = {}
+    for rows in (1, 2):
+        for samples in (256, 512):
+            plan = build_plan(lengths, PlanConfig(cells=rows * longest, samples_per_step=samples))
+            formed = [one for step in range(plan.num_steps) for rank in plan.step(step) for one in rank]
+            cells = sum(one.num_rows * int(lengths[one.ids].max()) for one in formed)
+            found[f"{rows * longest} cells, {samples} samples a step"] = 1 - int(lengths.sum()) / cells
+    return found

@@ -108,6 +108,19 @@ def test_layers_called_with_a_2d_mask_get_a_named_error(stitched):
 
 
 @torch.no_grad()
+def test_a_mask_of_another_shape_gets_a_named_error(stitched):
+    ids, is_real = pad(make_ids([8, 5]))
+    for wrong in (is_real[:1], is_real[:, :5], torch.ones(2, 9)):
+        with pytest.raises(AttentionError, match=r"(?s)does not fit the tokens.*shape \[2, 8\]"):
+            stitched(input_ids=ids, attention_mask=wrong)
+    out = stitched(input_ids=ids, attention_mask=is_real, use_cache=True)
+    with pytest.raises(AttentionError, match=r"(?s)after 8 in the cache.*shape \[2, 9\]"):
+        stitched(input_ids=ids[:, :1], attention_mask=torch.ones(2, 1), past_key_values=out.past_key_values)
+    with pytest.raises(AttentionError, match="not 4-D"):
+        stitched(input_ids=ids, attention_mask=is_real[:, None])
+
+
+@torch.no_grad()
 def test_the_shapes_of_the_note_get_the_named_error_and_no_broadcast():
     wide = llama(width=64, heads=32, keys=32, layers=1)
     base = stitch(wide, wide, Cut(bottom=1, top=0)).bottom

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from truebatch.errors import AttentionError
 from truebatch.hf.outputlayer import logit_rule_of
 from truebatch.systems.stitched_llm.adapters import StitchAdapter
 from truebatch.systems.stitched_llm.caching import cache_for
@@ -74,8 +75,7 @@ class StitchedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
         given = input_ids if input_ids is not None else inputs_embeds
         assert given is not None, "input_ids or inputs_embeds"
         rows, cells = given.shape[:2]
-        if attention_mask is not None and attention_mask.ndim != 2:
-            require_4d_mask(attention_mask, rows=rows, query_length=cells)
+        _check_mask(attention_mask, rows, cells, past=0 if cache is None else cache.bottom.get_seq_length())
         if position_ids is None and attention_mask is not None and attention_mask.ndim == 2:
             position_ids = _positions(attention_mask)[:, -cells:]
         passed = {name: value for name, value in kwargs.items() if name not in _NOT_FOR_DONORS}
@@ -126,6 +126,18 @@ class StitchedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
     def trainable_names(self) -> list[str]:
         """Parameters that training changes."""
         return [name for name, p in self.named_parameters() if p.requires_grad]
+
+
+def _check_mask(mask: Tensor | None, rows: int, cells: int, *, past: int) -> None:
+    """Refuse a mask that a donor would misread or stop at with words about broadcasting."""
+    if mask is not None and mask.ndim != 2:
+        require_4d_mask(mask, rows=rows, query_length=cells)
+    elif mask is not None and tuple(mask.shape) != (rows, past + cells):
+        raise AttentionError(
+            "the attention mask does not fit the tokens",
+            seen=f"mask {list(mask.shape)} for ids [{rows}, {cells}]" + (f" after {past} in the cache" if past else ""),
+            do=f"give the tokenizer's mask, shape [{rows}, {past + cells}]: 1 at real tokens, 0 at padding",
+        )
 
 
 def _positions(is_real: Tensor) -> Tensor:
