@@ -70,7 +70,7 @@ def make_config(*, device: str = "cpu", seconds: float | None = None, quick: boo
     if device == "cpu":
         return ScoringBench(seconds=seconds or 600)
     return ScoringBench(
-        device=device, is_tiny=False, texts=256, pictures=256, picture_tokens=500, side=28, new_tokens=64,
+        device=device, is_tiny=False, texts=128, pictures=256, picture_tokens=500, side=28, new_tokens=64,
         cells=65_536, rounds=1, seconds=seconds or 480,
     )  # fmt: skip
 
@@ -173,10 +173,10 @@ def _picture_ways(config: ScoringBench) -> list[tuple[str, Way, int]]:
 def _vision_ways(config: ScoringBench, new: int) -> list[tuple[str, Way, int]]:
     model = make_qwen(torch.device(config.device), is_tiny=config.is_tiny)
     prompts = picture_prompts(config.pictures, config.picture_tokens, config.side, 500)
-    few = max(4, config.pictures // 16) if new else max(4, config.pictures // 4)
+    few = max(4, config.pictures // (64 if new else 4))
     ways: list[tuple[str, Way, int]] = []
     for size in (1, 4, 8, 32, 256):
-        some = prompts[:few] if size == 1 else prompts[: max(few, 16 * size)]
+        some = prompts[:few] if size == 1 else prompts[: max(few, 4 * size)]
         way = ours(model, some, cells=config.cells if size > 8 else 10**6, rows=size, new_tokens=new)
         ways.append(("one by one" if size == 1 else f"at most {size} a batch", way, len(some)))
     shared: dict[str, Any] = {"rows": 256, "cells": config.cells, "new_tokens": new, "is_pinned": True}

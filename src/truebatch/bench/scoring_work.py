@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ def make_llama(device: torch.device, *, is_tiny: bool) -> nn.Module:
     return _made(transformers.LlamaForCausalLM, config, device, torch.float32 if is_tiny else torch.bfloat16)
 
 
+@cache
 def make_qwen(device: torch.device, *, is_tiny: bool) -> nn.Module:
     """A Qwen3-VL shape with random weights: tiny, or of 8B parameters in bf16."""
     text, vision = _TINY if is_tiny else _EIGHT
