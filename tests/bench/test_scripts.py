@@ -15,8 +15,8 @@ from truebatch.commands.bench import SCRIPTS
 from truebatch.errors import ConfigError
 
 
-def test_every_command_has_its_file():
-    assert set(SCRIPTS) <= {file.stem for file in FOLDER.glob("*.py")}
+def test_every_file_is_a_command_and_every_command_a_file():
+    assert {file.stem for file in FOLDER.glob("*.py")} == set(SCRIPTS)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

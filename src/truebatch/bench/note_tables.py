@@ -106,6 +106,11 @@ def _pruning_speed(way: str, result: Mapping[str, Any]) -> str | None:
     return "1.00x" if way == "one by one" else _times(result.get("ratios", {}).get("batch 8 / one by one"))
 
 
+def _judged_speed(way: str, result: Mapping[str, Any]) -> str | None:
+    asked = way if way == "one by one" else f"at most {way.removeprefix('batch ')} a batch"
+    return _times(result.get("ratios", {}).get(f"pictures, texts: {asked}"))
+
+
 CLAIMS: tuple[Claim, ...] = (
     Claim(
         "chinese_gpt: training speed",
@@ -177,6 +182,8 @@ CLAIMS: tuple[Claim, ...] = (
             ("batch 8", "25 s", "4.0x", "~16 GB"),
             ("batch 16", "-", "6.0x", "very high"),
         ),
+        (("speed, CPU, tiny model", "scoring_cpu", _judged_speed),),
+        "Texts for pictures of different sizes. The note's model and memory are not measured yet.",
     ),
     Claim(
         "vl_reward: the whole benchmark, 270 images",

@@ -41,7 +41,9 @@ UNSHOWN = {
     "target",
 }
 UNSHOWN |= {"rounds", "fit", "curves", "note_claims", "texts", "texts collected", "work", "choice", "what", "seeds"}
+UNSHOWN_OF_ROWS = {"rounds", "fit", "command", "date"}
 REMARKS = {
+    "vl_reward_editing": "The editor waits instead of computing: the sharing out of work is measured, not a model.",
     "census_cuda_fp32": "What is counted as wrong and not noticed here was measured again, in census_cuda_fp32_qwen3_5, "
     "when fp64 meant fp64 also where a model writes fp32 into its code.",
 }
@@ -125,8 +127,8 @@ def _tables(name: str, result: Mapping[str, Any]) -> Iterable[str]:
 
 def _part(key: str, value: Any) -> Iterable[str]:
     """A list of rows, rows by name, or values by name as a table; anything else is left in the file."""
-    if isinstance(value, Mapping) and value and all(_is_single(one) for one in value.values()):
-        yield _named(_words(key), value)
+    if isinstance(value, Mapping) and any(_is_single(one) for one in value.values()):
+        yield _named(_words(key), {name: one for name, one in value.items() if _is_single(one)})
     elif isinstance(value, Mapping) and all(isinstance(one, Mapping) for one in value.values()):
         rows = [{_words(key): name, **one} for name, one in value.items() if one]
         is_even = len({tuple(row)[1:] for row in rows}) == 1
@@ -152,7 +154,7 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row with the mappings in it laid out; lists and what is told elsewhere stay in the file."""
     flat: dict[str, Any] = {}
     for key, value in row.items():
-        if key in UNSHOWN:
+        if key in UNSHOWN_OF_ROWS:
             continue
         if isinstance(value, Mapping):
             flat |= {f"{key} {inner}": one for inner, one in value.items() if _is_single(one)}
@@ -188,7 +190,7 @@ def _cut(line: str) -> str:
 
 
 def _words(name: str) -> str:
-    return name.replace("_", " ")
+    return name.replace("_", " ") if name.isidentifier() else name
 
 
 def figure_text(value: Any) -> str:

@@ -15,6 +15,7 @@ SCRIPTS = {
     "verify": "How long a proof takes for tiny models of every head.",
     "fit_cuda": "Whether the budget of `fit` holds: predicted and real peaks of memory.",
     "oom_cuda": "Real out-of-memory errors: the gradient of every step against the step with room.",
+    "sdpa_cuda": "How far the attention kernels of a card are from fp64, length by length.",
     "reliability": "The long sweeps of kills, damaged checkpoints and NaN, counted.",
     "vl_reward_editing": "Editing and judging with an editor that takes its time, on 1, 2 and 6 workers.",
     "trainer_accumulation": "The gradient of a Hugging Face Trainer, with and without truebatch, against one by one.",
