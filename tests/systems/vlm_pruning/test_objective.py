@@ -191,3 +191,18 @@ def test_recomputed_activations_give_the_same_gradients():
     model.gradient_checkpointing_enable()
     _, again = gradients(model, objective, [batch], 2)
     assert all(torch.allclose(again[n], g, atol=1e-6) for n, g in plain.items())
+
+
+@torch.no_grad()
+def test_a_much_longer_neighbour_changes_no_term_of_a_sample():
+    model = build(method=EVERY).train()
+    terms = PruningObjective(method=EVERY).terms
+    chosen = samples(3)
+    longer = {**chosen[0], "id": "long", "question": "How many circles are there? " * 12}
+    found = []
+    for together in (chosen, [*chosen, longer]):
+        batch = batch_of(encode(together))
+        with noise_for(batch, seed=4):
+            found.append(sample_terms(model, batch, temperature=0.4, terms=terms))
+    for term in terms:
+        assert (found[0][term] - found[1][term][:3]).abs().max() <= 1e-5 * max(1.0, float(found[0][term].abs().max()))

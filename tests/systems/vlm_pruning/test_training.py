@@ -214,3 +214,20 @@ def test_a_fresh_discriminator_has_a_fresh_optimiser():
 def test_what_cannot_work_is_refused_before_anything_runs(override, word):
     with pytest.raises(ConfigError, match=word):
         build_model(settings(override))
+
+
+def test_layers_left_open_are_those_of_the_note_in_proportion():
+    whole = MethodSettings().for_depth(32)
+    assert whole.pruning_layers == (5, 10, 15, 20)
+    assert whole.disc_target_layers == (-2, -5, -8)
+    small = MethodSettings().for_depth(6)
+    assert small.pruning_layers == (1, 2, 3, 4)
+    assert small.disc_target_layers == (-1, -2, -3)
+    assert small.for_depth(32) == small
+    assert MethodSettings().for_depth(2).pruning_layers == (0,)
+
+
+def test_a_run_with_defaults_alone_begins(tmp_path):
+    config = load_config(settings_type(VLM_PRUNING), None, overrides=["train.max_steps=1", "train.limit=10"])
+    result = train_system(VLM_PRUNING, config, Start(out=tmp_path / "run", target="vlm_pruning"))
+    assert result.step == 1

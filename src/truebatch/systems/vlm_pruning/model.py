@@ -74,10 +74,11 @@ class PrunedVLM(nn.Module):
 
     def __init__(self, backbone: nn.Module, family: Family, method: MethodSettings) -> None:
         super().__init__()
-        self.backbone, self.family, self.method = backbone, family, method
         config: Any = backbone.config
         self.width = int(config.get_text_config().hidden_size)
         self.num_layers = len(decoder_layers(backbone))
+        method = method.for_depth(self.num_layers)
+        self.backbone, self.family, self.method = backbone, family, method
         self.recomputes = False
         is_pruning = method.stage == "pruning"
         layers = method.pruning_layers if is_pruning else ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -91,8 +91,8 @@ class MethodSettings:
 
     stage: Stage = "pruning"
     """pruning: the backbone is frozen and heads learn what to drop. backbone: the whole model learns to answer first."""
-    pruning_layers: tuple[int, ...] = (5, 10, 15, 20)
-    """Decoder layers after which vision tokens may go."""
+    pruning_layers: tuple[int, ...] = ()
+    """Decoder layers after which vision tokens may go; empty is [5, 10, 15, 20] of 32, in proportion."""
     pruner_d_internal: int = 512
     pruner_num_heads: int = 4
     pruner_dropout: float = 0.1
@@ -133,6 +133,7 @@ class MethodSettings:
     teacher: Teacher = "adversarial"
     """What the unpruned model teaches: a discriminator that tells the two apart, its answers' distribution, nothing."""
     disc_num_layers: int = 3
+    """How many layers the discriminator sees."""
     disc_d_d: int = 512
     disc_dropout: float = 0.1
     disc_noise_scale_start: float = 0.05
@@ -141,8 +142,9 @@ class MethodSettings:
     """After pooling."""
     disc_pool_start_weight: float = 0.3
     disc_pool_end_weight: float = 1.0
-    disc_target_layers: tuple[int, ...] = (-2, -5, -8)
-    """Indices into the hidden states (embeddings first, the last one normed) that the discriminator sees."""
+    disc_target_layers: tuple[int, ...] = ()
+    """Indices into the hidden states (embeddings first, the last one normed) that the discriminator sees; empty is
+    [-2, -5, -8] of 32 layers, in proportion."""
     disc_reinit_prob: float = 0.0
     """Chance before each step that the discriminator and its optimiser begin anew."""
     disc_learning_rate: float = 6e-4
@@ -178,12 +180,23 @@ class MethodSettings:
                 seen=f"temperature={self.temperature}, temperature_min={self.temperature_min}",
                 do="set temperature_min to temperature or less",
             )
-        if len(self.disc_target_layers) != self.disc_num_layers:
+        if self.disc_target_layers and len(self.disc_target_layers) != self.disc_num_layers:
             raise ConfigError(
                 "disc_num_layers says how many layers the discriminator sees",
                 seen=f"disc_num_layers={self.disc_num_layers}, disc_target_layers={self.disc_target_layers}",
                 do="name as many disc_target_layers",
             )
+
+    def for_depth(self, num_layers: int) -> MethodSettings:
+        """These settings with layers that were left open named for a decoder of so many layers."""
+        pruning = sorted({round(share * num_layers / 32) for share in (5, 10, 15, 20)})
+        judged = range(self.disc_num_layers)
+        return replace(
+            self,
+            pruning_layers=self.pruning_layers or tuple(at for at in pruning if at < num_layers - 1) or (0,),
+            disc_target_layers=self.disc_target_layers
+            or tuple(-max(at + 1, round((2 + 3 * at) * num_layers / 32)) for at in judged),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,7 +259,7 @@ class PruningConfig:
 
 def _check_layers(config: MethodSettings) -> None:
     layers = config.pruning_layers
-    if config.stage == "pruning" and (not layers or min(layers) < 0 or list(layers) != sorted(set(layers))):
+    if layers and (min(layers) < 0 or list(layers) != sorted(set(layers))):
         raise ConfigError(
             "pruning_layers must be layer numbers in rising order",
             seen=f"pruning_layers={layers}",

@@ -83,7 +83,7 @@ def build_model(config: Any) -> PrunedVLM:
     if config.method_settings.stage == "pruning":
         fixed = fixed_image_tokens(encoder)
         tokens = fixed if fixed is None or encoder.merge is None else encoder.merge(fixed)
-        check_budget(config.method_settings, num_layers=model.num_layers, tokens=tokens)
+        check_budget(model.method, num_layers=model.num_layers, tokens=tokens)
     return model
 
 
@@ -139,7 +139,10 @@ def _attend(config: Any, model: nn.Module, objective: Objective, folder: Path) -
 
 
 def _settle(config: Any) -> Any:
-    """`enable_true_batch: false` is the way back: one sample at a time, the same results."""
+    """Layers that were left open; and `enable_true_batch: false` is one sample at a time, with the same results."""
+    encoder = encoder_of(config.backbone_settings, config.method_settings)
+    depth = encoder.images.config.get_text_config().num_hidden_layers
+    config = replace(config, method_settings=config.method_settings.for_depth(depth))
     if config.backbone_settings.mllm_settings.enable_true_batch or config.train.true_batch == "off":
         return config
     return replace(config, train=replace(config.train, true_batch="off"))
