@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -25,8 +27,8 @@ SMALL = DemoSize(
 
 
 @pytest.fixture
-def small(monkeypatch):
-    monkeypatch.setattr(demo.run_demo, "__kwdefaults__", {"seed": 0, "size": SMALL})
+def small(monkeypatch, tmp_path):
+    monkeypatch.setattr(demo.run_demo, "__kwdefaults__", {"seed": 0, "size": SMALL, "out": tmp_path / "demo"})
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def dialogues():
 
 
 @pytest.mark.usefixtures("small")
-def test_the_demo_ends_well_and_shows_its_four_parts(capsys):
+def test_the_demo_ends_well_and_shows_its_four_parts(capsys, tmp_path):
     assert run(["demo"]) == 0
     out = capsys.readouterr().out
     for words in (
@@ -51,11 +53,31 @@ def test_the_demo_ends_well_and_shows_its_four_parts(capsys):
         "用户：",
         "Equal to one by one in every part",
         "next: truebatch train chinese_gpt",
+        f"report: {tmp_path / 'demo' / 'report.html'}",
     ):
         assert words in out
+    _check_report(tmp_path / "demo" / "report.html")
 
 
-def test_a_model_that_breaks_the_law_is_found_in_every_part(capsys, monkeypatch):
+def _check_report(file):
+    """All four parts, whole in itself, and small enough to be sent."""
+    page = file.read_text(encoding="utf-8")
+    for words in ("1. Cells that hold", "2. One step of", "packed, 3 ranks", "both losses", "speed", "用户："):
+        assert words in page
+    assert "<script" not in page
+    assert not re.search(r"(src|href)=[\"']https?:", page)
+    assert len(page.encode()) < 1.5e6
+
+
+@pytest.mark.usefixtures("small")
+def test_without_matplotlib_the_demo_says_what_the_report_needs(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "_can_draw", lambda: False)
+    assert run(["demo"]) == 0
+    assert "pip install 'truebatch[report]'" in capsys.readouterr().out
+    assert not (tmp_path / "demo").exists()
+
+
+def test_a_model_that_breaks_the_law_is_found_in_every_part(capsys, monkeypatch, tmp_path):
     forward, step = ChineseGPT.forward, ChineseGPT.forward_step
 
     def mixing(self, input_ids, positions, segments, *, labels=None):
@@ -68,7 +90,7 @@ def test_a_model_that_breaks_the_law_is_found_in_every_part(capsys, monkeypatch)
 
     monkeypatch.setattr(ChineseGPT, "forward", mixing)
     monkeypatch.setattr(ChineseGPT, "forward_step", mixing_step)
-    assert not run_demo(size=SMALL)
+    assert not run_demo(size=SMALL, out=tmp_path)
     last = capsys.readouterr().out
     assert "NOT EQUAL" in last
     for words in ("padded right", "the loss differs", "answers given together and one by one differ"):

@@ -1,12 +1,14 @@
 """The note's two tables, measured: padding by grouping, and speed by batch size, for statements and dialogues.
 
     python -m truebatch.bench.chinese_gpt --device cpu --out docs/results/chinese_gpt_cpu.json
+    python -m truebatch.bench.chinese_gpt --only quality --out docs/results/chinese_gpt_quality_cpu.json
     PYTHONPATH=src python3 -m truebatch.bench.chinese_gpt --device cuda --out chinese_gpt_cuda.json
 
 Speed is that of whole steps (forward, backward, clipping, update) over the same samples, in two definitions:
 "one update per forward pass", as the note counts, where a larger batch also means fewer updates; and "equal samples per
 step", where every way makes the same updates and only the cut of a step differs. On a CPU with one thread its CPU
-seconds count. With --quality the model is trained in two stages and put to the questions it never saw.
+seconds count. With --quality, or --only quality, the model is trained in two stages (a corpus without dialogues: in
+one) and put to texts and questions it never saw.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ from truebatch.planning.keyed import keyed_order
 from truebatch.planning.plan import build_plan
 from truebatch.planning.settings import PlanConfig
 from truebatch.systems.chinese_gpt.advice import bucket_width_for, padding_shares
-from truebatch.systems.chinese_gpt.model import ChineseGPT
+from truebatch.systems.chinese_gpt.dialogues import is_dialogue
 from truebatch.systems.chinese_gpt.objective import NextToken
-from truebatch.systems.chinese_gpt.preparing import best_weights, prepare
+from truebatch.systems.chinese_gpt.preparing import best_weights, load_texts, prepare
 from truebatch.systems.chinese_gpt.samples import FIELDS, Encoded
 from truebatch.systems.chinese_gpt.settings import ChineseTrainConfig
 from truebatch.systems.chinese_gpt.system import CHINESE_GPT
@@ -55,6 +57,8 @@ PADDED_AT = (4, 8, 16)
 ONE_UPDATE, EQUAL_STEPS = "one update per forward pass", "equal samples per step"
 STEP = 16
 """Samples of a step where all ways have equal ones."""
+FIRST_EPOCHS, SECOND_EPOCHS, SECOND_RATE = 14, 10, 1e-3
+"""Of the two stages whose quality is measured."""
 
 Say = Callable[[str], None]
 
@@ -73,7 +77,12 @@ class GPTBenchConfig:
     rounds: int = 3
     seconds: float = 900.0
     """Nothing begins after this time; what was left out is named."""
+    tables: bool = True
     quality: bool = False
+    seed: int = 0
+    """Of the weights, the order of samples and the dropout of the models that are trained."""
+    max_steps: int | None = None
+    """Of every stage that is trained."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,20 +107,13 @@ def run_gpt_bench(config: GPTBenchConfig, *, out: Path | None, say: Say) -> dict
         torch.set_num_threads(config.threads)
     began = time.monotonic()
     result: dict[str, Any] = {"ratios": {}, "padding": [], "rows": [], "choice": {}, "left_out": [], **_about(config)}
-    for corpus, stage in STAGES.items():
-        samples = prepare(_settings(config, stage=stage)).train
-        for shares in _padding_rows(corpus, samples):
-            result["padding"].append(shares)
-            say(_padding_line(shares))
-        _write(result, out)
-    for corpus, stage in STAGES.items():
-        for row in _speed_rows(config, corpus, stage, result, began):
-            result["rows"].append(asdict(row))
-            result["ratios"] = _ratios(result)
-            say(_speed_line(row))
-            _write(result, out)
+    if config.tables:
+        _measure_tables(config, result, out, say, began)
     if config.quality:
-        result["quality"] = _quality(config, say)
+        result["quality"] = {}
+        for name, figures in _quality(config, say):
+            result["quality"][name] = figures
+            _write(result, out)
     result["seconds"] = time.monotonic() - began
     _write(result, out)
     for name, ratio in result["ratios"].items():
@@ -119,9 +121,32 @@ def run_gpt_bench(config: GPTBenchConfig, *, out: Path | None, say: Say) -> dict
     return result
 
 
+def _measure_tables(config: GPTBenchConfig, result: dict[str, Any], out: Path | None, say: Say, began: float) -> None:
+    stages = _stages(config)
+    for corpus, stage in stages.items():
+        samples = prepare(_settings(config, stage=stage)).train
+        for shares in _padding_rows(corpus, samples):
+            result["padding"].append(shares)
+            say(_padding_line(shares))
+        _write(result, out)
+    for corpus, stage in stages.items():
+        for row in _speed_rows(config, corpus, stage, result, began):
+            result["rows"].append(asdict(row))
+            result["ratios"] = _ratios(result)
+            say(_speed_line(row))
+            _write(result, out)
+
+
+def _stages(config: GPTBenchConfig) -> dict[str, str]:
+    """What the corpus has of the two kinds of texts."""
+    has = {is_dialogue(text.text) for text in load_texts(_settings(config))}
+    return {corpus: stage for corpus, stage in STAGES.items() if (stage == "chat") in has}
+
+
 def _settings(config: GPTBenchConfig, **changes: Any) -> Any:
     precision = "bf16" if config.device == "cuda" else "fp32"
-    train = ChineseTrainConfig(batch_size=STEP, samples_per_step=STEP, precision=precision)  # type: ignore[arg-type]
+    sizes = {"batch_size": STEP, "samples_per_step": STEP, "max_steps": config.max_steps, "seed": config.seed}
+    train = ChineseTrainConfig(precision=precision, **sizes)  # type: ignore[arg-type]
     return settings_type(CHINESE_GPT)(data=config.data, train=train, **changes)
 
 
@@ -260,28 +285,35 @@ def _speed_line(row: SpeedRow) -> str:
     )
 
 
-def _quality(config: GPTBenchConfig, say: Say) -> dict[str, Any]:
-    """Both stages, then questions and texts that were never seen; CPU seconds of all of it."""
+def _quality(config: GPTBenchConfig, say: Say) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every stage, then questions and texts that were never seen; CPU seconds from the beginning of the first."""
     began, clock = time.process_time(), time.monotonic()
-    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         first, second = Path(folder) / "pretrained", Path(folder) / "tuned"
         both = _settings(config)
-        both = replace(both, train=replace(both.train, layout="packed", epochs=8))
-        chat = replace(both, stage="chat", start_from=first, train=replace(both.train, epochs=10, learning_rate=1e-3))
-        for name, settings, out in (("pretrained", both, first), ("tuned", chat, second)):
+        both = replace(both, train=replace(both.train, layout="packed", epochs=FIRST_EPOCHS))
+        tuned = replace(both.train, epochs=SECOND_EPOCHS, learning_rate=SECOND_RATE)
+        runs = [
+            ("pretrained", both, first),
+            ("tuned", replace(both, stage="chat", start_from=first, train=tuned), second),
+        ]
+        for name, settings, out in runs[: 2 if "dialogues" in _stages(config) else 1]:
             train_system(CHINESE_GPT, settings, Start(out=out, say=say))
-            model = CHINESE_GPT.build_model(settings)
-            assert isinstance(model, ChineseGPT)
-            model.load_state_dict(dict(best_weights(out)))
-            model.to(config.device).eval()
-            assert CHINESE_GPT.evaluate is not None
-            assert CHINESE_GPT.test is not None
-            figures = CHINESE_GPT.evaluate(settings, model, CHINESE_GPT.test(settings), Path(folder))  # type: ignore[arg-type]
             took = {"cpu_seconds": time.process_time() - began, "seconds": time.monotonic() - clock}
-            found[name] = {**figures, **took}
-            say(f"{name}: {json.dumps(found[name])}")
-    return found
+            figures = {**_figures(settings, out, config), **took}
+            say(f"{name}: {json.dumps(figures)}")
+            yield name, figures
+
+
+def _figures(settings: Any, run: Path, config: GPTBenchConfig) -> dict[str, Any]:
+    weights = best_weights(run)
+    assert CHINESE_GPT.restore_model is not None
+    assert CHINESE_GPT.evaluate is not None
+    assert CHINESE_GPT.test is not None
+    model = CHINESE_GPT.restore_model(settings, weights)
+    model.load_state_dict(dict(weights))
+    held = CHINESE_GPT.test(settings)
+    return dict(CHINESE_GPT.evaluate(settings, model.to(config.device).eval(), held, run))  # type: ignore[arg-type]
 
 
 def _about(config: GPTBenchConfig) -> dict[str, Any]:
@@ -302,10 +334,13 @@ def _write(result: dict[str, Any], out: Path | None) -> None:
 
 def make_config(
     *, device: str = "cpu", data: str = "embedded", threads: int = 1, seconds: float | None = None,
-    quick: bool = False, quality: bool = False,
+    quick: bool = False, quality: bool = False, only: str | None = None, seed: int = 0, max_steps: int | None = None,
 ) -> GPTBenchConfig:  # fmt: skip
     """Sizes for a CPU or a card; quick: few samples and rounds, a dry run."""
-    config = GPTBenchConfig(device=device, data=data, threads=threads, quality=quality)
+    config = GPTBenchConfig(
+        device=device, data=data, threads=threads, tables=only != "quality", quality=quality or only == "quality",
+        seed=seed, max_steps=max_steps,
+    )  # fmt: skip
     if device == "cuda":
         config = replace(config, sizes=(*config.sizes, 64), samples=128, seconds=240.0)
     if quick:
@@ -322,6 +357,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=None, help="nothing begins after this time")
     parser.add_argument("--quick", action="store_true", help="few samples and rounds: a dry run")
     parser.add_argument("--quality", action="store_true", help="train both stages and evaluate them too")
+    parser.add_argument("--only", default=None, choices=("tables", "quality"), help="leave the other part out")
+    parser.add_argument("--seed", type=int, default=0, help="of the models that are trained")
+    parser.add_argument("--max-steps", type=int, default=None, help="of every stage that is trained")
     parser.add_argument("--out", type=Path, default=None, help="write all rows as JSON")
     args = parser.parse_args()
     values = {name: value for name, value in vars(args).items() if name != "out"}

@@ -10,7 +10,14 @@ import typer
 def show_demo(
     seed: Annotated[int, typer.Option(help="Other samples and other weights.")] = 0,
 ) -> int:
-    """Plan ragged samples, build micro-batches and show that they equal one by one. Needs no files."""
+    """Train a small Chinese GPT one by one and in true batches, show that both are the same, and let it answer.
+
+    Needs no files; its report goes to runs/demo/report.html. Exit code 1: something was not equal.
+
+    Examples:
+
+      truebatch demo
+    """
     # Imported here so that `truebatch --help` answers at once: the demo needs torch.
     from truebatch.demo import run_demo
 
