@@ -12,7 +12,14 @@ import typer
 def show_environment(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Describe this machine for a bug report; keys, tokens and home folders are removed."""
+    """Describe this machine for a bug report; keys, tokens and home folders are removed.
+
+    Examples:
+
+      truebatch env
+
+      truebatch env --json
+    """
     # Imported here so that `truebatch --help` answers at once.
     from truebatch.environment import describe_environment
 

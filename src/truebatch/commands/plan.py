@@ -54,7 +54,12 @@ def show_plan(
     cache: Annotated[Path | None, typer.Option(help="Folder where measured lengths are kept.")] = None,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Measure again and keep nothing.")] = False,
 ) -> None:
-    """Show how samples would be grouped: micro-batches, fill, waste, balance. No model is loaded."""
+    """Show how samples would be grouped: micro-batches, fill, waste, balance. No model is loaded.
+
+    Examples:
+
+      truebatch plan train.jsonl --compare
+    """
     from truebatch.planning.measured import cache_folder
 
     limits = _cost_limits(cost or [])

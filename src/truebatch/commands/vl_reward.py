@@ -60,7 +60,12 @@ def show_run(config: Config = None, set_: Set = None) -> int:
 
 @vl_reward_app.command("validate", short_help="Check a benchmark file, its prompts and its pictures; load no model.")
 def show_validate(config: Config = None, set_: Set = None) -> int:
-    """Name every fault of a benchmark file with its record. Exit code 0: sound. 1: faults were found."""
+    """Name every fault of a benchmark file with its record. Exit code 0: sound. 1: faults were found.
+
+    Examples:
+
+      truebatch vl_reward validate --config config.yaml
+    """
     from truebatch.systems.vl_reward.running import load_pairs
 
     pairs, faults = load_pairs(_load(config, set_), with_images=True)
@@ -76,7 +81,12 @@ def show_compare(
     second: Annotated[Path, typer.Argument(help="The folder of another run over the same pairs.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Compare the scores of two runs by sample id, over the samples that are valid in both."""
+    """Compare the scores of two runs by sample id, over the samples that are valid in both.
+
+    Examples:
+
+      truebatch vl_reward compare runs/before runs/after
+    """
     from truebatch.systems.vl_reward.statistics import compare
 
     found = compare(_rows(first), _rows(second))
@@ -97,7 +107,12 @@ def show_compare(
 
 @vl_reward_app.command("gallery", short_help="Write the reports of a run again, from its journals.")
 def show_gallery(config: Config = None, set_: Set = None) -> int:
-    """Make report.json, report.md and gallery.html again; nothing is edited or judged."""
+    """Make report.json, report.md and gallery.html again; nothing is edited or judged.
+
+    Examples:
+
+      truebatch vl_reward gallery --config config.yaml
+    """
     from truebatch.systems.vl_reward.reporting import write_reports
     from truebatch.systems.vl_reward.running import load_pairs
     from truebatch.systems.vl_reward.stages import read_results

@@ -31,7 +31,7 @@ def show_pretrain(
 
     Exit code 0: done; it prints the settings to prune it with.
 
-    Example:
+    Examples:
 
       truebatch vlm_pruning pretrain --out runs/vlm_backbone
     """
