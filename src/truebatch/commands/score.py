@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from truebatch.commands.settings import RUNS
+from truebatch.commands.vl_reward import run_reward
 from truebatch.errors import ConfigError
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
@@ -20,14 +21,21 @@ if TYPE_CHECKING:
     from truebatch.scoring.following import Progress, Watch
 
 SOME_FAILED = 3
+BENCHMARK = "vl_reward"
 CHECKS = {"on": 8, "off": 0, "compare": 64}
 """Samples that are judged alone and together before a run."""
 _SECONDS = 2.0
 
 
 def show_score(
-    data: Annotated[Path, typer.Argument(help="Samples: .jsonl, .json, .csv, .tsv or .parquet.")],
-    model: Annotated[str, typer.Option(help="A model folder, http://HOST:PORT/v1, or `scripted` to try a run out.")],
+    data: Annotated[Path, typer.Argument(help="Samples: .jsonl, .json, .csv, .tsv or .parquet; or vl_reward.")],
+    model: Annotated[
+        str, typer.Option(help="A model folder, http://HOST:PORT/v1, or `scripted` to try a run out.")
+    ] = "",
+    config: Annotated[Path | None, typer.Option(help="vl_reward: a YAML file with its settings.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="vl_reward: a setting, over the file.")
+    ] = None,
     yesno: Annotated[bool, typer.Option("--yesno", help="How much more the model says Yes than No.")] = False,
     labels: Annotated[str, typer.Option(help="Answers and their worth: 1,2,3 or good=1,bad=0.")] = "",
     words: Annotated[str, typer.Option(help="Words from best to worst: excellent,good,fair,poor,bad.")] = "",
@@ -54,6 +62,7 @@ def show_score(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
     served: Annotated[str, typer.Option(help="With an address: the model's name there.")] = "",
     workers: Annotated[int, typer.Option(help="Processes that judge, each on a GPU of its own; 0: this one.")] = 0,
+    engine: Annotated[str, typer.Option(help="local, or ray: the workers are actors of a Ray cluster.")] = "local",
     timeout: Annotated[float, typer.Option(help="Seconds a worker or a server has for a batch.")] = 600.0,
     shard: Annotated[str, typer.Option(help="i/n: this machine's part of the run folder, such as 0/8.")] = "0/1",
     retry: Annotated[
@@ -83,9 +92,14 @@ def show_score(
       truebatch score pairs.jsonl --model ./qwen3-vl --yesno --export scores.csv
 
       truebatch score prompts.jsonl --model ./smollm --generate --max-new-tokens 200 --temperature 0.7
+
+      truebatch score vl_reward --config config.yaml
     """
     from truebatch.scoring.calling import ScoreCall
 
+    if str(data) == BENCHMARK:
+        return run_reward(config, set_)
+    _check_use(model, config, set_)
     texts = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed,
         "stop": list(stop or ()), "parse": parse or None,
@@ -103,11 +117,16 @@ def show_score(
         timeout=timeout, reuse=not is_off,
         limits={"level": level or ("close" if is_served else "plan"), "cells": cells, "rows": 1 if is_off else rows},
     )  # fmt: skip
+    if engine not in ("local", "ray") or (engine == "ray" and not workers):
+        seen = f"--engine {engine} --workers {workers}"
+        raise ConfigError("an engine is local, or ray with workers", seen=seen, do="write --engine ray --workers 4")
     folder = out or RUNS / f"score-{data.stem}"
     if fresh:
         _move_aside(folder)
     checked = CHECKS[true_batch] if check and not is_served else 0
-    code = run_call(call, folder, shard=_shard(shard), retry=retry or [], checked=checked, as_json=as_json)
+    code = run_call(
+        call, folder, shard=_shard(shard), retry=retry or [], checked=checked, engine=engine, as_json=as_json
+    )
     if export is not None:
         from truebatch.scoring.exporting import export as write
 
@@ -115,19 +134,38 @@ def show_score(
     return code
 
 
+def _check_use(model: str, config: Path | None, set_: list[str] | None) -> None:
+    """A file needs a model; --config and --set belong to vl_reward."""
+    if config is not None or set_:
+        raise ConfigError(
+            "--config and --set belong to vl_reward", seen="they were given with a file", do="give options instead"
+        )
+    if not model:
+        raise ConfigError("scoring needs a model", seen="no --model", do="--model FOLDER, or http://HOST:PORT/v1")
+
+
 def run_call(
-    call: ScoreCall, folder: Path, *, shard: tuple[int, int], retry: list[str], checked: int, as_json: bool
+    call: ScoreCall,
+    folder: Path,
+    *,
+    shard: tuple[int, int],
+    retry: list[str],
+    checked: int,
+    as_json: bool,
+    engine: str = "local",
 ) -> int:
     """Carry out a call, show how it goes, and give the exit code. `checked` samples are judged both ways first."""
     from truebatch.scoring.batching import Limits
     from truebatch.scoring.calling import open_backends, save_call
+    from truebatch.scoring.raybackend import open_actors
     from truebatch.scoring.reading import check_data
     from truebatch.scoring.running import Running
     from truebatch.scoring.scorer import Scorer
 
     check_data(Path(call.data))
     how = Running(retry=tuple(retry), shard=shard, watch=_watch())
-    scorer = Scorer(open_backends(call), limits=Limits(**call.limits))
+    backends = open_actors(call) if engine == "ray" else open_backends(call)
+    scorer = Scorer(backends, limits=Limits(**call.limits))
     try:
         done = scorer.score(Path(call.data), folder, check=checked > 0, checked=checked, how=how)
         save_call(folder, call)

@@ -178,7 +178,8 @@ class KeyedDropout(nn.Module):
         numbers = _numbers(tuple(x.shape[leading:]), self.purpose or "dropout", self.axis)
         # As `keyed_uniform(...) >= p` in fp32, without the way through floating point.
         is_kept = numbers >= math.ceil(float(np.float32(self.p)) * 2**_NUMBER_BITS)
-        return x * is_kept.to(x.dtype) / (1 - self.p)
+        out: Tensor = x * is_kept.to(x.dtype) / (1 - self.p)
+        return out
 
     def extra_repr(self) -> str:
         """Shown when the model is printed."""

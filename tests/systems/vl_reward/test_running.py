@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[3]
 def test_the_embedded_benchmark_runs_and_its_report_can_be_made_again(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = ["--set", "benchmark.samples=12", "--set", "evaluation.output_dir=run"]
-    assert run(["vl_reward", "run", *command]) == 0
+    assert run(["score", "vl_reward", *command]) == 0
     out = capsys.readouterr().out
     assert "12 edited now" in out
     first = json.loads(Path("run/report.json").read_text())
