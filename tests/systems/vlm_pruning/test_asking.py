@@ -54,3 +54,11 @@ def test_the_commands_train_and_generate(tmp_path, capsys):
     unknown = "method_settings.prunning_layers=[1]"
     assert run(["train", "vlm_pruning", "--out", folder + "2", *overrides, "--set", unknown]) == 2
     assert "pruning_layers" in capsys.readouterr().err
+
+
+def test_verify_finds_every_arrangement_equal(capsys):
+    overrides = [part for one in SMALL for part in ("--set", one)]
+    assert run(["verify", "vlm_pruning", *overrides]) == 0
+    said = capsys.readouterr().out
+    assert "EQUAL" in said
+    assert "packed" in said
