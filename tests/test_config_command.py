@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from truebatch.cli import run
+from truebatch.commands.config import reference
 from truebatch.config import check_config, config_schema, field_notes
 from truebatch.planning.settings import PlanConfig
 from truebatch.system import System
@@ -136,3 +138,16 @@ def test_the_script_for_a_shell_is_printed(monkeypatch, capsys):
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
     assert run(["--show-completion", "bash"]) == 0
     assert "_TRUEBATCH_COMPLETE=complete_bash" in capsys.readouterr().out
+
+
+def test_the_page_of_all_settings_is_what_the_settings_say():
+    page = Path(__file__).parents[1] / "docs" / "config.md"
+    assert page.read_text(encoding="utf-8") == reference(), "run `truebatch config reference` and keep the page"
+
+
+def test_the_page_names_what_config_show_shows(folder, capsys):
+    named = set(re.findall(r"^\| ([\w.]+) \|", reference(), re.MULTILINE))
+    for target in ("plan", "vl_reward", *SELF_SUFFICIENT):
+        assert set(shown(capsys, target)) <= named
+    assert run(["config", "reference", "--out", "page.md"]) == 0
+    assert Path("page.md").read_text(encoding="utf-8") == reference()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,12 +13,18 @@ import typer
 
 from truebatch.commands.settings import read_settings
 
-PLAN = "plan"
-"""The settings of `truebatch plan`, beside those of the systems."""
+OTHERS = {
+    "plan": "truebatch.planning.settings:PlanConfig",
+    "vl_reward": "truebatch.systems.vl_reward.settings:RewardConfig",
+}
+"""Settings that are not those of a system one trains."""
+PAGE = Path("docs/config.md")
 
 config_app = typer.Typer(help="Settings: show, check, schema.", no_args_is_help=True, rich_markup_mode=None)
 
-Target = Annotated[str, typer.Argument(help="plan, hf, the name of a system, package.module:name, or file.py:name.")]
+Target = Annotated[
+    str, typer.Argument(help="plan, vl_reward, hf, the name of a system, package.module:name, or file.py:name.")
+]
 File = Annotated[Path | None, typer.Option("--config", help="A YAML file.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting, over the file.")]
 
@@ -91,22 +99,70 @@ def show_schema(target: Target) -> int:
     return 0
 
 
+@config_app.command("reference", short_help="docs/config.md again: every setting, its default and what it means.")
+def show_reference(out: Annotated[Path, typer.Option(help="The page that is written.")] = PAGE) -> int:
+    """Write the page of all settings from the settings themselves.
+
+    Examples:
+
+      truebatch config reference
+    """
+    out.write_text(reference(), encoding="utf-8")
+    sys.stdout.write(f"wrote {out}\n")
+    return 0
+
+
+def reference() -> str:
+    """All settings of all targets as one page of Markdown."""
+    from truebatch.bench.census_tables import markdown_table
+    from truebatch.systems import SYSTEMS
+
+    parts = [
+        "# Settings",
+        "Made by `truebatch config reference`; do not edit. A setting stands in a YAML file (`--config FILE`) or is given as "
+        "`--set a.b=value`. `truebatch config show TARGET` says where each value comes from.",
+    ]
+    for target in sorted({*SYSTEMS, *OTHERS}):
+        rows = [[name, _cell(default), _cell(about)] for name, default, about in _known(_kind(target), ())]
+        parts += [f"## {target}", markdown_table(["setting", "default", "what it means"], rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _known(kind: type[Any], path: tuple[str, ...]) -> Iterator[tuple[str, str, str]]:
+    """Name, default and meaning of every setting, without a value for any."""
+    from truebatch.config import field_notes, plain_value
+
+    notes = field_notes(kind)
+    for field in dataclasses.fields(kind):
+        if not field.init:
+            continue
+        made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        if dataclasses.is_dataclass(made) and not isinstance(made, type):
+            yield from _known(type(made), (*path, field.name))
+            continue
+        default = "required" if made is dataclasses.MISSING else _text(plain_value(made))
+        yield ".".join((*path, field.name)), default, notes.get(field.name, "")
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
 def _kind(target: str) -> type[Any]:
     """The dataclass of a target's settings."""
-    if target == PLAN:
-        from truebatch.planning.settings import PlanConfig
+    if target in OTHERS:
+        from truebatch.targets import resolve_target
 
-        return PlanConfig
+        found: type[Any] = resolve_target(OTHERS[target])
+        return found
     from truebatch.systems.finding import find_system
     from truebatch.training.starting import settings_type
 
     return settings_type(find_system(target))
 
 
-def _rows(config: Any, given: Any, path: tuple[str, ...], places: dict[Any, str]) -> Any:
+def _rows(config: Any, given: Any, path: tuple[str, ...], places: dict[Any, str]) -> Iterator[dict[str, Any]]:
     """One row a setting, nested ones by their dotted name."""
-    import dataclasses
-
     from truebatch.config import field_notes, plain_value
 
     notes = field_notes(type(config))
