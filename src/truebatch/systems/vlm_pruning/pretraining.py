@@ -134,7 +134,7 @@ def pretrain_tiny(
     *,
     seed: int = 0,
     samples: int = 9600,
-    epochs: int = 4,
+    epochs: int = 6,
     say: Callable[[str], None] = lambda _line: None,
 ) -> Path:
     """A tiny LLaVA that answers questions about made shapes: the folder to give as `backbone_settings.name`.
