@@ -62,6 +62,7 @@ def test_a_file_brings_its_extra_file(tmp_path):
         (b'["one", 2, null]', r"bad.json, entry 2 is not a string"),
         (b"[]", r"holds no samples"),
         (b'["cut off', r"bad.json:1 is not JSON"),
+        (b" \n", r"bad.json is empty"),
     ],
 )
 def test_a_broken_file_is_refused_with_its_place(tmp_path, content, said):

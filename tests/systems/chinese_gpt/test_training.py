@@ -220,7 +220,9 @@ def test_the_command_trains_goes_on_and_evaluates(corpus, tmp_path, capsys, monk
     sizes = [part for name, value in SMALL.items() for part in ("--set", f"{name}={value}")]
     common = ["train", "chinese_gpt", "--data", str(corpus), *sizes, "--set", "train.epochs=1", "--log-format", "plain"]
     assert run_command([*common, "--dry-run"]) == 0
-    assert "batch size 4: the choice for" in capsys.readouterr().out
+    foreseen = capsys.readouterr().out
+    assert "batch size 4: the choice for" in foreseen
+    assert "memory, GiB" in foreseen
     assert run_command(common) == 0
     said = capsys.readouterr()
     assert "layout: " in said.out + said.err
@@ -254,6 +256,30 @@ def test_a_run_refuses_other_texts(corpus, tmp_path):
     file.write_text(json.dumps([*STATEMENTS[1:], "另一句话。"], ensure_ascii=False), encoding="utf-8")
     with pytest.raises(RunError, match="not what this run began with"):
         trained(folder, tmp_path / "run", train={**settings, "max_steps": 4})
+
+
+def test_a_trained_run_speaks_without_its_corpus_and_is_measured_on_another(corpus, tmp_path, capsys):
+    folder = tmp_path / "corpus"
+    shutil.copytree(corpus, folder)
+    trained(folder, tmp_path / "run", train={"epochs": 1, "batch_size": 16, "max_steps": 4})
+    command = ["generate", str(tmp_path / "run"), "--prompt", "你好", "--temperature", "0", "--max-new-tokens", "4"]
+    assert run_command(command) == 0
+    before = capsys.readouterr().out
+    evaluate = ["evaluate", str(tmp_path / "run"), "--json"]
+    assert run_command(evaluate) == 0
+    own = json.loads(capsys.readouterr().out)
+    # Words the model never saw move all ids of a vocabulary made now; the model goes by its own.
+    (folder / "chat" / "2.json").write_text(
+        json.dumps(["一丁七万", "丈三上下"] * 9, ensure_ascii=False), encoding="utf-8"
+    )
+    assert run_command(evaluate) == 0
+    grown = json.loads(capsys.readouterr().out)
+    assert grown["dialogues"]["perplexity"] == pytest.approx(own["dialogues"]["perplexity"], rel=1e-6)
+    shutil.rmtree(folder)
+    assert run_command(command) == 0
+    assert capsys.readouterr().out == before
+    assert run_command(evaluate) == 2
+    assert "there is no" in capsys.readouterr().err
 
 
 def test_the_plan_knows_the_count_of_every_sample(corpus):

@@ -78,6 +78,10 @@ def _natural(file: Path) -> tuple[bool, list[tuple[bool, int, str]], str]:
 
 def _read_file(file: Path) -> list[Text]:
     source = read_text(file, max_bytes=MAX_BYTES)
+    if not source.strip():
+        raise DataError(
+            f"{file} is empty", seen=f"{len(source)} characters, no JSON", do='write ["first sample", "second sample"]'
+        )
     try:
         values = json.loads(source)
     except json.JSONDecodeError as error:

@@ -18,13 +18,13 @@ from truebatch.systems.chinese_gpt.vocabulary import SPECIAL, Vocab
 
 SHOWN = 3
 WORDS = {
-    "empty": "are empty and will be left out",
-    "duplicate": "repeat an earlier text; all of them are trained on",
-    "special": f"spell a special word such as {SPECIAL[0]}; it is read as plain text",
-    "overlong": "have more tokens than the model reads; by default their end is kept",
-    "short": "have a single character",
-    "no_answer": "look like dialogues and have no answer: 助手 says nothing",
-    "replacement": "hold the character U+FFFD: an earlier conversion has lost something there",
+    "empty": "empty, to be left out",
+    "duplicate": "the same as an earlier one; all of them are trained on",
+    "special": f"with a special word such as {SPECIAL[0]} spelled out; it is read as plain text",
+    "overlong": "with more tokens than the model reads; by default the end is kept",
+    "short": "of a single character",
+    "no_answer": "like a dialogue without an answer: 助手 says nothing",
+    "replacement": "with the character U+FFFD: an earlier conversion has lost something there",
 }
 HARMLESS = ("duplicate", "special", "short")
 
@@ -39,7 +39,7 @@ class Problem:
     def line(self) -> str:
         """In one line."""
         shown = "; ".join(self.places[:SHOWN]) + ("; ..." if len(self.places) > SHOWN else "")
-        return f"{len(self.places):,} texts {WORDS[self.kind]} ({shown})"
+        return f"{len(self.places):,} {'text' if len(self.places) == 1 else 'texts'} {WORDS[self.kind]} ({shown})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -95,7 +95,8 @@ def _corpus_lines(config: Any, ready: Prepared) -> list[str]:
     encoded = [part for part in parts.values() if part is not None]
     lines += [line for name in ("num_empty", "num_cut", "num_dropped") if (line := _count_line(config, name, encoded))]
     found = lint_texts(ready.texts, max_seq_len=config.max_seq_len)
-    lines += [f"corpus: {problem.line()}" for problem in found.problems if problem.kind in ("duplicate", "special")]
+    # What is empty or too long has been counted above, with what was done about it.
+    lines += [f"corpus: {problem.line()}" for problem in found.problems if problem.kind not in ("empty", "overlong")]
     vocab = ready.vocab
     held = [part for part in encoded if part is not ready.train]
     tokens = sum(int(part.lengths.sum()) for part in held)
@@ -110,11 +111,11 @@ def _corpus_lines(config: Any, ready: Prepared) -> list[str]:
 def _count_line(config: Any, name: str, parts: Sequence[Encoded]) -> str:
     number = sum(getattr(part, name) for part in parts)
     words = {
-        "num_empty": "texts are empty and left out",
-        "num_cut": f"texts have more than {config.max_seq_len} tokens: their end is kept (overlong=cut)",
-        "num_dropped": f"texts have more than {config.max_seq_len} tokens and are left out (overlong=drop)",
+        "num_empty": "empty and left out",
+        "num_cut": f"of more than {config.max_seq_len} tokens: the end is kept (overlong=cut)",
+        "num_dropped": f"of more than {config.max_seq_len} tokens and left out (overlong=drop)",
     }
-    return f"corpus: {number:,} {words[name]}" if number else ""
+    return f"corpus: {number:,} {'text' if number == 1 else 'texts'} {words[name]}" if number else ""
 
 
 def _choose_layout(config: Any, model: nn.Module) -> tuple[Layout, str]:
