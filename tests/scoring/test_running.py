@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from truebatch.errors import ConfigError, RestartError, RunError
+from truebatch.scoring import faults
 from truebatch.scoring.backend import Cost
 from truebatch.scoring.batching import Limits, load_batches, plan_batches
 from truebatch.scoring.exporting import export, read_rows, read_status
@@ -24,6 +25,12 @@ from truebatch.training.failpoints import armed
 
 LIMITS = Limits(cells=200)
 QUICK = Running(threads=2, ahead=2)
+
+
+@pytest.fixture(autouse=True)
+def without_collecting(monkeypatch):
+    """Collecting garbage after every fake out of memory is not what is tested here."""
+    monkeypatch.setattr(faults, "_free", lambda: None)
 
 
 def samples(number, seed=0):

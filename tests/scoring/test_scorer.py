@@ -199,6 +199,7 @@ def test_the_command_generates_with_any_level(folder, tmp_path, monkeypatch):
         (["--yesno", "--dtype", "int8"], "unknown dtype"),
         (["--generate", "--parse", "json"], "unknown parser"),
         (["--yesno", "--true-batch", "maybe"], "on, off or compare"),
+        (["--yesno", "--engine", "ray"], "ray with workers"),
         (["--generate", "--temperature", "-1"], "out of range"),
     ],
 )
