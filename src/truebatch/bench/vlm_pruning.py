@@ -25,6 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from truebatch.bench.training_timing import GIB, forget_models, peak_gib, reset_peak_memory, time_once
@@ -46,6 +47,7 @@ from truebatch.systems.vlm_pruning.generation import open_decoder, sample_prompt
 from truebatch.systems.vlm_pruning.measuring import measure_tokens
 from truebatch.systems.vlm_pruning.model import PrunedVLM
 from truebatch.tensors.loader import LoadedStep
+from truebatch.training.outofmemory import free_memory, is_out_of_memory
 from truebatch.training.step import Engine, apply_update, step_counts, take_gradients
 
 Say = Callable[[str], None]
@@ -98,6 +100,7 @@ def run_pruning(config: PruningBenchConfig, *, out: Path | None, say: Say) -> di
     bench.training_rows()
     bench.further_rows()
     bench.generation_rows()
+    bench.loading_rows()
     bench.result["seconds"] = time.monotonic() - bench.began
     bench.write()
     for name, value in bench.result["ratios"].items():
@@ -122,18 +125,13 @@ class Bench:
     def training_rows(self) -> None:
         """One by one, the note's batch, the fitted budget, and even batches of the same number."""
         config = self.config
-        few = replace(
-            self.work, samples=self.work.samples[: config.one_by_one], lengths=self.work.lengths[: config.one_by_one]
-        )
-        self.row("one by one", few, samples=1)
+        self.row("one by one", self._few(), samples=1)
         note = self.row(f"batch {config.note_batch}", self.work, samples=config.note_batch)
         fitted = config.fitted or self._fit(note)
         self.result["fitted_samples"] = fitted
         width = int(statistics.mean(self.work.lengths))
         self.row("fitted budget", self.work, cells=fitted * width)
         self.row("even batches (the limit)", self._even(width), samples=fitted)
-        self.row("fitted budget, with loading", self.work, cells=fitted * width, loads=True)
-        self.row("one by one, with loading", few, samples=1, loads=True)
 
     def further_rows(self) -> None:
         """What else a step can save: the second forward as a whole or in part."""
@@ -181,45 +179,70 @@ class Bench:
             self.result["generation"] = rows
             self.write()
 
-    def row(
-        self, way: str, work: Work, *, samples: int | None = None, cells: int | None = None, loads: bool = False
-    ) -> Row | None:
-        """Time one way; None if time is over."""
+    def loading_rows(self) -> None:
+        """Again with images read, sized and copied while the card works; the first step, which waits, does not count."""
+        cells = self.result.get("fitted_samples", 1) * int(statistics.mean(self.work.lengths))
+        self.loading_row("fitted budget, with loading", self.work, cells=cells)
+        self.loading_row("one by one, with loading", self._few(), samples=1)
+
+    def row(self, way: str, work: Work, *, samples: int | None = None, cells: int | None = None) -> Row | None:
+        """Time one way on micro-batches made before; None if time is over or memory did not do."""
         if self._is_over(way):
             return None
-        config = self.config
-
-        def steps() -> Any:
-            return planned_steps(
-                work, samples=samples, cells=cells, per_step=config.samples_per_step,
-                workers=config.workers if loads else 0,
-            )  # fmt: skip
-
-        made = collected(steps())
+        made = collected(
+            planned_steps(work, samples=samples, cells=cells, per_step=self.config.samples_per_step, workers=0)
+        )
         widest = max((b for step in made for b in step.batches), key=lambda b: b.segments.num_cells)
-        _run_steps(work.engine, [LoadedStep(0, (widest,), {})])  # warm-up
-        reset_peak_memory(self.device)
-        number = sum(b.num_samples for s in made for b in s.batches)
         took: list[float] = []
-        began = time.monotonic()
-        while len(took) < 2 or (len(took) < 7 and time.monotonic() - began < config.way_seconds):
-            took.append(self._time(lambda: _run_steps(work.engine, steps() if loads else made), loads))
-        row = _row(way, made, statistics.median(took) / number, peak_gib(self.device), took)
+        said = ""
+        try:
+            _run_steps(work.engine, [LoadedStep(0, (widest,), {})])  # warm-up
+            reset_peak_memory(self.device)
+            began = time.monotonic()
+            while len(took) < 2 or (len(took) < 7 and time.monotonic() - began < self.config.way_seconds):
+                took.append(time_once(lambda: _run_steps(work.engine, made), self.device))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            said = f"{way}: out of memory"
+        if said:
+            free_memory(self.device)
+            self.result["left_out"].append(said)
+            self.say(said)
+            return None
+        number = sum(b.num_samples for s in made for b in s.batches)
+        return self._add(_row(way, made, statistics.median(took) / number, peak_gib(self.device), took))
+
+    def loading_row(self, way: str, work: Work, *, samples: int | None = None, cells: int | None = None) -> None:
+        """Time the steps behind the first by the clock: workers are other processes."""
+        if self._is_over(way):
+            return
+        longer = replace(work, samples=work.samples * 3, lengths=np.tile(work.lengths, 3))
+        steps = planned_steps(
+            longer, samples=samples, cells=cells, per_step=len(work.samples), workers=self.config.workers
+        )
+        done: list[LoadedStep] = []
+        began = time.perf_counter()
+        for step in steps:
+            _run_steps(work.engine, [step])
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            began = time.perf_counter() if not done else began
+            done.append(step)
+        took = time.perf_counter() - began
+        number = sum(b.num_samples for s in done[1:] for b in s.batches)
+        self._add(_row(way, done[1:], took / number, peak_gib(self.device), [took]))
+
+    def _add(self, row: Row) -> Row:
         self.result["rows"].append(asdict(row))
         self.result["ratios"] = ratios(self.result["rows"])
-        self.say(f"{way}: {row.samples_per_second:.2f} samples/s, {row.peak_gib:.1f} GiB, fill {row.fill:.3f}")
+        self.say(f"{row.way}: {row.samples_per_second:.2f} samples/s, {row.peak_gib:.1f} GiB, fill {row.fill:.3f}")
         self.write()
         return row
 
-    def _time(self, work: Callable[[], None], loads: bool) -> float:
-        """With loading the clock counts: workers are other processes."""
-        if not loads:
-            return time_once(work, self.device)
-        began = time.perf_counter()
-        work()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
+    def _few(self) -> Work:
+        number = self.config.one_by_one
+        return replace(self.work, samples=self.work.samples[:number], lengths=self.work.lengths[:number])
 
     def _fit(self, note: Row | None) -> int:
         """Samples that fill four fifths of the card, from the memory of the note's batch; at most `most`."""
