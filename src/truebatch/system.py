@@ -53,6 +53,8 @@ class System:
     """Augmentation keyed by sample id and epoch."""
     groups: Callable[[Any, nn.Module], Sequence[Any]] | None = None
     """Optimisers of their own (`training.optimising.Group`); by default AdamW over all trainable parameters."""
+    sketch: Callable[[Any], nn.Module] | None = None
+    """A model of the same shapes, for estimates of memory where `build_model` first works for a while; default: that."""
     choose_layout: Callable[[Any, nn.Module], tuple[Layout, str]] | None = None
     """The layout where none is asked for, and why in one line; by default padded."""
     settle: Callable[[Any], Any] | None = None

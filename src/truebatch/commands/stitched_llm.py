@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -62,9 +63,10 @@ def show_inspect(config: Config = None, set_: Settings = None, as_json: AsJson =
 def show_search(
     config: Config = None,
     set_: Settings = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of the training text the maps are fitted on.")] = 8192,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of the training text the maps are fitted on.")] = 8192,
     measure: Annotated[
-        int | None, typer.Option(help="Perplexity of this many pairs, best residual first. Default: 64 at most.")
+        int | None,
+        typer.Option(min=0, help="Perplexity of this many pairs, best residual first. Default: 64 at most."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Where search.json and the heat maps go.")] = Path("stitched_search"),
     as_json: AsJson = False,
@@ -86,6 +88,7 @@ def show_search(
 
     settings = _settings(config, set_)
     bottom, top = open_donors(settings)
+    _refuse_mapped(settings)
     refuse_other_vocabulary(bottom, top)
     rows = list(first_rows(load(settings), tokens=tokens))
     held_out = load_validation(settings) or load(settings)
@@ -97,10 +100,7 @@ def show_search(
         return 0
     _print_pairs(pairs)
     sys.stdout.write("\nfiles: " + ", ".join(map(str, files)) + "\n")
-    best = pairs[0]
-    sys.stdout.write(
-        f"next: truebatch train stitched_llm --set cut_bottom={best.cut_bottom} --set cut_top={best.cut_top}\n"
-    )
+    sys.stdout.write(f"next: {_train_command(config, set_ or [], pairs[0])}\n")
     return 0
 
 
@@ -111,7 +111,8 @@ def show_export(
 ) -> int:
     """Write both cut donors, the trained adapter and the tokenizer into one folder.
 
-    Whoever loads it with AutoModelForCausalLM imports truebatch.systems.stitched_llm.model first.
+    AutoModelForCausalLM and AutoTokenizer load it with from_pretrained(FOLDER, trust_remote_code=True) wherever
+    truebatch is installed; without trust_remote_code after `import truebatch.systems.stitched_llm.model`.
 
     Exit code 0: written. 2: usage, or the run cannot be merged.
 
@@ -131,6 +132,9 @@ def show_export(
     model: Any = trained.model
     export_merged(model, out, load_tokenizer(sources_of(trained.config).tokenizer, None))
     sys.stdout.write(f"wrote {out}: the weights of step {trained.step}\n")
+    sys.stdout.write(
+        f'next: AutoModelForCausalLM.from_pretrained("{out}", trust_remote_code=True), AutoTokenizer likewise\n'
+    )
     return 0
 
 
@@ -143,6 +147,26 @@ def _settings(file: Path | None, overrides: list[str] | None) -> Any:
     for override in overrides or []:
         apply_override(document, override)
     return check_config(settings_type(STITCHED_LLM), document)
+
+
+def _refuse_mapped(settings: Any) -> None:
+    from truebatch.errors import ConfigError
+
+    if settings.vocabulary != "same" or settings.vocabulary_map is not None:
+        raise ConfigError(
+            "a search compares donors of one vocabulary only",
+            seen=f"vocabulary={settings.vocabulary}, vocabulary_map={settings.vocabulary_map}",
+            do="leave these settings out; donors of two vocabularies are cut by hand: --set cut_bottom=K --set cut_top=J",
+        )
+
+
+def _train_command(config: Path | None, given: list[str], best: Any) -> str:
+    """What trains the best pair, with everything that was typed for the search."""
+    kept = [one for one in given if one.partition("=")[0] not in ("cut_bottom", "cut_top")]
+    parts = ["truebatch", "train", "stitched_llm", *(["--config", str(config)] if config is not None else [])]
+    for one in (*kept, f"cut_bottom={best.cut_bottom}", f"cut_top={best.cut_top}"):
+        parts += ["--set", one]
+    return shlex.join(parts)
 
 
 def _print_pairs(pairs: Any) -> None:

@@ -45,6 +45,7 @@ def foresee_run(
     By the fit in the run's folder where it holds for this model; else estimated, without running the model.
     """
     config = replace(config, train=replace(config.train, devices=1, compile=False))
+    system = system if system.sketch is None else replace(system, build_model=system.sketch)
     try:
         engine, config = open_engine(system, config, is_layout_open=False, say=lambda _line: None)
         free = free_bytes_of(engine.device)

@@ -12,6 +12,7 @@ import torch
 
 from tests.systems.stitched_llm.conftest import SMALL
 from truebatch.cli import run
+from truebatch.commands.stitched_llm import _train_command
 from truebatch.systems.stitched_llm.embedded import embedded_folder
 from truebatch.systems.stitched_llm.searching import Pair, write_search
 from truebatch.systems.stitched_llm.settings import StitchConfig
@@ -41,6 +42,17 @@ def trained(cached, tmp_path_factory):
     return folder
 
 
+def test_a_dry_run_trains_no_donor(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TRUEBATCH_CACHE", str(tmp_path))
+    assert (
+        run(["train", "stitched_llm", "--set", "made_up_samples=50", "--dry-run", "--out", str(tmp_path / "run")]) == 0
+    )
+    shown = capsys.readouterr()
+    assert "memory, GiB" in shown.out
+    assert "is trained first" not in shown.err
+    assert not list(tmp_path.rglob("model.safetensors"))
+
+
 def test_train_then_evaluate_then_generate(trained, capsys):
     assert run(["evaluate", str(trained), "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["perplexity"]
@@ -59,16 +71,24 @@ def test_train_then_evaluate_then_generate(trained, capsys):
     assert any(one["text"] for one in together)
 
 
-def test_a_run_is_exported_as_one_folder_that_transformers_loads(trained, tmp_path, capsys):
-    from transformers import AutoModelForCausalLM
+def test_a_run_is_exported_as_one_folder_that_transformers_loads(trained, tmp_path, capsys, monkeypatch):
+    from transformers import AutoModelForCausalLM, dynamic_module_utils
+    from transformers.models.auto import configuration_auto
 
     from truebatch.systems.stitched_llm.saving import load_stitched
 
     assert run(["stitched_llm", "export", str(trained), "--out", str(tmp_path / "merged")]) == 0
     merged, own = AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), load_stitched(trained / "model")
+    # As in a process that never imported truebatch: transformers knows no stitched_llm.
+    monkeypatch.delitem(configuration_auto.CONFIG_MAPPING._extra_content, "stitched_llm")
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    unknown = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", trust_remote_code=True)
+    unknown.save_pretrained(tmp_path / "again")
+    assert not list((tmp_path / "again").glob("*.py"))
     ids = torch.arange(2, 12)[None]
     with torch.no_grad():
         assert torch.equal(merged(input_ids=ids).logits, own(input_ids=ids).logits)
+        assert torch.equal(unknown(input_ids=ids).logits, own(input_ids=ids).logits)
     assert run(["stitched_llm", "export", str(trained), "--out", str(tmp_path / "merged")]) == 2
     assert "is there already" in capsys.readouterr().err
 
@@ -107,6 +127,20 @@ def test_search_ranks_every_pair_and_draws_it(cached, tmp_path, capsys):
     assert all(0 < p["residual"] < 1 for p in pairs)
     assert (tmp_path / "residual.svg").read_text().startswith("<svg")
     assert (tmp_path / "perplexity.svg").exists()
+
+
+def test_a_search_of_a_number_that_is_none_is_refused(tmp_path, capsys):
+    for wrong in (["--measure", "-1"], ["--tokens", "0"]):
+        assert run(["stitched_llm", "search", *wrong, "--out", str(tmp_path)]) == 2
+        assert wrong[0] in capsys.readouterr().err
+
+
+def test_what_follows_a_search_repeats_what_was_typed():
+    found = _train_command(Path("my file.yaml"), ["bottom=a", "cut_top=4", "data=b"], Pair(2, 1, 0.5))
+    assert found == (
+        "truebatch train stitched_llm --config 'my file.yaml' --set bottom=a --set data=b "
+        "--set cut_bottom=2 --set cut_top=1"
+    )
 
 
 def test_a_search_without_losses_draws_one_picture(tmp_path):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from tests.systems.stitched_llm.tiny_donors import llama, make_ids, pad, qwen2
+from tests.systems.stitched_llm.tiny_donors import VOCABULARY, llama, make_ids, pad, qwen2
 from truebatch.systems.stitched_llm.adapters import AdapterShape, StitchAdapter, start_linear
 from truebatch.systems.stitched_llm.corpus import make_texts, make_tokenizer
 from truebatch.systems.stitched_llm.evaluating import perplexity
@@ -71,6 +71,23 @@ def test_padding_takes_no_part_in_the_start():
     assert found[0][0].count == sum(len(s) for s in samples)
     assert float((found[0][1] - found[1][1]).abs().max()) <= 1e-3
     assert found[0][0].residual == pytest.approx(found[1][0].residual, abs=1e-5)
+
+
+def test_donors_of_two_vocabularies_are_fitted_on_the_same_tokens():
+    below, above = llama(), qwen2()
+    order = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))
+    other = qwen2()  # the same donor, its tokens numbered otherwise
+    with torch.no_grad():
+        other.model.embed_tokens.weight[order] = above.model.embed_tokens.weight
+        other.lm_head.weight[order] = above.lm_head.weight
+    cut, rows = Cut(bottom=2, top=1), [pad(make_ids([30, 7, 19, 50] * 8, seed=2))]
+    plain, mapped = stitch(below, above, cut), stitch(below, other, cut, vocabulary=order)
+    assert fit_start(plain, above, cut, rows).residual == pytest.approx(fit_start(mapped, other, cut, rows).residual)
+    assert torch.allclose(plain.adapter.linear.weight, mapped.adapter.linear.weight, atol=1e-4)
+    lacking = order.clone()
+    lacking[int(rows[0][0][0, 10])] = -1
+    fewer = stitch(below, other, cut, vocabulary=lacking)
+    assert fit_start(fewer, other, cut, rows).count < sum([30, 7, 19, 50] * 8)
 
 
 @pytest.mark.xdist_group("stitched_donors")

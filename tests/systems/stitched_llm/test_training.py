@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from tests.systems.stitched_llm.tiny_donors import llama, make_ids, pad, qwen2
 from truebatch.errors import CheckpointError, ConfigError
 from truebatch.hf.heads import head_of
 from truebatch.hf.objectives import HeadObjective
-from truebatch.systems.stitched_llm.building import build
+from truebatch.systems.stitched_llm.building import _describe_start, build
 from truebatch.systems.stitched_llm.donors import weights_hash
+from truebatch.systems.stitched_llm.leastsquares import Solution
 from truebatch.systems.stitched_llm.saving import load_stitched
 from truebatch.systems.stitched_llm.settings import StitchConfig, StitchTrain
 from truebatch.systems.stitched_llm.stitching import Cut, stitch
@@ -27,7 +29,8 @@ pytestmark = pytest.mark.xdist_group("stitched_donors")
 
 def settings(train=None, **given):
     kind = settings_type(STITCHED_LLM)
-    return kind(**SMALL, **given, train=StitchTrain(stuck_seconds=None, **(train or {})))
+    quick = {"stuck_seconds": None, "batch_size": 32, "gradient_accumulation_steps": 1}
+    return kind(**SMALL, **{"start_tokens": 1024, **given}, train=StitchTrain(**{**quick, **(train or {})}))
 
 
 def samples_of(lengths, seed=0):
@@ -137,8 +140,8 @@ def test_a_saved_adapter_gives_the_same_logits_and_refuses_other_donors(cached, 
 def test_every_way_of_joining_trains_and_is_saved_and_loaded(cached, tmp_path, given):
     if given.get("stored") == "int8":
         pytest.importorskip("torchao")
-    result = train_system(STITCHED_LLM, settings({"max_steps": 6}, **given), Start(out=tmp_path / "run"))
-    assert result.step == 6
+    result = train_system(STITCHED_LLM, settings({"max_steps": 3}, **given), Start(out=tmp_path / "run"))
+    assert result.step == 3
     assert result.records[-1]["loss"] < result.records[0]["loss"] + 0.3
     model = load_stitched(tmp_path / "run" / "model")
     trained = {name for name in model.state_dict() if name.startswith("adapter.")}
@@ -147,7 +150,7 @@ def test_every_way_of_joining_trains_and_is_saved_and_loaded(cached, tmp_path, g
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_half_precision_donors_carry_an_adapter_in_full_precision(cached, tmp_path, precision, dtype):
-    config = settings({"max_steps": 4, "precision": precision, "learning_rate": 1e-3})
+    config = settings({"max_steps": 2, "precision": precision, "learning_rate": 1e-3})
     built = build(config)
     assert next(built.model.top.parameters()).dtype == dtype
     assert built.model.adapter.linear.weight.dtype == torch.float32
@@ -173,9 +176,18 @@ def test_int8_donors_without_torchao_are_refused_with_the_command_to_install_it(
 def test_settings_that_contradict_each_other_are_refused():
     with pytest.raises(ConfigError, match=r"(?s)go together.*without top, data"):
         StitchConfig(bottom="x")
+    with pytest.raises(ConfigError, match="start_tokens must be at least 1"):
+        StitchConfig(start_tokens=0)
     with pytest.raises(ConfigError, match="no other start"):
         StitchConfig(adapter="identity")
     with pytest.raises(ConfigError, match="nothing would be trained"):
         StitchConfig(adapter="identity", start="identity")
     with pytest.raises(ConfigError, match="also_train is not known"):
         StitchConfig(also_train=("everything",))
+
+
+def test_a_start_on_few_tokens_says_so():
+    nothing = torch.zeros(1)
+    found = Solution(nothing, nothing, 0.25, nothing, nothing, 255)
+    assert _describe_start(found, 64).endswith("on 255 tokens, which are few: it fits 64 dimensions, give 256 or more")
+    assert _describe_start(replace(found, count=256), 64) == "lstsq start: residual 0.250 on 256 tokens"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from truebatch.systems.stitched_llm.data import first_rows, load, refuse_unknown_labels, sources_of
 from truebatch.systems.stitched_llm.donors import Donor, open_donor
-from truebatch.systems.stitched_llm.embedded import ensure_donors
+from truebatch.systems.stitched_llm.embedded import are_trained, ensure_donors, new_donor
 from truebatch.systems.stitched_llm.leastsquares import Solution
 from truebatch.systems.stitched_llm.model import StitchedForCausalLM
 from truebatch.systems.stitched_llm.parts import add_top_lora, also_train, autocast_of, describe_parts, store_donors
@@ -19,6 +19,8 @@ from truebatch.systems.stitched_llm.stitching import Cut, fit_start, start_adapt
 from truebatch.systems.stitched_llm.vocabularies import match_by_text, read_vocabulary_map
 
 _TOKENS_PER_DIMENSION, _LEAST_TOKENS = 16, 8192
+_FEWEST_PER_DIMENSION = 4
+"""With fewer tokens a least-squares map follows their noise."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,12 +82,37 @@ def build(config: Any) -> Built:
         refuse_unknown_labels(load(config), vocabulary)
     solution = _start(config, model, top, cut)
     if solution is not None:
-        lines.append(f"lstsq start: residual {solution.residual:.3f} on {solution.count:,} tokens")
+        lines.append(_describe_start(solution, bottom.width))
+    _unfreeze(config, model)
+    selftest = _tested(config, model)
+    return Built(model, cut, selftest, solution, [*lines, describe_parts(model), str(selftest)])
+
+
+def sketch(config: Any) -> StitchedForCausalLM:
+    """A model of the same shapes for estimates: embedded donors that are not there yet are not trained for it."""
+    if not config.is_embedded or are_trained(sources_of(config).bottom.parent):
+        return build(config).model
+    bottom, top = (Donor(new_donor(role, seed=0), role) for role in ("bottom", "top"))
+    model = stitch(bottom, top, cut_of(config, bottom, top), with_hashes=False)
+    store_donors(model, config.stored, config.train.precision)
+    if torch.cuda.is_available():
+        model.to("cuda")
+    _unfreeze(config, model)
+    return model
+
+
+def _unfreeze(config: Any, model: StitchedForCausalLM) -> None:
     also_train(model, config.also_train, first_layers=config.first_layers)
     if config.lora:
         add_top_lora(model, rank=config.lora_rank, alpha=config.lora_alpha)
-    selftest = _tested(config, model)
-    return Built(model, cut, selftest, solution, [*lines, describe_parts(model), str(selftest)])
+
+
+def _describe_start(found: Solution, width: int) -> str:
+    words = f"lstsq start: residual {found.residual:.3f} on {found.count:,} tokens"
+    least = _FEWEST_PER_DIMENSION * width
+    return (
+        words if found.count >= least else f"{words}, which are few: it fits {width} dimensions, give {least:,} or more"
+    )
 
 
 def _start(config: Any, model: StitchedForCausalLM, top: Donor, cut: Cut) -> Solution | None:

@@ -29,6 +29,10 @@ class StitchedConfig(PretrainedConfig):  # type: ignore[misc]
         kwargs.setdefault("tie_word_embeddings", False)
         super().__init__(**kwargs)
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Nothing: transformers would copy this file beside every model it saves, and the package has it."""
+
     @property
     def adapter_shape(self) -> AdapterShape:
         """What the adapter is built from."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -60,16 +61,27 @@ def ensure_donors(folder: Path, *, steps: int, seed: int) -> None:
     if rank() == 0:
         for number, role in enumerate(_FAMILIES):
             if not (folder / role).is_dir():
+                sys.stderr.write(f"the {role} donor is trained first, {steps} steps, and kept in {folder / role}\n")
                 model = train_donor(role, steps=steps, seed=seed * 2 + number)
                 _write_whole(folder / role, partial(_save, model))
     if num_ranks() > 1:
         dist.barrier()
 
 
+def are_trained(folder: Path) -> bool:
+    """True where both donors are."""
+    return all((folder / role).is_dir() for role in _FAMILIES)
+
+
+def new_donor(role: str, *, seed: int) -> Any:
+    """A tiny donor that has learned nothing."""
+    torch.manual_seed(seed)
+    return _FAMILIES[role][1](_config(role))
+
+
 def train_donor(role: str, *, steps: int, seed: int) -> nn.Module:
     """One tiny donor, trained on made-up text of its own seed; the same arguments give the same weights."""
-    torch.manual_seed(seed)
-    model: nn.Module = _FAMILIES[role][1](_config(role))
+    model: nn.Module = new_donor(role, seed=seed)
     tokenizer = make_tokenizer()
     texts = make_texts(32 * min(steps, 200), seed=1000 + seed)
     head = head_of(model)

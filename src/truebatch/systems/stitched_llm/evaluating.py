@@ -85,7 +85,7 @@ def compare_donors(
         with without_adapter(model) as bare:
             found["cut_without_adapter"] = perplexity(bare, held_out, precision=precision)
     found["bottom_donor"] = perplexity(bottom.to(model.device), held_out)
-    if not model.config.origin["head_bias"]:
+    if model.vocabulary is None:
         found["top_donor"] = perplexity(top.to(model.device), held_out)
     return found | {"unigram": unigram_perplexity(train, held_out, model.config.vocab_size)}
 

@@ -24,6 +24,14 @@ from truebatch.systems.stitched_llm.parts import Int8Linear, add_top_lora
 from truebatch.systems.stitched_llm.stitching import Cut, stitch
 
 WEIGHTS, ABOUT = "adapter.safetensors", "stitch_config.json"
+CODE = "stitched_code"
+_CODE = '''"""Where transformers finds the classes of this model: from_pretrained(..., trust_remote_code=True)."""
+
+from truebatch.systems.stitched_llm.configuration import StitchedConfig
+from truebatch.systems.stitched_llm.model import StitchedForCausalLM
+
+__all__ = ["StitchedConfig", "StitchedForCausalLM"]
+'''
 
 
 def save_adapter(model: StitchedForCausalLM, folder: Path) -> None:
@@ -113,7 +121,8 @@ def _read(folder: Path) -> dict[str, Any]:
 def export_merged(model: StitchedForCausalLM, folder: Path, tokenizer: Any = None) -> None:
     """Both cut donors, the adapter and the tokenizer in one folder, as `AutoModelForCausalLM.from_pretrained` loads it.
 
-    Whoever loads it imports truebatch.systems.stitched_llm.model first, which registers the class.
+    Whoever loads it says trust_remote_code=True, which lets transformers import the class from truebatch, or imports
+    truebatch.systems.stitched_llm.model first, which registers it.
     """
     has_lora = any("lora_" in name for name, _ in model.named_parameters())
     if has_lora or any(isinstance(module, Int8Linear) for module in model.modules()):
@@ -124,5 +133,15 @@ def export_merged(model: StitchedForCausalLM, folder: Path, tokenizer: Any = Non
         )
     with without_chatter():
         model.save_pretrained(folder)
+    _point_to_code(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def _point_to_code(folder: Path) -> None:
+    """Say in config.json where the classes are: transformers has none of its own for this model."""
+    (folder / f"{CODE}.py").write_text(_CODE, encoding="utf-8")
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    places = {"AutoConfig": f"{CODE}.StitchedConfig", "AutoModelForCausalLM": f"{CODE}.StitchedForCausalLM"}
+    file.write_text(json.dumps({**config, "auto_map": places}, indent=2) + "\n", encoding="utf-8")

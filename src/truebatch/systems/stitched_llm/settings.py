@@ -74,8 +74,9 @@ class StitchConfig:
     def __post_init__(self) -> None:
         _check_words(self)
         _check_sources(self)
-        for name in ("rank", "inner", "first_layers", "lora_rank", "made_up_samples", "donor_steps"):
-            if getattr(self, name) < 1:
+        counts = ("rank", "inner", "first_layers", "lora_rank", "made_up_samples", "donor_steps", "start_tokens")
+        for name in counts:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(
                     f"{name} must be at least 1", seen=f"{name}={getattr(self, name)}", do=f"raise {name}"
                 )

@@ -25,7 +25,7 @@ from truebatch.systems.stitched_llm.configuration import join_configs
 from truebatch.systems.stitched_llm.donors import Donor, check_cut, keep_bottom, keep_top, open_donor, weights_hash
 from truebatch.systems.stitched_llm.leastsquares import NormalEquations, Solution
 from truebatch.systems.stitched_llm.model import StitchedForCausalLM
-from truebatch.systems.stitched_llm.vocabularies import head_in_vocabulary, refuse_other_vocabulary
+from truebatch.systems.stitched_llm.vocabularies import NOBODY, head_in_vocabulary, refuse_other_vocabulary
 
 Start = Literal["lstsq", "random", "identity"]
 Rows = tuple[Tensor, Tensor]
@@ -115,14 +115,23 @@ def fit_start(model: StitchedForCausalLM, top: Any, cut: Cut, rows: Iterable[Row
     shape = model.adapter.shape
     sums = NormalEquations.empty(shape.width_in, shape.width_out, model.device)
     for ids, is_real in rows:
-        given = {"input_ids": ids.to(model.device), "attention_mask": is_real.to(model.device)}
-        kept = given["attention_mask"].bool()
-        x = model.bottom(**given, use_cache=False).last_hidden_state
-        y = below(**given, use_cache=False).last_hidden_state
+        ids, is_real = ids.to(model.device), is_real.to(model.device)
+        ids_above, kept = _ids_above(ids, is_real.bool(), model.vocabulary)
+        x = model.bottom(input_ids=ids, attention_mask=is_real, use_cache=False).last_hidden_state
+        y = below(input_ids=ids_above, attention_mask=is_real, use_cache=False).last_hidden_state
         sums.add(model.adapter.features(x)[kept], y[kept])
     found = sums.solve()
     start_linear(model.adapter, found.weight, found.bias, directions=found.directions, centre=found.centre)
     return found
+
+
+def _ids_above(ids: Tensor, is_real: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The same tokens as the top donor numbers them, and which cells count: those after a token it lacks do not."""
+    if vocabulary is None:
+        return ids, is_real
+    mapped = vocabulary.to(ids.device)[ids]
+    is_known = ((mapped != NOBODY) | ~is_real).long().cumprod(-1).bool()
+    return mapped.clamp(min=0), is_real & is_known
 
 
 def start_adapter(model: StitchedForCausalLM, start: Start, *, seed: int = 0) -> None:

@@ -20,7 +20,7 @@ from truebatch.planning.rows import Layout
 from truebatch.proof.layouts import choose_layout
 from truebatch.system import System
 from truebatch.systems.stitched_llm import data
-from truebatch.systems.stitched_llm.building import Built, build, open_donors
+from truebatch.systems.stitched_llm.building import Built, build, open_donors, sketch
 from truebatch.systems.stitched_llm.evaluating import compare_donors, draw_perplexities
 from truebatch.systems.stitched_llm.parts import autocast_of
 from truebatch.systems.stitched_llm.saving import save_adapter
@@ -45,8 +45,10 @@ def _describe(config: Any) -> list[str]:
     train = config.train
     if train.batch_size is not None and train.samples_per_step is None:
         parts = f"{train.batch_size} x {train.gradient_accumulation_steps} x {train.devices}"
+        tokens = data.measure(config, data.load(config)).lengths.mean() * train.num_samples_per_step()
         lines.append(
-            f"effective batch: {parts} (forward pass x accumulation x devices) = {train.num_samples_per_step()}"
+            f"effective batch: {parts} (forward pass x accumulation x devices) = {train.num_samples_per_step()} samples, "
+            f"about {tokens:,.0f} tokens a step"
         )
     return lines
 
@@ -100,6 +102,7 @@ STITCHED_LLM = System(
     fields=lambda config: data.head_of_text(config).fields,
     measure=data.measure,
     build_model=_build_model,
+    sketch=sketch,
     objective=lambda config: HeadObjective(head=data.head_of_text(config)),
     validation=data.load_validation,  # type: ignore[arg-type]
     test=data.load_test,  # type: ignore[arg-type]
