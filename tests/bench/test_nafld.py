@@ -77,6 +77,7 @@ def test_the_kept_result_is_above_the_known_figure_and_its_interval_holds_logist
     for name in (OURS, MEAN):
         assert rows[name]["auroc"] >= 0.877
         assert rows[name]["auroc_minus"][LOGISTIC]["high"] >= 0
+    assert rows[MEAN]["auroc"] >= rows[LOGISTIC]["auroc"]
     low, high = rows[OURS]["auroc_interval"]
     assert low < rows[OURS]["auroc"] < high
 
