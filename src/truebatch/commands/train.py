@@ -241,12 +241,12 @@ def _train(system: System, config: Any, folder: Path, way: _Way, *, is_layout_op
     finally:
         show.close()
         trackers.close()
-    _say_end(show, result, folder, again)
+    _say_end(show, result, folder)
     _leave_processes()
     return result.exit_code
 
 
-def _say_end(show: Show, result: TrainResult, folder: Path, target: str) -> None:
+def _say_end(show: Show, result: TrainResult, folder: Path) -> None:
     from truebatch.training.reducing import rank
 
     if rank() != 0:
@@ -260,10 +260,10 @@ def _say_end(show: Show, result: TrainResult, folder: Path, target: str) -> None
     show.say(f"done: {result.step} steps ({result.why}){last}{best}")
     exported = folder / "model"
     show.say(f"run: {folder}" + (f"; model: {exported}" if exported.is_dir() else ""))
-    show.say(_next(folder, exported, target))
+    show.say(_next(folder, exported))
 
 
-def _next(folder: Path, exported: Path, target: str) -> str:
+def _next(folder: Path, exported: Path) -> str:
     from truebatch.training.runs import CONFIG
     from truebatch.yamlfiles import read_yaml
 
@@ -271,7 +271,7 @@ def _next(folder: Path, exported: Path, target: str) -> str:
         return f"next, in Python: peft.AutoPeftModel.from_pretrained({str(exported)!r})"
     is_whole = (exported / "config.json").is_file()
     layout = "packed" if read_yaml(folder / CONFIG).values["train"]["layout"] == "packed" else "right"
-    return f"next: truebatch verify {shlex.quote(str(exported) if is_whole else target)} --layout {layout}"
+    return f"next: truebatch verify {shlex.quote(str(exported if is_whole else folder))} --layout {layout}"
 
 
 def _leave_processes() -> None:

@@ -156,3 +156,23 @@ def test_a_long_table_gives_the_same_stays_as_csv_and_as_parquet(tmp_path):
     assert set(train.ids) | set(test.ids) == set(CLEAN)
     assert not set(train.ids) & set(test.ids)
     assert train[0]["set_minute"].tolist() == [0.0, 30.0, 95.0]
+
+
+def test_an_empty_name_of_a_variable_is_a_fault_and_no_variable(tmp_path, capsys):
+    table = tmp_path / "events.csv"
+    rows = [f"p{k % 9},{k},{'HR' if k != 4 else ''},{k % 7}" for k in range(40)]
+    table.write_text("patient,minute,variable,value\n" + "\n".join(rows) + "\n")
+    assert run(["seqset_vae", "validate", str(table)]) == 1
+    out = capsys.readouterr().out
+    assert "an event without the name of a variable: 1" in out
+    assert f"{table}:6" in out
+    assert run(["seqset_vae", "validate", str(table), "--set", "drop_faulty=true"]) == 0
+
+
+def test_a_dry_run_foresees_memory_without_running_the_model(capsys):
+    sizes = ["embedding_dim=16", "reduced_dim=8", "latent_dim=8", "inducing_points=2", "feedforward_dim=8"]
+    settings = ["generator.stays=20", "generator.median_hours=6", *(f"model.{size}" for size in sizes)]
+    assert run(["train", "seqset_vae", "--dry-run", *(part for one in settings for part in ("--set", one))]) == 0
+    said = capsys.readouterr()
+    assert "memory, GiB" in said.out
+    assert said.err == ""

@@ -24,6 +24,7 @@ class FaultKind:
 
 KINDS: dict[str, FaultKind] = {
     "unknown_variable": FaultKind("an event of a variable nobody knows", "the event is left out", "dropped"),
+    "unnamed": FaultKind("an event without the name of a variable", "the event is left out", "dropped"),
     "untrained_variable": FaultKind(
         "an event of a variable no training stay has", "the event is left out", "corrected"
     ),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from truebatch.systems.seqset_vae.autoencoder import SEED_WIDTH
 from truebatch.systems.seqset_vae.sets import SetLayout, lay_sets
@@ -57,7 +58,11 @@ def read_stays(batch: MicroBatch, *, call_cells: int | None = None) -> StayInput
     """Lay the sets of a micro-batch out; nothing waits for the device."""
     events, rows = batch.rows(CELLS), batch.rows(SETS)
     device = batch["var"].device
-    layout = lay_sets(batch["host_set_size"].numpy(), device, call_cells=call_cells)
+    with (
+        _disable_current_modes()
+    ):  # Memory is foreseen with tensors that have no values; sizes must be real all the same.
+        sizes = batch["host_set_size"].numpy()
+    layout = lay_sets(sizes, device, call_cells=call_cells)
     chosen = events.cell_of_token.index_select(0, layout.event_order)
     lengths = np.asarray(rows.lengths, dtype=np.int64)
     width = int(lengths.max(initial=1))

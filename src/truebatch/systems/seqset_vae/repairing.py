@@ -29,6 +29,7 @@ def repair_stay(
     The order of rows within a set never matters, except that the last of two values of a variable is kept.
     `unknown` is the fault that a variable without a number is; "learn" gives it the next number instead.
     """
+    events = _drop(events, events.variable == "", "unnamed", events.variable, findings)
     if unknown == "learn":
         for variable in dict.fromkeys(events.variable.tolist()):
             numbers.setdefault(variable, len(numbers))
@@ -57,7 +58,8 @@ def _drop(events: Events, is_bad: NDArray[np.bool_], kind: str, shown: NDArray[A
     if not len(bad):
         return events
     at = int(bad[0])
-    seen = f"variable {events.variable[at]!r}" + ("" if kind.endswith("_variable") else f", {shown[at]!r:.40}")
+    is_number = shown.dtype.kind == "f"
+    seen = f"variable {str(events.variable[at])!r}" + (f", {shown[at]:g}" if is_number else "")
     findings.note(kind, events.place(at), seen=seen, number=len(bad))
     return events.take(np.flatnonzero(~is_bad))
 
