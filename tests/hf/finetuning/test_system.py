@@ -204,6 +204,7 @@ def test_a_dry_run_shows_both_layouts_and_loads_no_weights(folder, capsys):
     assert plans["packed"]["fill"] == 1.0
     assert plans["padded"]["fill"] < 1.0
     assert plans["packed"]["steps"] == plans["padded"]["steps"] == 3
+    assert min(plan["memory_gib"] for plan in plans.values()) >= 0
     assert train("causal_lm") == 2
     assert "llama cannot be used" in capsys.readouterr().err
 

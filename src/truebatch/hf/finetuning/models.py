@@ -153,6 +153,13 @@ def load_weights(folder: Path, config: Any, task: str, *, seed: int) -> tuple[nn
     return model, sorted({*missing, *resized})
 
 
+def sketch_model(config: Any, task: str) -> nn.Module:
+    """A model of the same shapes whose weights hold nothing: no file is read, and memory nobody writes to is not taken."""
+    with torch.device("meta"), without_chatter():
+        model: nn.Module = _class_of(task).from_config(config, dtype=torch.float32)
+    return model.to_empty(device="cpu")
+
+
 def _class_of(task: str) -> Any:
     return getattr(transformers, CLASSES[task])
 

@@ -22,6 +22,7 @@ from truebatch.hf.finetuning.models import (
     load_weights,
     num_positions,
     shape_of,
+    sketch_model,
     tokenizer_fingerprint,
     with_dropout,
     with_labels,
@@ -156,6 +157,14 @@ def _build_model(config: Any) -> nn.Module:
     return model
 
 
+def _sketch(config: Any) -> nn.Module:
+    """The shapes of the model, without its weights."""
+    model = sketch_model(deepcopy(prepare(config).configuration), config.task)
+    if config.lora:
+        add_lora(model, config.task, rank=config.lora_rank, alpha=config.lora_alpha)
+    return model
+
+
 def _choose_layout(config: Any, model: nn.Module) -> tuple[Layout, str]:
     """Packed where it is proven right on this very model, else padded."""
     if torch.cuda.is_available():
@@ -199,6 +208,7 @@ FINETUNING = System(
     build_model=_build_model,
     objective=lambda config: HeadObjective(head=prepare(config).head),
     validation=_validation,  # type: ignore[arg-type]
+    sketch=_sketch,
     choose_layout=_choose_layout,
     describe=_describe,
     save=_save,
