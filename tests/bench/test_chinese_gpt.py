@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.systems.chinese_gpt.small import TEXTS
+from tests.systems.chinese_gpt.small import STATEMENTS, TEXTS
 from truebatch.bench import chinese_gpt
+from truebatch.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +52,26 @@ def test_what_there_was_no_time_for_is_named(corpus):
     found = chinese_gpt.run_gpt_bench(config, out=None, say=lambda _line: None)
     assert found["rows"] == []
     assert found["left_out"]
+
+
+def test_quality_alone_trains_both_stages_and_counts_cpu_seconds(corpus):
+    config = chinese_gpt.make_config(data=corpus, only="quality", max_steps=1, seed=3)
+    found = chinese_gpt.run_gpt_bench(config, out=None, say=lambda _line: None)
+    assert found["rows"] == found["padding"] == []
+    assert list(found["quality"]) == ["pretrained", "tuned"]
+    assert 0 < found["quality"]["pretrained"]["cpu_seconds"] < found["quality"]["tuned"]["cpu_seconds"]
+    assert found["quality"]["tuned"]["answers_asked"] > 0
+
+
+def test_a_corpus_without_dialogues_has_one_stage(tmp_path):
+    file = tmp_path / "told.json"
+    file.write_text(json.dumps(STATEMENTS, ensure_ascii=False), encoding="utf-8")
+    config = replace(chinese_gpt.make_config(data=str(file), quality=True, max_steps=1), seconds=0.0)
+    found = chinese_gpt.run_gpt_bench(config, out=None, say=lambda _line: None)
+    assert {row["corpus"] for row in found["padding"]} == {"statements"}
+    assert list(found["quality"]) == ["pretrained"]
+
+
+def test_an_unknown_part_is_refused():
+    with pytest.raises(ConfigError, match="no such part"):
+        chinese_gpt.make_config(only="speed")

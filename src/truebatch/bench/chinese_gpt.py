@@ -32,6 +32,7 @@ import torch
 
 from truebatch.bench.commandline import command_line
 from truebatch.bench.training_timing import time_once
+from truebatch.errors import ConfigError
 from truebatch.planning.keyed import keyed_order
 from truebatch.planning.plan import build_plan
 from truebatch.planning.settings import PlanConfig
@@ -337,6 +338,8 @@ def make_config(
     quick: bool = False, quality: bool = False, only: str | None = None, seed: int = 0, max_steps: int | None = None,
 ) -> GPTBenchConfig:  # fmt: skip
     """Sizes for a CPU or a card; quick: few samples and rounds, a dry run."""
+    if only not in (None, "tables", "quality"):
+        raise ConfigError("there is no such part", seen=f"only={only!r}", do="use tables or quality")
     config = GPTBenchConfig(
         device=device, data=data, threads=threads, tables=only != "quality", quality=quality or only == "quality",
         seed=seed, max_steps=max_steps,

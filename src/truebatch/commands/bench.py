@@ -111,6 +111,9 @@ def show_chinese_gpt(
     seconds: Annotated[float | None, typer.Option(help="Nothing begins after this time.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few samples and rounds: a dry run.")] = False,
     quality: Annotated[bool, typer.Option("--quality", help="Train both stages and evaluate them too.")] = False,
+    only: Annotated[str | None, typer.Option(help="tables or quality: leave the other part out.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the models that are trained.")] = 0,
+    max_steps: Annotated[int | None, typer.Option(help="Of every stage that is trained.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows as JSON.")] = None,
 ) -> int:
     """Measure the two tables people know from the note, on statements and dialogues, with both ways to count speed.
@@ -124,7 +127,10 @@ def show_chinese_gpt(
     # Imported here so that `truebatch --help` answers at once.
     from truebatch.bench.chinese_gpt import make_config, run_gpt_bench
 
-    config = make_config(device=device, data=data, threads=threads, seconds=seconds, quick=quick, quality=quality)
+    config = make_config(
+        device=device, data=data, threads=threads, seconds=seconds, quick=quick, quality=quality, only=only, seed=seed,
+        max_steps=max_steps,
+    )  # fmt: skip
     run_gpt_bench(config, out=json_file, say=typer.echo)
     return 0
 
