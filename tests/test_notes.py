@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from truebatch.bench.tables import figure_text
+from truebatch.bench.tables import FIGURE, MADE_BY, kept_value, read_results, with_figures
+from truebatch.errors import DataError
 from truebatch.systems.vlm_pruning.settings import PruningConfig
 
 ROOT = Path(__file__).parents[1]
@@ -21,7 +20,6 @@ STATEMENTS = {0: 20, 1: 14, 2: 16, 3: 16, 4: 11}
 """How many statements each note has, in the order vlm_pruning, seqset_vae, chinese_gpt, vl_reward, stitched_llm."""
 STATES = {"works", "measured", "corrected", "not yet"}
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
-FIGURE = re.compile(r"`(\w+)\.json: ([^`]+)` = ([\d.,e+-]*\d)")
 
 
 def rows() -> dict[str, tuple[str, str, str]]:
@@ -39,18 +37,6 @@ ROWS = rows()
 def functions_of(file: str) -> set[str]:
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-
-
-def found_in(name: str, path: str) -> Any:
-    """A value of a kept result: keys one after another; of a list the first row in which all `key=value` hold."""
-    value: Any = json.loads((ROOT / "docs/results" / f"{name}.json").read_text())
-    for part in path.split(" > "):
-        if isinstance(value, list):
-            wanted = [pair.split("=") for pair in part.split(" & ")]
-            value = next(row for row in value if all(str(row.get(key)) == text for key, text in wanted))
-        else:
-            value = value[part]
-    return value
 
 
 def test_no_statement_is_missing_and_none_is_made_up():
@@ -75,10 +61,29 @@ def test_every_test_that_is_named_exists():
 
 
 def test_every_figure_is_the_one_that_is_kept():
-    figures = FIGURE.findall(PAGE.read_text(encoding="utf-8"))
-    assert len(figures) > 15
-    said = {f"{name}: {path}": value for name, path, value in figures}
-    assert said == {f"{name}: {path}": figure_text(found_in(name, path)) for name, path, _ in figures}
+    text = PAGE.read_text(encoding="utf-8")
+    assert len(FIGURE.findall(text)) > 15
+    made = with_figures(text, read_results(ROOT / "docs" / "results"))
+    assert text.splitlines() == made.splitlines(), f"run `{MADE_BY}` and read the page again"
+
+
+def test_a_figure_follows_its_result():
+    text = "`a.json: rows > way=x & size=4 > speed` = 1.5 and `a.json: ratios > b / c` = 2"
+    results = {
+        "a": {
+            "rows": [{"way": "x", "size": 2, "speed": 9}, {"way": "x", "size": 4, "speed": 3.14159}],
+            "ratios": {"b / c": 7},
+        }
+    }
+    told = with_figures(text, results)
+    assert told == "`a.json: rows > way=x & size=4 > speed` = 3.14 and `a.json: ratios > b / c` = 7"
+
+
+@pytest.mark.parametrize("path", ["b > ratios", "a > ratio", "a > rows > way=y > speed"])
+def test_a_figure_that_no_result_keeps_is_named(path):
+    name, _, rest = path.partition(" > ")
+    with pytest.raises(DataError, match="no result keeps"):
+        kept_value({"a": {"rows": [{"way": "x"}]}}, name, rest)
 
 
 def test_a_batch_of_the_notes_size_is_a_fifth_of_a_megabyte():

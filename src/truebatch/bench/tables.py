@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import sys
 from collections import Counter
@@ -21,6 +22,9 @@ from truebatch.bench.note_tables import note_tables
 from truebatch.errors import DataError
 
 RESULTS, PAGE = Path("docs/results"), Path("docs/benchmarks.md")
+NOTES = "notes.md"
+FIGURE = re.compile(r"`(\w+)\.json: ([^`]+)` = ([\d.,e+-]*\d)")
+"""A figure in prose, with the place in a kept result that it is from."""
 MADE_BY = "truebatch bench tables"
 NOT_RECORDED = "not recorded"
 ORIGIN = ("command", "date", "hardware")
@@ -210,10 +214,34 @@ def _cell(text: str) -> str:
     return _cut(" ".join(text.split())).replace("|", "\\|")
 
 
+def kept_value(results: Mapping[str, Mapping[str, Any]], name: str, path: str) -> Any:
+    """A value of a kept result: keys one after another; of a list the first row in which all `key=value` hold."""
+    value: Any = results
+    for part in (name, *path.split(" > ")):
+        wanted = [pair.split("=") for pair in part.split(" & ")] if isinstance(value, list) else []
+        rows = [row for row in value if all(str(row.get(key)) == text for key, text in wanted)] if wanted else []
+        if not rows and (wanted or part not in value):
+            raise DataError(
+                "a figure is named that no result keeps",
+                seen=f"{part!r} of {name}.json: {path}",
+                do="correct its place in docs/notes.md, or measure it",
+            )
+        value = rows[0] if wanted else value[part]
+    return value
+
+
+def with_figures(text: str, results: Mapping[str, Mapping[str, Any]]) -> str:
+    """The text with every figure that names its place in a kept result as it is kept there."""
+    return FIGURE.sub(lambda m: f"`{m[1]}.json: {m[2]}` = {figure_text(kept_value(results, m[1], m[2]))}", text)
+
+
 def write_page(*, folder: Path = RESULTS, out: Path = PAGE) -> list[str]:
-    """Write the page; the lines that say what the results lack."""
+    """Write the page, and the figures of the notes beside it; the lines that say what the results lack."""
     results = read_results(folder)
     out.write_text(page(results), encoding="utf-8")
+    notes = out.with_name(NOTES)
+    if notes.is_file():
+        notes.write_text(with_figures(notes.read_text(encoding="utf-8"), results), encoding="utf-8")
     lacking = {name: missing_origin(result) for name, result in results.items()}
     return [f"wrote {out}: {len(results)} results"] + [
         f"{name} does not say its {', '.join(lacks)}" for name, lacks in lacking.items() if lacks

@@ -228,6 +228,8 @@ def show_tables(
 ) -> int:
     """Write the page of all measured tables from the kept results and from nothing else; nothing is measured.
 
+    Figures of notes.md beside the page that name a place in a result are written again, too.
+
     A result that does not say its command, date or hardware is named.
 
     Examples:
