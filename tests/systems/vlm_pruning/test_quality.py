@@ -1,0 +1,92 @@
+"""On made shapes: a tiny model that really looks, pruned to 30 % of its vision tokens, beside untrained ways to prune."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import truebatch
+from truebatch.config import load_config
+from truebatch.reports.findings import kept_findings
+from truebatch.systems.vlm_pruning.baselines import WAYS
+from truebatch.systems.vlm_pruning.encoding import EncodedSamples
+from truebatch.systems.vlm_pruning.evaluation import LEARNED, answer_samples, evaluate
+from truebatch.systems.vlm_pruning.judges import judge_of
+from truebatch.systems.vlm_pruning.pretraining import align_tower, make_patches, pretrain_tiny
+from truebatch.systems.vlm_pruning.shapes import CHANCE, EDGES, SHAPES
+from truebatch.systems.vlm_pruning.showing import show
+from truebatch.systems.vlm_pruning.system import VLM_PRUNING
+from truebatch.systems.vlm_pruning.tiny import tiny_model
+from truebatch.training.starting import Start, settings_type, train_system
+from truebatch.training.trained import open_trained
+
+STARTER = Path(truebatch.__file__).parent / "systems/vlm_pruning/starter/configs/vision_token_pruning.yaml.template"
+
+
+def test_what_a_patch_shows_is_known_patch_by_patch():
+    patches = make_patches(16)
+    shapes, colours = patches.things
+    assert patches.pixels.shape == (16, 3, 56, 56)
+    assert ((shapes >= 0) == (colours >= 0)).all()
+    assert (shapes >= 0).sum(1).tolist() == [6] * 16
+    assert shapes.max() == len(SHAPES) - 1
+    assert [int((patches.edges == edge).sum()) for edge in range(len(EDGES))] == [2, 2, 2, 2]
+
+
+def test_a_few_steps_bring_patches_nearer_to_their_words():
+    before, after = (align_tower(tiny_model("tiny-llava"), images=64, steps=steps) for steps in (1, 40))
+    assert after > before + 0.2
+
+
+# ---- the whole way; minutes
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory):
+    torch.set_num_threads(2)
+    return pretrain_tiny(tmp_path_factory.mktemp("backbone"))
+
+
+@pytest.fixture(scope="module")
+def pruned(backbone, tmp_path_factory):
+    out = tmp_path_factory.mktemp("pruned") / "run"
+    given = [f"backbone_settings.name={backbone}"]
+    config_file = out.parent / "vision_token_pruning.yaml"
+    config_file.write_text(STARTER.read_text(encoding="utf-8"), encoding="utf-8")
+    config = load_config(settings_type(VLM_PRUNING), config_file, overrides=given)
+    train_system(VLM_PRUNING, config, Start(out=out))
+    return open_trained(out)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("vlm_pruning_quality")
+def test_a_tiny_model_answers_nine_of_ten_questions_and_not_without_the_image(backbone, tmp_path):
+    trained = open_trained(backbone.parent)
+    dataset = VLM_PRUNING.test(trained.config)
+    assert isinstance(dataset, EncodedSamples)
+    assert evaluate(trained.config, trained.model, dataset, tmp_path)["origin"]["accuracy"] >= 0.9
+    ground = Image.new("RGB", (56, 56), (122, 116, 104))
+    blind = [{**sample, "image": ground} for sample in dataset.samples]
+    said = answer_samples(trained.model, dataset.encoder, blind, mode="origin")
+    judge = judge_of(blind)
+    # Every question has each answer equally often: whoever does not see is right one time in four at most.
+    assert sum(judge(one.text, sample) for one, sample in zip(said, blind, strict=True)) / len(blind) <= CHANCE
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("vlm_pruning_quality")
+def test_thirty_percent_of_the_tokens_lose_three_points_at_most_and_beat_untrained_ways(pruned, tmp_path):
+    dataset = VLM_PRUNING.test(pruned.config)
+    figures = evaluate(pruned.config, pruned.model, dataset, tmp_path)
+    assert figures["hard"]["average_keep_ratio"] <= 0.30
+    assert figures["points_lost"]["hard"] <= 3.0
+    show(pruned.config, pruned.model, dataset, tmp_path)
+    table = dict(kept_findings(tmp_path))["41-accuracy-by-budget"]
+    at = {name: column for column, name in enumerate(table.header)}
+    column = min((name for name in at if name != "way"), key=lambda name: abs(float(name.split()[0]) - 31))
+    accuracy = {row[0]: float(row[at[column]]) for row in table.rows}
+    for way in WAYS:
+        assert accuracy[LEARNED] >= accuracy[way] + 5, accuracy
