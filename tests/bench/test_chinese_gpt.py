@@ -8,6 +8,7 @@ import pytest
 from tests.systems.chinese_gpt.small import STATEMENTS, TEXTS
 from truebatch.bench import chinese_gpt
 from truebatch.errors import ConfigError
+from truebatch.training.job import TrainResult
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +62,15 @@ def test_quality_alone_trains_both_stages_and_counts_cpu_seconds(corpus):
     assert list(found["quality"]) == ["pretrained", "tuned"]
     assert 0 < found["quality"]["pretrained"]["cpu_seconds"] < found["quality"]["tuned"]["cpu_seconds"]
     assert found["quality"]["tuned"]["answers_asked"] > 0
+
+
+def test_a_stage_that_was_interrupted_has_no_figures(corpus, monkeypatch):
+    ended = TrainResult(step=1, records=(), best_loss=None, why="interrupted", is_interrupted=True)
+    monkeypatch.setattr(chinese_gpt, "train_system", lambda *_all: ended)
+    said = []
+    found = chinese_gpt.run_gpt_bench(chinese_gpt.make_config(data=corpus, only="quality"), out=None, say=said.append)
+    assert found["quality"] == {}
+    assert said == ["pretrained: interrupted, so there are no figures of it"]
 
 
 def test_a_corpus_without_dialogues_has_one_stage(tmp_path):

@@ -299,7 +299,9 @@ def _quality(config: GPTBenchConfig, say: Say) -> Iterator[tuple[str, dict[str, 
             ("tuned", replace(both, stage="chat", start_from=first, train=tuned), second),
         ]
         for name, settings, out in runs[: 2 if "dialogues" in _stages(config) else 1]:
-            train_system(CHINESE_GPT, settings, Start(out=out, say=say))
+            if train_system(CHINESE_GPT, settings, Start(out=out, say=say)).is_interrupted:
+                say(f"{name}: interrupted, so there are no figures of it")
+                return
             took = {"cpu_seconds": time.process_time() - began, "seconds": time.monotonic() - clock}
             figures = {**_figures(settings, out, config), **took}
             say(f"{name}: {json.dumps(figures)}")
