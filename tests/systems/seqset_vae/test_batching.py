@@ -99,6 +99,18 @@ def test_what_lies_in_empty_cells_changes_no_bit():
                 assert all(bool(torch.isfinite(value).all()) for value in dirty[i].values())
 
 
+@pytest.mark.slow
+def test_stays_of_up_to_two_hundred_sets_get_the_same_in_any_micro_batch():
+    stays = make_stays(64, most_sets=200, most_events=25, seed=5)
+    model = make_model().train()
+    alone = {i: results(model, stays, [i])[i] for i in range(64)}
+    rng = np.random.default_rng(1)
+    for size in (2, 4, 8, 16, 64):
+        order = rng.permutation(64).tolist()
+        for first in range(0, 64, size):
+            assert_close(results(model, stays, order[first : first + size]), alone)
+
+
 def test_nothing_in_empty_cells_reaches_a_gradient():
     model = make_model().train()
     batch = batch_of(STAYS, list(range(9)), extra=3)
