@@ -6,7 +6,7 @@ import pytest
 
 from truebatch.systems.stitched_llm.embedded import embedded_folder, ensure_donors
 
-SMALL = {"made_up_samples": 240, "donor_steps": 40}
+SMALL = {"made_up_samples": 240, "donor_steps": 60}
 """Settings of the embedded example in these tests."""
 
 

@@ -1,9 +1,8 @@
 """The commands as a user types them, rightly and wrongly, and the starting files."""
 
 import json
-import os
+import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from truebatch.systems.stitched_llm.searching import Pair, write_search
 from truebatch.systems.stitched_llm.settings import StitchConfig
 
 pytestmark = pytest.mark.xdist_group("stitched_donors")
-ROOT = Path(__file__).parents[3]
 SETTINGS = [part for name, value in SMALL.items() for part in ("--set", f"{name}={value}")]
 
 
@@ -148,24 +146,24 @@ def test_a_search_without_losses_draws_one_picture(tmp_path):
     assert [file.name for file in files] == ["search.json", "residual.svg"]
 
 
-def test_the_starting_files_train_and_speak(cached, tmp_path):
+def test_the_starting_files_train_and_speak(cached, tmp_path, monkeypatch, capsys):
     default = StitchConfig()
-    cache = tmp_path / "cache"
-    before = os.environ["TRUEBATCH_CACHE"]
-    os.environ["TRUEBATCH_CACHE"] = str(cache)
-    try:  # the donors of these tests in the place of the larger ones the script would train
-        home = embedded_folder(samples=default.made_up_samples, steps=default.donor_steps, seed=0)
-    finally:
-        os.environ["TRUEBATCH_CACHE"] = before
+    monkeypatch.setenv("TRUEBATCH_CACHE", str(tmp_path / "cache"))
+    # The donors of these tests in the place of the larger ones the script would train.
+    home = embedded_folder(samples=default.made_up_samples, steps=default.donor_steps, seed=0)
     for role in ("bottom", "top"):
         shutil.copytree(cached / role, home / role)
-    assert run(["init", "stitched_llm", "--out", str(tmp_path / "start")]) == 0
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "start" / "main.py"), "2"],
-        cwd=tmp_path / "start", capture_output=True, text=True, timeout=110,
-        env={**os.environ, "TRUEBATCH_CACHE": str(cache), "PYTHONPATH": str(ROOT / "src")},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "✅ 有效batch_size: 8 × 4 (gradient_accumulation) = 32" in done.stdout
-    assert any(line.startswith("the boat") for line in done.stdout.splitlines())
-    assert (tmp_path / "start" / "stitch_model_optimized" / "adapter.safetensors").is_file()
+    start = tmp_path / "start"
+    assert run(["init", "stitched_llm", "--out", str(start)]) == 0
+    monkeypatch.chdir(start)
+    monkeypatch.syspath_prepend(start)
+    monkeypatch.setattr(sys, "argv", ["main.py", "2"])
+    try:
+        runpy.run_path("main.py", run_name="__main__")
+    finally:
+        sys.modules.pop("stitchllm", None)
+    shown = capsys.readouterr().out
+    assert "✅ 有效batch_size: 8 × 4 (gradient_accumulation) = 32" in shown
+    for prompt in ("the boat", "soup with salt and"):
+        assert any(line.startswith(prompt) for line in shown.splitlines())
+    assert (start / "stitch_model_optimized" / "adapter.safetensors").is_file()

@@ -1,30 +1,49 @@
-"""Trained to a quality: the embedded example as a newcomer gets it, slow."""
+"""Trained to a quality: the embedded example as a newcomer gets it, slow; and the figures that were kept of it."""
+
+import json
+from pathlib import Path
 
 import pytest
 
-from truebatch.systems.stitched_llm.building import open_donors
-from truebatch.systems.stitched_llm.data import load, load_test
-from truebatch.systems.stitched_llm.evaluating import compare_donors
-from truebatch.systems.stitched_llm.saving import load_stitched
-from truebatch.systems.stitched_llm.settings import StitchTrain
-from truebatch.systems.stitched_llm.system import STITCHED_LLM
-from truebatch.training.starting import Start, settings_type, train_system
+from tests.systems.stitched_llm.quality import GAPS, TINY, tiny
+
+KEPT = json.loads((Path(__file__).parents[3] / "docs/results/stitched_llm_quality.json").read_text())
+
+
+def check(row):
+    found = row["perplexity"]
+    assert row["over_worse_donor"] <= 1.3, row
+    assert found["stitched"] <= found["unigram"] / 2, row
+    assert found["stitched"] < found["least_squares_start"] < found["cut_without_adapter"], row
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("stored", ["auto", "int8"])
-def test_five_hundred_steps_of_the_adapter_come_near_the_donors(tmp_path, tmp_path_factory, monkeypatch, stored):
+@pytest.mark.parametrize(("stored", "steps"), TINY)
+def test_a_trained_adapter_comes_near_the_donors(tmp_path, tmp_path_factory, monkeypatch, stored, steps):
     if stored == "int8":
         pytest.importorskip("torchao")
     monkeypatch.setenv("TRUEBATCH_CACHE", str(tmp_path_factory.getbasetemp() / "quality"))
-    config = settings_type(STITCHED_LLM)(stored=stored, train=StitchTrain(epochs=4, max_steps=500, layout="packed"))
-    result = train_system(STITCHED_LLM, config, Start(out=tmp_path / "run"))
-    assert result.step == 500
-    bottom, top = open_donors(config)
-    model = load_stitched(tmp_path / "run" / "model")
-    found = compare_donors(model, bottom.model, top.model, load(config), load_test(config), precision="fp32")
-    worse = max(found["bottom_donor"], found["top_donor"])
-    assert found["stitched"] <= 1.3 * worse, found
-    assert found["stitched"] <= found["unigram"] / 2, found
-    assert found["stitched"] < found["cut_without_adapter"], found
+    check(tiny(stored, steps, tmp_path / "run"))
+
+
+def test_the_kept_figures_of_every_stored_form_are_within_the_promise():
+    rows = {(row["stored"], row["steps"]): row for row in KEPT["tiny"]["rows"]}
+    assert set(rows) == set(TINY)
+    for row in rows.values():
+        check(row)
+    full = rows["fp32", 100]
+    for stored, size in (("bf16", 0.55), ("int8", 0.35)):
+        row = rows[stored, 100]
+        assert row["weights_bytes"] < size * full["weights_bytes"]
+        for place in ("least_squares_start", "stitched"):
+            assert row["perplexity"][place] == pytest.approx(full["perplexity"][place], rel=5e-3)
+
+
+def test_the_kept_figures_of_real_weights_say_what_an_adapter_gives_back():
+    rows = KEPT["real"]["rows"]
+    assert tuple(row["gap"] for row in rows) == GAPS
+    for row in rows:
+        found = row["perplexity"]
+        assert found["donor"] < found["least_squares_start"] < found["cut_without_adapter"], row
+        assert found["trained"] < found["least_squares_start"], row

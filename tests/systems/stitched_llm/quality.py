@@ -1,0 +1,174 @@
+"""What a trained adapter gives, measured: for the slow tests, and as a command that keeps the figures.
+
+    python -m tests.systems.stitched_llm.quality docs/results/stitched_llm_quality.json tiny real
+
+tiny: the embedded donors under one adapter, stored in fp32, bf16 and int8 (that with torchao on the path).
+real: SmolLM2-135M cut in two, some layers left out in between.
+The file is written again after every figure; a part that is not asked for keeps its own.
+"""
+
+import importlib
+import inspect
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from tests.real.weights import smollm2
+from truebatch.hf.heads import head_of
+from truebatch.hf.objectives import HeadObjective
+from truebatch.systems.stitched_llm.building import build, open_donors
+from truebatch.systems.stitched_llm.data import load, load_test, pad_right
+from truebatch.systems.stitched_llm.evaluating import compare_donors, perplexity, without_adapter
+from truebatch.systems.stitched_llm.parts import stored_bytes
+from truebatch.systems.stitched_llm.selftest import refuse_wrong_masks
+from truebatch.systems.stitched_llm.settings import StitchTrain
+from truebatch.systems.stitched_llm.stitching import Cut, fit_start, stitch
+from truebatch.systems.stitched_llm.system import STITCHED_LLM
+from truebatch.training.loop import train
+from truebatch.training.settings import TrainConfig
+from truebatch.training.starting import Start, settings_type, train_system
+from truebatch.training.task import TrainData
+from truebatch.training.trained import open_trained
+
+TINY = (("fp32", 500), ("bf16", 100), ("int8", 100), ("fp32", 100))
+"""How the embedded donors are stored, and steps of the adapter over them."""
+GAPS = (2, 4, 6)
+BRIEF = 8
+"""Steps of the adapter over real weights."""
+KEPT = 12
+"""Layers of SmolLM2 below the gap."""
+LONGEST, HELD_OUT, FITTED, LEARNED = 40, 16, 64, 64
+"""Of the real text: tokens of a sample, and how many samples each use has."""
+MODULES = (
+    "argparse asyncio collections datetime decimal email.message functools json logging pathlib random socket "
+    "statistics string subprocess tarfile threading typing unittest.mock zipfile"
+)
+
+
+def tiny(stored, steps, out):
+    """Perplexities on held-out text after training the adapter over donors stored so, and what their weights take."""
+    kind = settings_type(STITCHED_LLM)
+    config = kind(
+        stored=stored, train=StitchTrain(epochs=4, max_steps=steps, layout="packed", stuck_seconds=None)
+    )  # fmt: skip
+    built = build(config)
+    started = perplexity(built.model, load_test(config))
+    result = train_system(STITCHED_LLM, config, Start(out=out))
+    bottom, top = open_donors(config)
+    model = open_trained(out).model
+    found = compare_donors(model, bottom.model, top.model, load(config), load_test(config), precision="fp32")
+    worse = max(found["bottom_donor"], found["top_donor"])
+    return {
+        "stored": stored,
+        "steps": result.step,
+        "over_worse_donor": found["stitched"] / worse,
+        "perplexity": {"least_squares_start": started, **found},
+        "residual": built.solution.residual,
+        "weights_bytes": stored_bytes(built.model),
+    }
+
+
+@cache
+def english():
+    """Sentences people wrote: what the standard library says about its own classes and functions."""
+    _, tokenizer = smollm2()
+    texts = []
+    for name in MODULES.split():
+        for _, thing in sorted(vars(importlib.import_module(name)).items()):
+            said = inspect.getdoc(thing) if inspect.isclass(thing) or inspect.isfunction(thing) else None
+            texts += [said] if said and len(said) > 200 else []
+    ids = [torch.tensor(tokenizer(text)["input_ids"][:LONGEST]) for text in dict.fromkeys(texts)]
+    samples = [{"input_ids": one, "labels": one} for one in ids if len(one) == LONGEST]
+    return samples[::5][:HELD_OUT], [s for i, s in enumerate(samples) if i % 5][:LEARNED]
+
+
+@cache
+def whole():
+    """Perplexity of SmolLM2 as it is."""
+    return perplexity(smollm2()[0], english()[0], cells=1024)
+
+
+def real(gap):
+    """SmolLM2 stitched to itself over a gap: perplexity of the donor, the cut alone, the start, the trained adapter."""
+    donor, _ = smollm2()
+    held_out, learned = english()
+    cut = Cut(bottom=KEPT, top=KEPT + gap)
+    model = stitch(donor, donor, cut, with_hashes=False)
+    rows = [pad_right([s["input_ids"] for s in learned[i : i + 16]]) for i in range(0, FITTED, 16)]
+    found = fit_start(model, donor, cut, rows)
+    refuse_wrong_masks(model)
+    started = perplexity(model, held_out, cells=1024)
+    head = head_of(model)
+    settings = TrainConfig(
+        samples_per_step=8, max_steps=BRIEF, epochs=10, layout="packed", cells=1024, learning_rate=3e-4,
+        schedule="cosine", stuck_seconds=None,
+    )  # fmt: skip
+    train(model, HeadObjective(head=head), TrainData(samples=learned, fields=head.fields), settings)
+    with without_adapter(model) as bare:
+        alone = perplexity(bare, held_out, cells=1024)
+    return {
+        "gap": gap,
+        "perplexity": {
+            "donor": whole(),
+            "cut_without_adapter": alone,
+            "least_squares_start": started,
+            "trained": perplexity(model, held_out, cells=1024),
+        },
+        "residual": found.residual,
+        "fitted_tokens": found.count,
+        "held_out_tokens": sum(len(s["input_ids"]) for s in held_out),
+        "steps": BRIEF,
+    }
+
+
+def about(parts):
+    return {
+        "command": f"python -m tests.systems.stitched_llm.quality docs/results/stitched_llm_quality.json {parts}",
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": f"{platform.machine()}, {os.cpu_count()} CPU cores, {torch.get_num_threads()} thread",
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+    }
+
+
+def keep(out, part, row):
+    """Add one row to a part of the file."""
+    known = json.loads(out.read_text()) if out.exists() else {}
+    known.setdefault(part, {"rows": []})["rows"].append(row)
+    known[part].update(about(part))
+    out.write_text(json.dumps(known, indent=1) + "\n")
+    print(part, json.dumps(row), flush=True)
+
+
+def measure(out, parts):
+    known = json.loads(out.read_text()) if out.exists() else {}
+    out.write_text(json.dumps({name: value for name, value in known.items() if name not in parts}) + "\n")
+    forms = [form for form in TINY if form[0] != "int8" or find_spec("torchao") is not None]
+    ways = {"tiny": (forms, tiny_alone), "real": (GAPS, real)}
+    for part in parts:
+        for what in ways[part][0]:
+            measure_row(out, part, ways[part][1], what)
+
+
+def measure_row(out, part, way, what):
+    began = time.process_time()
+    keep(out, part, way(what) | {"cpu_seconds": time.process_time() - began})
+
+
+def tiny_alone(form):
+    with tempfile.TemporaryDirectory() as place:
+        return tiny(*form, Path(place) / "run")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    measure(Path(sys.argv[1]), sys.argv[2:] or ["tiny", "real"])
