@@ -131,21 +131,21 @@ def real(gap):
     }
 
 
-def about(parts):
+def about():
     return {
-        "command": f"python -m tests.systems.stitched_llm.quality docs/results/stitched_llm_quality.json {parts}",
+        "command": "python -m tests.systems.stitched_llm.quality docs/results/stitched_llm_quality.json tiny real",
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": f"{platform.machine()}, {os.cpu_count()} CPU cores, {torch.get_num_threads()} thread",
-        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "torch": version("torch"),
+        "transformers": version("transformers"),
     }
 
 
 def keep(out, part, row):
     """Add one row to a part of the file."""
     known = json.loads(out.read_text()) if out.exists() else {}
-    known.setdefault(part, {"rows": []})["rows"].append(row)
-    known[part].update(about(part))
-    out.write_text(json.dumps(known, indent=1) + "\n")
+    known.setdefault(part, []).append(row)
+    out.write_text(json.dumps({**known, **about()}, indent=1) + "\n")
     print(part, json.dumps(row), flush=True)
 
 

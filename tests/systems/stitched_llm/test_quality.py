@@ -28,7 +28,7 @@ def test_a_trained_adapter_comes_near_the_donors(tmp_path, tmp_path_factory, mon
 
 
 def test_the_kept_figures_of_every_stored_form_are_within_the_promise():
-    rows = {(row["stored"], row["steps"]): row for row in KEPT["tiny"]["rows"]}
+    rows = {(row["stored"], row["steps"]): row for row in KEPT["tiny"]}
     assert set(rows) == set(TINY)
     for row in rows.values():
         check(row)
@@ -41,7 +41,7 @@ def test_the_kept_figures_of_every_stored_form_are_within_the_promise():
 
 
 def test_the_kept_figures_of_real_weights_say_what_an_adapter_gives_back():
-    rows = KEPT["real"]["rows"]
+    rows = KEPT["real"]
     assert tuple(row["gap"] for row in rows) == GAPS
     for row in rows:
         found = row["perplexity"]
