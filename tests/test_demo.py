@@ -28,6 +28,7 @@ SMALL = DemoSize(
 
 @pytest.fixture
 def small(monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "200")  # a narrow terminal gets its tables in another form
     monkeypatch.setattr(demo.run_demo, "__kwdefaults__", {"seed": 0, "size": SMALL, "out": tmp_path / "demo"})
 
 

@@ -147,7 +147,7 @@ def test_a_step_that_is_not_finite_ends_the_run_and_its_status_says_the_exit_cod
 
 WRONG = {
     "train": "target",
-    "train numbers": "systems: hf",
+    "train numbers": "systems: chinese_gpt, hf, ",
     "train hff": "did you mean 'hf'",
     "train {file}:number": "is not a system",
     "train {file}:sistem": "did you mean 'system'",

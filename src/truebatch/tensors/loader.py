@@ -5,6 +5,7 @@ plan -> tasks, a bounded number ahead -> workers (or this process) -> micro-batc
 
 from __future__ import annotations
 
+import atexit
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
@@ -182,6 +183,9 @@ def _load_with_workers(
         restarts=config.restarts,
         start_method=None if config.start_method == "default" else config.start_method,
     )
+    # A program that ends with the iterator open: workers are ended while there still is a whole interpreter to do it.
+    atexit.register(pool.close)
+    forget = atexit.unregister  # held here: an iterator that is collected at the very end finds no modules any more
     try:
         for_workers, for_us = tee(steps)
         tasks = (task for step in for_workers for task in step.tasks)
@@ -196,6 +200,7 @@ def _load_with_workers(
             yield LoadedStep(step.number, tuple(batches), step.counts)
     finally:
         pool.close()
+        forget(pool.close)
 
 
 def _pinned(batch: MicroBatch, config: LoaderConfig) -> MicroBatch:
