@@ -44,7 +44,7 @@ $(VENV)/.ready-torch: constraints.txt
 	touch $@
 
 $(VENV)/.ready-demo: $(VENV)/.ready-torch $(SETUP)
-	$(PIP) -e '.[fast]'
+	$(PIP) -e '.[fast,report]'
 	touch $@
 
 $(VENV)/.ready-test: $(VENV)/.ready-torch $(SETUP)

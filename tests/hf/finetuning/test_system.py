@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -259,14 +260,10 @@ def test_a_model_that_is_right_only_one_by_one_is_refused_with_the_way_out(folde
     assert train("causal_lm", "--set", "train.true_batch=off") == 0
 
 
-def test_without_peft_lora_says_how_to_get_it(folder, capsys):
-    try:
-        import peft  # noqa: F401
-    except ImportError:
-        assert train("causal_lm", "--lora") == 2
-        assert "pip install 'truebatch[peft]'" in capsys.readouterr().err
-    else:
-        pytest.skip("peft is installed")
+def test_without_peft_lora_says_how_to_get_it(folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)  # as if it were not installed
+    assert train("causal_lm", "--lora") == 2
+    assert "pip install 'truebatch[peft]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("task", DATA)
