@@ -16,6 +16,7 @@ ROOT = Path(truebatch.__file__).parent
 ORDER = [
     "errors",
     "textfiles",
+    "settingrules",
     "yamlfiles",
     "config",
     "targets",
@@ -349,6 +350,7 @@ ORDER = [
     "systems.vl_reward.compat",
     "environment",
     "checkup",
+    "bench.keeping",
     "bench.commandline",
     "bench.processes",
     "bench.progress",

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from truebatch.bench.commandline import command_line
+from truebatch.bench.keeping import keep_result
 from truebatch.bench.training_timing import time_once
 from truebatch.errors import ConfigError
 from truebatch.planning.keyed import keyed_order
@@ -114,9 +115,9 @@ def run_gpt_bench(config: GPTBenchConfig, *, out: Path | None, say: Say) -> dict
         result["quality"] = {}
         for name, figures in _quality(config, say):
             result["quality"][name] = figures
-            _write(result, out)
+            keep_result(result, out)
     result["seconds"] = time.monotonic() - began
-    _write(result, out)
+    keep_result(result, out)
     for name, ratio in result["ratios"].items():
         say(f"{ratio:8.2f}  {name}")
     return result
@@ -129,13 +130,13 @@ def _measure_tables(config: GPTBenchConfig, result: dict[str, Any], out: Path | 
         for shares in _padding_rows(corpus, samples):
             result["padding"].append(shares)
             say(_padding_line(shares))
-        _write(result, out)
+        keep_result(result, out)
     for corpus, stage in stages.items():
         for row in _speed_rows(config, corpus, stage, result, began):
             result["rows"].append(asdict(row))
             result["ratios"] = _ratios(result)
             say(_speed_line(row))
-            _write(result, out)
+            keep_result(result, out)
 
 
 def _stages(config: GPTBenchConfig) -> dict[str, str]:
@@ -327,12 +328,6 @@ def _about(config: GPTBenchConfig) -> dict[str, Any]:
         "torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version(),
         "config": asdict(config),
     }  # fmt: skip
-
-
-def _write(result: dict[str, Any], out: Path | None) -> None:
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def make_config(

@@ -30,6 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from truebatch.bench.commandline import command_line
+from truebatch.bench.keeping import keep_result
 from truebatch.errors import ConfigError
 from truebatch.systems.seqset_vae.loading import Prepared, prepare
 from truebatch.systems.seqset_vae.metrics import auroc, paired_difference, summarise
@@ -105,9 +106,7 @@ def run_nafld(config: NafldBenchConfig, *, out: Path | None, say: Say) -> dict[s
             row["auroc_minus"] = _differences(labels, scores, name, draws=config.draws)
         result["rows"].append(row)
         say(_line(row))
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        keep_result(result, out)
     return result
 
 

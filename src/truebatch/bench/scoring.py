@@ -11,7 +11,6 @@ parameters in bf16. Weights are random, nothing is downloaded.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import random
 import statistics
@@ -29,6 +28,7 @@ import torch
 import transformers
 
 from truebatch.bench.commandline import command_line
+from truebatch.bench.keeping import keep_result
 from truebatch.bench.scoring_work import Way, make_llama, make_qwen, ours, picture_prompts, text_prompts, theirs
 from truebatch.bench.training_timing import time_once
 from truebatch.scoring.backend import Cost
@@ -84,7 +84,7 @@ def run_bench(config: ScoringBench, *, out: Path | None, say: Say) -> dict[str, 
     result["overheads"] = _overheads(config)
     for name, value in result["overheads"].items():
         say(f"{name}: {value:.4g}")
-    _write(result, out)
+    keep_result(result, out)
     for title, ways in (("texts", _text_ways), ("pictures, labels", _label_ways), ("pictures, texts", _picture_ways)):
         if time.monotonic() - began > config.seconds:
             result["left_out"].append(title)
@@ -92,10 +92,10 @@ def run_bench(config: ScoringBench, *, out: Path | None, say: Say) -> dict[str, 
         for row in _measure(config, title, ways(config), result, began):
             result["rows"].append(row)
             result["ratios"][f"{title}: {row['way']}"] = row["speedup"]
-            _write(result, out)
+            keep_result(result, out)
             say(_line(row))
     result["seconds"] = time.monotonic() - began
-    _write(result, out)
+    keep_result(result, out)
     return result
 
 
@@ -289,12 +289,6 @@ def _about(config: ScoringBench) -> dict[str, Any]:
         "hardware": name, "torch": torch.__version__, "transformers": transformers.__version__,
         "python": platform.python_version(), "config": asdict(config),
     }  # fmt: skip
-
-
-def _write(result: dict[str, Any], out: Path | None) -> None:
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:

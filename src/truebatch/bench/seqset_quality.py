@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from truebatch.bench.keeping import keep_result
 from truebatch.objective import divide_once
 from truebatch.planning.rows import padded_rows
 from truebatch.systems.seqset_vae.autoencoder import Posterior
@@ -195,9 +196,7 @@ class Kept:
         figures = work()
         self.found[name] = {**figures, "cpu_seconds": round(time.process_time() - start, 1)}
         self.say(f"{name}: {json.dumps(self.found[name])}")
-        if self.out is not None:
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            self.out.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
+        keep_result(self.found, self.out)
 
 
 def run_quality(*, out: Path | None, say: Say) -> dict[str, Any]:

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from truebatch.bench.commandline import command_line
+from truebatch.bench.keeping import keep_result
 from truebatch.bench.seqset_vae_ways import count_saved, loss_of, make_batches, note_loss_of, warmed_up
 from truebatch.bench.training_timing import GIB, forget_models, peak_gib, reset_peak_memory, time_once, time_update
 from truebatch.errors import ConfigError
@@ -106,10 +107,10 @@ def run_seqset(config: SeqSetBenchConfig, *, out: Path | None, say: Say) -> dict
             result["rows"].append(asdict(row))
             say(f"{row.way}, batch {size}: {row.stays_per_second:,.1f} stays/s, {row.peak_gib:.3f} GiB")
         result["ratios"] = ratios(result["rows"])
-        _write(result, out)
+        keep_result(result, out)
     _curves(bench, out, say)
     result["seconds"] = time.monotonic() - began
-    _write(result, out)
+    keep_result(result, out)
     for name, value in result["ratios"].items():
         say(f"{name}: {value:.2f}")
     return result
@@ -266,12 +267,6 @@ def _about(config: SeqSetBenchConfig) -> dict[str, Any]:
         "torch": torch.__version__, "python": platform.python_version(),
         "note_claims": NOTE_CLAIMS, "config": asdict(config),
     }  # fmt: skip
-
-
-def _write(result: dict[str, Any], out: Path | None) -> None:
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def make_config(*, device: str, seconds: float | None = None, quick: bool = False) -> SeqSetBenchConfig:

@@ -11,7 +11,6 @@ round counts. On a CPU one thread runs, and its CPU seconds count.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import sys
@@ -29,6 +28,7 @@ import numpy as np
 import torch
 
 from truebatch.bench.commandline import command_line
+from truebatch.bench.keeping import keep_result
 from truebatch.bench.stitched_llm_work import (
     TINY_SIZES,
     StitchedBenchConfig,
@@ -97,7 +97,7 @@ def run_stitched(config: StitchedBenchConfig, *, out: Path | None, say: Callable
         "padded_shares": padded_shares(work.lengths, config.longest),
     }  # fmt: skip
     say(f"built in {time.monotonic() - began:.1f} s: {result['work']}")
-    bench = Bench(model, work, config, device, result, began, lambda: _write(result, out), say)
+    bench = Bench(model, work, config, device, result, began, lambda: keep_result(result, out), say)
     _measure_all(bench)
     result["seconds"] = time.monotonic() - began
     bench.keep()
@@ -328,12 +328,6 @@ def _about(config: StitchedBenchConfig) -> dict[str, Any]:
         "torch": torch.__version__, "transformers": version("transformers"), "python": platform.python_version(),
         "config": asdict(config),
     }  # fmt: skip
-
-
-def _write(result: dict[str, Any], out: Path | None) -> None:
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def make_config(*, device: str, seconds: float | None = None, quick: bool = False) -> StitchedBenchConfig:

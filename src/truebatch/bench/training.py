@@ -12,7 +12,6 @@ micro-batch instead. On a CPU one thread runs, and its CPU seconds count.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import sys
@@ -28,6 +27,7 @@ import numpy as np
 import torch
 
 from truebatch.bench.commandline import command_line
+from truebatch.bench.keeping import keep_result
 from truebatch.bench.training_attention import explore_attention, explore_cudnn
 from truebatch.bench.training_table import ratios, table
 from truebatch.bench.training_timing import (
@@ -170,16 +170,16 @@ def run_training(config: TrainingBenchConfig, *, out: Path | None = None, say: S
         for row in _measure_case(model, shape, case, config, result, began):
             result["rows"].append(asdict(row))
             say(f"{row.case}: {row.way}: {row.tokens_per_second:,.0f} tokens/s, {row.peak_gib:.1f} GiB")
-            _write(result, out)
+            keep_result(result, out)
     result["ratios"] = ratios(result["rows"])
     result["seconds"] = time.monotonic() - began
-    _write(result, out)
+    keep_result(result, out)
     for line in table(result):
         say(line)
     if config.device == "cuda":
         result["attention"].append(explore_cudnn(longest=config.longest, cells=config.cells))
         say(f"attention {result['attention'][-1]}")
-        _write(result, out)
+        keep_result(result, out)
     return result
 
 
@@ -293,12 +293,6 @@ def _environment(config: TrainingBenchConfig) -> dict[str, Any]:
         "torch": torch.__version__, "transformers": version("transformers"), "python": platform.python_version(),
         "config": asdict(config), "dtype": str(_dtype(config.device)),
     }  # fmt: skip
-
-
-def _write(result: dict[str, Any], out: Path | None) -> None:
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def make_config(

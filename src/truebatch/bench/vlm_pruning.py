@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from truebatch.bench.keeping import keep_result
 from truebatch.bench.training_timing import GIB, forget_models, peak_gib, reset_peak_memory, time_once
 from truebatch.bench.vlm_pruning_work import (
     TwoWholeForwards,
@@ -271,8 +272,7 @@ class Bench:
 
     def write(self) -> None:
         """The result so far."""
-        if self.out is not None:
-            self.out.write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
+        keep_result(self.result, self.out)
 
 
 def _run_steps(engine: Engine, steps: Any) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal
 
 from truebatch.errors import ConfigError
-from truebatch.textfiles import nearest
+from truebatch.settingrules import check_choice, check_range
 
 GENERATED, NAFLD = "generated", "nafld"
 Mode = Literal["joint", "pretrain", "finetune"]
@@ -38,7 +38,7 @@ class ColumnConfig:
     """Minutes of one unit of `time`: 60 for hours, 1440 for days."""
 
     def __post_init__(self) -> None:
-        _check_range(self, "unit_minutes", above=0)
+        check_range(self, "unit_minutes", above=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,11 +59,11 @@ class GeneratorConfig:
     num_variables: int = 131
 
     def __post_init__(self) -> None:
-        _check_range(self, "stays", "num_variables", "median_hours", above=0)
-        _check_range(self, "seed", "signal")
-        _check_range(self, "positives", above=0, below=1)
+        check_range(self, "stays", "num_variables", "median_hours", above=0)
+        check_range(self, "seed", "signal")
+        check_range(self, "positives", above=0, below=1)
         if self.fixed_hours is not None:
-            _check_range(self, "fixed_hours", above=0)
+            check_range(self, "fixed_hours", above=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,11 +95,11 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         names = ("embedding_dim", "reduced_dim", "latent_dim", "levels", "heads", "inducing_points")
-        _check_range(self, *names, "transformer_layers", "transformer_heads", "feedforward_dim", above=0)
-        _check_range(self, "num_classes", above=1)
-        _check_range(self, "dropout", below=1)
-        _check_range(self, "seed_noise", "logvar_limit")
-        _check_choice(self, "head", Head)
+        check_range(self, *names, "transformer_layers", "transformer_heads", "feedforward_dim", above=0)
+        check_range(self, "num_classes", above=1)
+        check_range(self, "dropout", below=1)
+        check_range(self, "seed_noise", "logvar_limit")
+        check_choice(self, "head", Head)
         for name in ("heads", "transformer_heads"):
             if self.latent_dim % getattr(self, name):
                 raise ConfigError(
@@ -136,11 +136,11 @@ class LossConfig:
     """Sets are averaged within their stay first (stay), or all sets of a step count alike (set)."""
 
     def __post_init__(self) -> None:
-        _check_choice(self, "classify", ClassLoss)
-        _check_choice(self, "reduction", Reduction)
-        _check_range(self, "class_weight", "focal_gamma", "recon_weight", "beta", "free_bits")
-        _check_range(self, "class_warmup", "recon_decay", "beta_warmup")
-        _check_range(self, "label_smoothing", "focal_alpha", "recon_floor", most=1)
+        check_choice(self, "classify", ClassLoss)
+        check_choice(self, "reduction", Reduction)
+        check_range(self, "class_weight", "focal_gamma", "recon_weight", "beta", "free_bits")
+        check_range(self, "class_warmup", "recon_decay", "beta_warmup")
+        check_range(self, "label_smoothing", "focal_alpha", "recon_floor", most=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,12 +179,12 @@ class DetectorConfig:
     """anneal: beta is multiplied by this at every bad check of an alarm, free bits are divided by it."""
 
     def __post_init__(self) -> None:
-        _check_choice(self, "action", Action)
-        _check_range(self, "check_frequency", "window", "enter", "leave", above=0)
-        _check_range(self, "kl_threshold", "mean_threshold", "variance_threshold", "active_threshold", "sharp_variance")
-        _check_range(self, "active_share", "collapsed_share", most=1)
-        _check_range(self, "min_information", "min_gap")
-        _check_range(self, "anneal_factor", above=0, below=1)
+        check_choice(self, "action", Action)
+        check_range(self, "check_frequency", "window", "enter", "leave", above=0)
+        check_range(self, "kl_threshold", "mean_threshold", "variance_threshold", "active_threshold", "sharp_variance")
+        check_range(self, "active_share", "collapsed_share", most=1)
+        check_range(self, "min_information", "min_gap")
+        check_range(self, "anneal_factor", above=0, below=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,12 +238,12 @@ class SeqSetConfig:
     detector: DetectorConfig = field(default_factory=DetectorConfig)
 
     def __post_init__(self) -> None:
-        _check_choice(self, "mode", Mode)
+        check_choice(self, "mode", Mode)
         for name in ("max_events", "max_sets", "first_hours", "last_hours", "carry_minutes"):
             if getattr(self, name) is not None:
-                _check_range(self, name, above=0)
-        _check_range(self, "validation_share", "test_share", below=1)
-        _check_range(self, "split_seed")
+                check_range(self, name, above=0)
+        check_range(self, "validation_share", "test_share", below=1)
+        check_range(self, "split_seed")
         _check_cuts(self.cut_hours)
         if self.validation_share + self.test_share >= 1:
             raise ConfigError(
@@ -265,34 +265,8 @@ class SeqSetConfig:
             )
 
 
-def _check_range(
-    config: Any, *names: str, above: float = -math.inf, below: float = math.inf, most: float = math.inf
-) -> None:
-    """Numbers are finite, 0 or more, and inside the given limits."""
-    for name in names:
-        value = getattr(config, name)
-        if not (math.isfinite(value) and value >= 0 and above < value < below and value <= most):
-            limits = {"more than": above, "less than": below, "at most": most}
-            said = [f"{word} {limit}" for word, limit in limits.items() if math.isfinite(limit)]
-            raise ConfigError(
-                f"{name} must be " + " and ".join(said or ["a finite number of 0 or more"]),
-                seen=f"{name}={value!r}",
-                do=f"set {name} within these limits",
-            )
-
-
 def _check_cuts(hours: tuple[float, ...]) -> None:
     if not all(math.isfinite(hour) and hour > 0 for hour in hours):
         raise ConfigError(
             "cut_hours must be more than 0", seen=f"cut_hours={hours}", do="for example cut_hours=[24, 48]"
-        )
-
-
-def _check_choice(config: Any, name: str, choices: Any) -> None:
-    value = getattr(config, name)
-    if value not in get_args(choices):
-        raise ConfigError(
-            f"{name} is not known{nearest(str(value), list(get_args(choices)))}",
-            seen=f"{name}={value!r}",
-            do=f"use one of: {', '.join(get_args(choices))}",
         )

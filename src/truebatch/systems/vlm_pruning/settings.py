@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from truebatch.errors import ConfigError
-from truebatch.textfiles import nearest
+from truebatch.settingrules import check_choice, check_range
 
 Stage = Literal["pruning", "backbone"]
 Choice = Literal["soft", "straight_through", "top_k"]
@@ -264,31 +263,4 @@ def _check_layers(config: MethodSettings) -> None:
             "pruning_layers must be layer numbers in rising order",
             seen=f"pruning_layers={layers}",
             do="for example [5, 10, 15, 20]",
-        )
-
-
-def check_range(
-    config: Any, *names: str, above: float = -math.inf, below: float = math.inf, most: float = math.inf
-) -> None:
-    """Numbers are finite, 0 or more, and inside the given limits."""
-    for name in names:
-        value = getattr(config, name)
-        if not (math.isfinite(value) and value >= 0 and above < value < below and value <= most):
-            limits = {"more than": above, "less than": below, "at most": most}
-            said = [f"{word} {limit}" for word, limit in limits.items() if math.isfinite(limit)]
-            raise ConfigError(
-                f"{name} must be " + " and ".join(said or ["a finite number of 0 or more"]),
-                seen=f"{name}={value!r}",
-                do=f"set {name} within these limits",
-            )
-
-
-def check_choice(config: Any, name: str, choices: Any) -> None:
-    """The value is one of the choices."""
-    value = getattr(config, name)
-    if value not in get_args(choices):
-        raise ConfigError(
-            f"{name} is not known{nearest(str(value), list(get_args(choices)))}",
-            seen=f"{name}={value!r}",
-            do=f"use one of: {', '.join(get_args(choices))}",
         )
