@@ -38,6 +38,9 @@ SWEEPS = {
     "real out of memory": (
         "tests/training/test_survival.py::test_real_errors_under_a_limit_of_the_system_change_nothing",
     ),
+    "journal kills": (
+        "tests/scoring/test_running.py::test_kills_at_random_moments_leave_the_export_byte_for_byte[1000]",
+    ),
 }
 WHAT = {
     "corrupted checkpoints": "checkpoints damaged in twelve ways: seen, and the newest good one taken",
@@ -49,6 +52,7 @@ WHAT = {
     "every failpoint visit": "kill, exit and four errors of the disk at every visit x keep 1, 3: ended bit-equal",
     "every system call": "kill and four errors at every call to the system of a run, by strace",
     "real out of memory": "errors of the allocator under a limit of the system: gradient equal",
+    "journal kills": "SIGKILL of a scoring run at random moments: went on, export byte for byte",
 }
 
 

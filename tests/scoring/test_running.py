@@ -266,8 +266,9 @@ def kill_at_random(data, run, kills, seed=0):
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("kills", [60, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
-def test_kills_at_random_moments_leave_the_export_byte_for_byte(tmp_path, kills):
+@pytest.mark.parametrize("kills", [60, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
+def test_kills_at_random_moments_leave_the_export_byte_for_byte(tmp_path, kills, record_property):
+    record_property("trials", kills)
     data = [*samples(20 * kills), {"user": "bad", "options": {"fail": "nan"}}, 5]
     score(data, tmp_path / "whole")
     kill_at_random(data, tmp_path / "killed", kills)
