@@ -184,9 +184,13 @@ def show_stitched_llm(
 @bench_app.command("vlm_pruning", short_help="Vision-token pruning: the step by batch, memory, pruned generation.")
 def show_vlm_pruning(
     device: Annotated[str, typer.Option(help="cpu (a tiny model, one thread) or cuda (LLaVA-1.5-7B's shape).")] = "cpu",
-    seconds: Annotated[float | None, typer.Option(help="Nothing begins after this time.")] = None,
+    only: Annotated[
+        str, typer.Option(help="speed, quality (trains a tiny model and prunes it; many minutes).")
+    ] = "speed",
+    seeds: Annotated[str, typer.Option(help="quality: the seeds to train with, with commas.")] = "0,1",
+    seconds: Annotated[float | None, typer.Option(help="speed: nothing begins after this time.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model and few samples: a dry run.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows as JSON.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", "--out", help="Write all rows as JSON.")] = None,
 ) -> int:
     """Train one by one, at the note's batch and at the fitted budget against even batches; generate with tokens removed.
 
@@ -194,12 +198,15 @@ def show_vlm_pruning(
 
       truebatch bench vlm_pruning --quick
 
+      truebatch bench vlm_pruning --only quality --out docs/results/vlm_pruning_quality_cpu.json
+
       truebatch bench vlm_pruning --device cuda --json docs/results/vlm_pruning_cuda.json
     """
     # Imported here so that `truebatch --help` answers at once.
-    from truebatch.bench.vlm_pruning import make_config, run_pruning
+    from truebatch.bench.vlm_pruning_parts import run_part
 
-    run_pruning(make_config(device=device, seconds=seconds, quick=quick), out=json_file, say=typer.echo)
+    asked = {"device": device, "seeds": seeds, "seconds": seconds, "quick": quick}
+    run_part(only, asked, out=json_file, say=typer.echo)
     return 0
 
 
@@ -287,4 +294,28 @@ def show_scoring(
     from truebatch.bench.scoring import make_config, run_bench
 
     run_bench(make_config(device=device, seconds=seconds, quick=quick), out=json_file, say=typer.echo)
+    return 0
+
+
+@bench_app.command("vl_reward", short_help="Judging edited pictures through the whole pipeline, by batch.")
+def show_vl_reward(
+    device: Annotated[str, typer.Option(help="cpu (a tiny judge, one thread) or cuda (a Qwen3-VL of 8B).")] = "cpu",
+    seconds: Annotated[float | None, typer.Option(help="Nothing begins after this time.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A tiny judge and few pairs: a dry run.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows as JSON.")] = None,
+) -> int:
+    """Judge 270 edited pictures at batch 1, 2, 4, 8 and a budget of cells; say where the time goes.
+
+    The judge has random weights and the whole pipeline around it: listing, planning, decoding, parsing, the journal.
+
+    Examples:
+
+      truebatch bench vl_reward --quick
+
+      truebatch bench vl_reward --device cuda --json docs/results/vl_reward_cuda.json
+    """
+    # Imported here so that `truebatch --help` answers at once.
+    from truebatch.bench.vl_reward import make_config, run_reward_bench
+
+    run_reward_bench(make_config(device=device, seconds=seconds, quick=quick), out=json_file, say=typer.echo)
     return 0

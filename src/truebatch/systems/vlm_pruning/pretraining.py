@@ -135,6 +135,7 @@ def pretrain_tiny(
     seed: int = 0,
     samples: int = 9600,
     epochs: int = 6,
+    steps: int = 600,
     say: Callable[[str], None] = lambda _line: None,
 ) -> Path:
     """A tiny LLaVA that answers questions about made shapes: the folder to give as `backbone_settings.name`.
@@ -144,7 +145,7 @@ def pretrain_tiny(
     aligned = folder / "aligned"
     if not (aligned / "config.json").exists():
         say("tower and projector learn to name what patches show")
-        make_tiny_backbone(aligned, seed=seed)
+        make_tiny_backbone(aligned, seed=seed, steps=steps)
     config = settings_type(VLM_PRUNING)(
         backbone_settings=BackboneSettings(name=str(aligned), prompt=PROMPT),
         method_settings=MethodSettings(stage="backbone"),

@@ -34,7 +34,7 @@ CHANCE = 0.25
 Split = Literal["train", "validation", "test"]
 _FIRST = {"train": 0, "validation": 10**6, "test": 2 * 10**6}
 """The number of a split's first image: no image is in two splits."""
-_GROUND = (122, 116, 104)
+GROUND = (122, 116, 104)
 """The mean colour of the images CLIP was made for: an empty cell is near zero to the vision tower."""
 
 
@@ -151,7 +151,7 @@ def edge_of(row: int, column: int, *, grid: int) -> str | None:
 def _pixels(scene_number: int, things: tuple[Thing, ...], grid: int, cell: int, seed: int) -> Image.Image:
     draw = np.random.default_rng([seed, scene_number, 1])
     noise = draw.integers(-6, 7, size=(grid * cell, grid * cell, 3))
-    picture = Image.new("RGB", (grid * cell, grid * cell), _GROUND)
+    picture = Image.new("RGB", (grid * cell, grid * cell), GROUND)
     pen = ImageDraw.Draw(picture)
     for thing in things:
         shade = tuple(int(np.clip(part + draw.integers(-14, 15), 0, 255)) for part in COLOURS[thing.colour])
