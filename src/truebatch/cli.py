@@ -7,9 +7,11 @@ Exit codes: 0 done; 1 a check failed; 2 usage or configuration; 3 some samples f
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import traceback
+from functools import cache
 from typing import Annotated, Any
 
 import typer
@@ -42,6 +44,8 @@ DONE, USAGE, OUR_FAULT, INTERRUPTED = 0, 2, 70, 75
 COMPLETING = "_TRUEBATCH_COMPLETE"
 """Set by the completion script that `truebatch --show-completion` prints."""
 
+# Control characters but line ends and tabs, and those that turn the direction of writing.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 # typer carries its own copy of click in newer versions; its public error class leads to the base in both.
 _ClickError: Any = typer.BadParameter.__mro__[2]
 
@@ -122,7 +126,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _invoke(arguments: list[str]) -> int:
-    command = typer.main.get_command(app)
+    command = _command()
     try:
         with command.make_context("truebatch", list(arguments)) as context:
             code = command.invoke(context)
@@ -131,6 +135,12 @@ def _invoke(arguments: list[str]) -> int:
     except SystemExit as done:  # --show-completion and --install-completion end this way
         return int(done.code or DONE)
     return code if isinstance(code, int) else DONE
+
+
+@cache
+def _command() -> Any:
+    """The commands as typer builds them; once a process, since it takes a fifth of a second."""
+    return typer.main.get_command(app)
 
 
 def _report(error: BaseException, arguments: list[str], *, debug: bool) -> int:
@@ -169,4 +179,9 @@ def _report_usage(error: Any, arguments: list[str]) -> int:
 
 
 def _say(wrong: str, seen: str, do: str) -> None:
-    sys.stderr.write(f"error: {wrong}\n  seen: {seen}\n  do:   {do}\n")
+    sys.stderr.write(_shown(f"error: {wrong}\n  seen: {seen}\n  do:   {do}\n"))
+
+
+def _shown(text: str) -> str:
+    """Text of files and names can hold escapes that a terminal obeys; they are shown, not carried out."""
+    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
