@@ -35,6 +35,12 @@ def open_file(path: Path) -> BufferedReader:
             seen=f"it holds {_names(path)}",
             do="name one file of it",
         )
+    if not path.is_file():  # A pipe or a device could be read for ever.
+        raise DataError(
+            f"{path} is not a plain file",
+            seen="a pipe, a device or a socket",
+            do="write what it gives into a file first, and name that",
+        )
     try:
         return path.open("rb")
     except OSError as error:
