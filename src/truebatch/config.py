@@ -22,6 +22,8 @@ from truebatch.textfiles import nearest
 from truebatch.yamlfiles import Document, parse_value, read_yaml, write_yaml
 
 T = TypeVar("T")
+_SHOWN = 200
+"""Characters of a wrong value that a message repeats."""
 
 
 def load_config(
@@ -195,11 +197,16 @@ def _explain(error: ValidationError, document: Document) -> NoReturn:
         ) from None
     raise ConfigError(
         f"{key} does not accept this value: {_words(first)}",
-        seen=f"{key} = {first['input']!r}" + (f" ({place})" if place else ""),
+        seen=f"{key} = {_short(first['input'])}" + (f" ({place})" if place else ""),
         do=f"change {place}"
         if place.startswith(("--", "override"))
         else f"change {key}" + (f" at {place}" if place else ""),
     ) from None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text):,} characters)"
 
 
 def _is_branch(part: str | int, document: Document, first: ErrorDetails) -> bool:

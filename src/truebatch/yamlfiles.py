@@ -24,8 +24,8 @@ MAX_DEPTH = 50
 
 KeyPath = tuple[str | int, ...]
 
-_INT = re.compile(r"[-+]?[0-9][0-9_]*")
-_FLOAT = re.compile(r"[-+]?([0-9][0-9_]*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_INT = re.compile(r"[-+]?[0-9]+(_[0-9]+)*")
+_FLOAT = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _WORDS: dict[str, Any] = {"": None, "~": None, "null": None, "true": True, "false": False}
 _WORDS |= {".inf": float("inf"), "-.inf": float("-inf"), ".nan": float("nan")}
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "map", "seq")}
@@ -71,8 +71,10 @@ def parse_yaml(text: str, *, name: str) -> Document:
 def parse_value(text: str) -> Any:
     """One value as YAML reads it (for `key=value`); what is not YAML is plain text."""
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError):
+        node = _Loader(text).get_single_node()
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, RecursionError, ValueError):
         return text
     return None if node is None else _Reader(text).value(node, ())
 
@@ -97,9 +99,30 @@ def _write_text(writer: _Writer, text: str) -> Node:
 _Writer.add_representer(str, _write_text)
 
 
+class _Loader(yaml.SafeLoader):
+    """Stops at the most values a file may hold: composing all values of a megabyte takes half a minute."""
+
+    composed = 0
+
+    def compose_node(self, parent: Node | None, index: Any) -> Node | None:
+        self.composed += 1
+        if self.composed > MAX_NODES:
+            raise ConfigError(
+                f"{self.name} holds too many values",
+                seen=f"more than {MAX_NODES:,} by line {self.line + 1}",
+                do="check that this is a file of settings",
+            )
+        return super().compose_node(parent, index)
+
+
 def _compose(text: str, name: str) -> Node | None:
+    loader = None
     try:
-        return yaml.compose(text, Loader=yaml.SafeLoader)  # type: ignore[no-any-return]
+        loader = _Loader(text)
+        loader.name = name
+        return loader.get_single_node()
+    except ConfigError:
+        raise
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, int(error.position)) + 1
         raise ConfigError(
@@ -112,6 +135,12 @@ def _compose(text: str, name: str) -> Node | None:
     except yaml.MarkedYAMLError as error:
         _blame_wide(text, name)
         _blame_yaml(text, name, error)
+    except ValueError as error:  # an escape such as "\U00110000" asks for what is no character
+        raise ConfigError(
+            f"{name}:{loader.line + 1 if loader else 1} not readable as YAML: an escape that is no character",
+            seen=str(error),
+            do="write the character itself, or an escape up to \\U0010ffff",
+        ) from error
     except RecursionError as error:
         raise ConfigError(
             f"{name} is nested too deeply",
