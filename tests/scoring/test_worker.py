@@ -48,7 +48,12 @@ FAKE = textwrap.dedent(
             while "busy" in users: say(beat=1); time.sleep(0.05)
             if "raise" in users: say(error="RuntimeError: it raised", memory=False); continue
             if "large" in users: say(error="too much", memory=True); continue
-            say(answers=[{"score": len(u), "output": {}, "tokens": 1} for u in users])
+            if "print" in users: sys.stdout.write("x" * (1 << 20) + "\\n5\\n"); sys.stdout.flush()
+            if "deaf" in users: os.close(1); time.sleep(60)
+            if "few" in users: users = users[1:]
+            answers = [{"score": len(u), "output": {}, "tokens": 1} for u in users]
+            if "many" in users: say(answers=answers, number=request["number"])
+            say(answers=answers, number=request["number"])
     """
 )
 
@@ -102,6 +107,23 @@ def test_a_worker_that_hangs_is_killed_and_replaced(worker, user):
     (outcome,) = judge_all(backend.judge, ["k"], ask(user), Trouble())
     assert outcome.kind == "hung"
     assert backend.judge(ask("fine"))[0].score == 4.0
+
+
+def test_a_worker_may_print_and_one_that_closes_its_stdout_is_replaced(worker, monkeypatch):
+    monkeypatch.setattr("truebatch.scoring.worker._LAST_SECONDS", 0.2)
+    backend = worker()
+    assert [answer.score for answer in backend.judge(ask("print", "fine"))] == [5.0, 4.0]
+    (outcome,) = judge_all(backend.judge, ["k"], ask("deaf"), Trouble())
+    assert outcome.kind == "crashed"
+    assert backend.judge(ask("good"))[0].score == 4.0
+
+
+def test_too_few_answers_are_a_failure_and_one_too_many_is_never_taken_for_the_next(worker):
+    backend = worker()
+    outcomes = judge_all(backend.judge, ["a", "b", "c"], ask("fine", "few", "good"), Trouble())
+    assert [outcome.kind or outcome.score for outcome in outcomes] == [4.0, "raised", 4.0]
+    assert backend.judge(ask("many"))[0].score == 4.0
+    assert backend.judge(ask("another one"))[0].score == 11.0
 
 
 def test_out_of_memory_in_a_worker_is_out_of_memory_here(worker):

@@ -18,10 +18,12 @@ from typing import IO, Any
 
 from truebatch.errors import ConfigError
 from truebatch.scoring.backend import Answer, Asked, Cost, SampleError
-from truebatch.scoring.wire import decode, encode, pack_asked, unpack_answer
+from truebatch.scoring.wire import decode, encode, pack_asked, unpack_answer, unpack_cost
 
 MODULE = "truebatch.scoring.workerprocess"
 _TAIL = 600
+_LAST_SECONDS = 5.0
+"""That a worker has to end after its stdout has."""
 
 
 class WorkerCrash(RuntimeError):  # noqa: N818 (what happened, as it is counted)
@@ -59,6 +61,8 @@ class WorkerBackend:
         self._said: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._errors: IO[bytes] | None = None
         self._lock = threading.Lock()
+        self._asked = 0
+        """Requests so far: an answer with another number is not the one that is waited for."""
         self.starts = 0
         """How often a process was started."""
 
@@ -68,11 +72,16 @@ class WorkerBackend:
         return found
 
     def cost(self, sample: Asked, /) -> Cost:
-        """Asked of the worker."""
-        found = self._ask({"do": "cost", "samples": [pack_asked(sample)]}, self._settings.timeout)["costs"][0]
-        if "stage" in found:
-            raise SampleError(found["stage"], found["kind"], found["message"], found["output"])
-        return Cost(**found)
+        """Asked of the worker; see `costs` for many."""
+        (found,) = self.costs([sample])
+        if isinstance(found, SampleError):
+            raise found
+        return found
+
+    def costs(self, samples: Sequence[Asked], /) -> list[Cost | SampleError]:
+        """Asked of the worker for all samples at once."""
+        request = {"do": "cost", "samples": [pack_asked(sample) for sample in samples]}
+        return [unpack_cost(one) for one in self._ask(request, self._settings.timeout)["costs"]]
 
     def prepare(self, sample: Asked, /) -> Asked:
         """The sample itself: it is decoded and prepared in the worker."""
@@ -89,6 +98,8 @@ class WorkerBackend:
             found = self._ask(request, self._settings.timeout)
         if "error" in found:
             raise (MemoryError if found["memory"] else RuntimeError)(found["error"])
+        if len(found["answers"]) != len(prepared):
+            raise RuntimeError(f"the worker gave {len(found['answers'])} answers for {len(prepared)} samples")
         return [unpack_answer(answer) for answer in found["answers"]]
 
     def close(self) -> None:
@@ -99,9 +110,10 @@ class WorkerBackend:
     def _ask(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any]:
         with self._lock:
             process = self._process or self._begin()
+            self._asked += 1
             try:
                 assert process.stdin is not None
-                process.stdin.write(encode(request))
+                process.stdin.write(encode({**request, "number": self._asked}))
                 process.stdin.flush()
             except OSError:  # it has ended; what it left is told below
                 pass
@@ -140,13 +152,13 @@ class WorkerBackend:
                 self._end()
                 raise WorkerHang(why) from None
             if said is None:
-                code = process.wait()
+                code = _end_of(process)
                 tail = self._tail()
                 self._end()
                 if kind is _NoStart:
                     raise ConfigError("a worker does not start", seen=f"exit code {code}: {tail}", do="see its message")
                 raise kind(f"the worker ended with {_ending(code)}: {tail}")
-            if "beat" not in said:
+            if "beat" not in said and said.get("number", self._asked) == self._asked:
                 return said
             if left <= 0:
                 self._end()
@@ -176,10 +188,30 @@ def _listen(stdout: IO[bytes] | None, said: queue.Queue[dict[str, Any] | None]) 
     assert stdout is not None
     try:
         for line in stdout:
-            said.put(decode(line))
-    except ValueError:  # the pipe was closed, or a line was cut off by the end of the process
+            found = _message(line)
+            if found is not None:
+                said.put(found)
+    except ValueError:  # the pipe was closed
         pass
     said.put(None)
+
+
+def _message(line: bytes) -> dict[str, Any] | None:
+    """None for what is no message: a program of others may print, and the end of a process may cut a line off."""
+    try:
+        found: object = decode(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _end_of(process: subprocess.Popen[bytes]) -> int:
+    """The exit code of a worker that closed its stdout; one that lives on without it is of no use."""
+    try:
+        return process.wait(timeout=_LAST_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 def _close(pipe: IO[bytes] | None) -> None:

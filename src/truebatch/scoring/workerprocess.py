@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
@@ -41,18 +42,25 @@ class _Voice:
 
 
 def main() -> int:
-    """Serve one backend until stdin ends."""
+    """Serve the backend of a `ScoreCall` until stdin ends."""
+    return serve(lambda call: open_one(ScoreCall(**call)))
+
+
+def serve(open_call: Callable[[dict[str, Any]], Backend]) -> int:
+    """Serve the backend that is opened from the first line of stdin, until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the run ends its workers itself
     voice = _Voice()
     threading.Thread(target=voice.beat, daemon=True).start()
     try:
-        backend = open_one(ScoreCall(**decode(sys.stdin.buffer.readline())))
+        backend = open_call(decode(sys.stdin.buffer.readline()))
     except TruebatchError as error:
         voice.say({"refused": {"wrong": error.wrong, "seen": error.seen, "do": error.do}})
         return 2
     voice.say({"ready": 1})
     with ThreadPoolExecutor(_THREADS) as pool:
         for line in sys.stdin.buffer:
-            voice.say(_answer(backend, decode(line), pool))
+            request = decode(line)
+            voice.say({**_answer(backend, request, pool), "number": request["number"]})
     return 0
 
 
