@@ -383,6 +383,8 @@ ORDER = [
     "bench.scoring",
     "bench.vl_reward_work",
     "bench.vl_reward",
+    "bench.vl_reward_work",
+    "bench.vl_reward",
     "commands.bench",
     "commands.chinese_gpt",
     "commands.datasets",
