@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SETUP  := pyproject.toml constraints.txt
 
-.PHONY: demo test test-slow real lint clean
+.PHONY: demo test test-slow real lint docs clean
 
 demo: $(VENV)/.ready-demo
 	$(BIN)/truebatch demo
@@ -33,8 +33,12 @@ lint: $(VENV)/.ready-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The pages as HTML, in docs/_build/html; a warning is an error.
+docs: $(VENV)/.ready-docs
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # torch comes first and alone: what is installed later finds it there and never asks for another build.
 $(VENV)/.ready-torch: constraints.txt
@@ -49,4 +53,8 @@ $(VENV)/.ready-demo: $(VENV)/.ready-torch $(SETUP)
 
 $(VENV)/.ready-test: $(VENV)/.ready-torch $(SETUP)
 	$(PIP) -e '.[dev]'
+	touch $@
+
+$(VENV)/.ready-docs: $(VENV)/.ready-torch $(SETUP)
+	$(PIP) -e '.[docs]'
 	touch $@
