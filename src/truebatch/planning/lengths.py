@@ -26,6 +26,7 @@ CHAT_FIELDS = ("messages", "conversations", "conversation")
 ALPACA_FIELDS = ("instruction", "input", "output")
 TEXT_FIELDS = ("text", "content", "sentence", "document", "prompt", "question")
 
+_DIGITS = re.compile(r"-?[0-9]{1,19}")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -123,6 +124,8 @@ def read_length(reading: Reading, sample: Any, place: str, *, count_text: Callab
         value = _value(reading.fields[0], sample, place)
         if isinstance(value, (str, Mapping)) or not hasattr(value, "__len__"):
             _refuse_mixed(reading, value, place)
+        if reading.fields[0] in IDS_FIELDS and len(value) and isinstance(value[0], list | tuple):
+            _refuse_nested(reading.fields[0], value, place)
         return len(value)
     return count_text(read_text_of(reading, sample, place))
 
@@ -197,7 +200,7 @@ def _part(part: Any, place: str) -> str:
 
 
 def _number(value: Any, place: str) -> int:
-    if isinstance(value, str) and value.strip().lstrip("-").isdigit():
+    if isinstance(value, str) and _DIGITS.fullmatch(value.strip()):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise DataError(f"{place}: the length is not a whole number", seen=_shown(value), do="write a whole number")
@@ -213,6 +216,14 @@ def _refuse_field(sample: Any, place: str, field: str) -> NoReturn:
     )
 
 
+def _refuse_nested(name: str, value: Any, place: str) -> NoReturn:
+    raise DataError(
+        f"{place}: {name} is a list of lists, token ids are one list",
+        seen=_shown(value),
+        do=f"write {name}[0]: tokenizers give a list of samples when they are asked for tensors or for several texts",
+    )
+
+
 def _refuse_mixed(reading: Reading, value: Any, place: str) -> NoReturn:
     raise DataError(
         f"{place} is not like the first sample, which was measured by the {reading.words}",
@@ -222,5 +233,8 @@ def _refuse_mixed(reading: Reading, value: Any, place: str) -> NoReturn:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = "nested very deeply"
     return f"{type(value).__name__} {text[:60]}{'...' if len(text) > 60 else ''}"
