@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ def read_lengths(path: Path) -> Measured:
     try:
         with path.open("rb") as file:
             lengths = np.load(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, SyntaxError, TokenError, MemoryError, RecursionError) as error:
+        # A header that lies about the size, or is no header, fails in all of these ways.
         raise DataError(
             f"{path} is not a .npy file of numbers",
             seen=str(error)[:120],
