@@ -50,8 +50,9 @@ def open_file(path: Path) -> BufferedReader:
 def read_text(path: Path, *, max_bytes: int) -> str:
     """The whole text of a UTF-8 file of at most `max_bytes` bytes, a byte order mark removed."""
     with open_file(path) as file:
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
+        is_larger = path.stat().st_size > max_bytes
+        data = b"" if is_larger else file.read(max_bytes + 1)
+    if is_larger or len(data) > max_bytes:
         raise DataError(
             f"{path} is too large for this kind of file",
             seen=f"{path.stat().st_size:,} bytes, at most {max_bytes:,} are read",
