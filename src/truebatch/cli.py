@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 a check failed; 2 usage or configuration; 3 some samples f
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shlex
@@ -44,6 +45,13 @@ DONE, USAGE, OUR_FAULT, INTERRUPTED = 0, 2, 70, 75
 COMPLETING = "_TRUEBATCH_COMPLETE"
 """Set by the completion script that `truebatch --show-completion` prints."""
 
+_MENDING = {
+    errno.ENOSPC: "free some space on that disk, then run it again",
+    errno.EDQUOT: "free some space or raise the quota, then run it again",
+    errno.EACCES: "check who may read and write there, or name another folder",
+    errno.EROFS: "name a folder that can be written to",
+    errno.ENAMETOOLONG: "use a shorter path",
+}
 # Control characters but line ends and tabs, and those that turn the direction of writing.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 # typer carries its own copy of click in newer versions; its public error class leads to the base in both.
@@ -155,7 +163,11 @@ def _report(error: BaseException, arguments: list[str], *, debug: bool) -> int:
     if isinstance(error, _ClickError):
         return _report_usage(error, arguments)
     if isinstance(error, OSError):
-        _say(f"the system refused: {error.strerror or error}", str(error), "check free space and permissions")
+        _say(
+            f"the system refused: {error.strerror or error}",
+            str(error)[:300],
+            _MENDING.get(error.errno or 0, "check the path, free space and permissions"),
+        )
         return USAGE
     if isinstance(error, MemoryError):
         _say("the machine ran out of memory", str(error) or "MemoryError", "use less data at once, or a larger machine")
