@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.hostile.data_files import DATA
 from tests.hostile.making import CANARY, Hostile
 from tests.hostile.settings_files import SETTINGS
 from truebatch.cli import run
 from truebatch.errors import TruebatchError, exit_code_of
 
-CASES = [*SETTINGS]
+CASES = [*SETTINGS, *DATA]
 _heard: list[tuple[str, tuple[object, ...]]] = []
 _listening = [False]
 
