@@ -74,7 +74,7 @@ def parse_value(text: str) -> Any:
         node = _Loader(text).get_single_node()
     except ConfigError:
         raise
-    except (yaml.YAMLError, RecursionError, ValueError):
+    except (yaml.YAMLError, ValueError):
         return text
     return None if node is None else _Reader(text).value(node, ())
 
@@ -100,19 +100,28 @@ _Writer.add_representer(str, _write_text)
 
 
 class _Loader(yaml.SafeLoader):
-    """Stops at the most values a file may hold: composing all values of a megabyte takes half a minute."""
+    """Stops at the most values and levels a file may hold: composing all of a megabyte takes half a minute."""
 
     composed = 0
+    depth = 0
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
-        self.composed += 1
+        self.composed, self.depth = self.composed + 1, self.depth + 1
         if self.composed > MAX_NODES:
             raise ConfigError(
                 f"{self.name} holds too many values",
                 seen=f"more than {MAX_NODES:,} by line {self.line + 1}",
                 do="check that this is a file of settings",
             )
-        return super().compose_node(parent, index)
+        if self.depth > MAX_DEPTH + 1:  # the file itself is the first
+            raise ConfigError(
+                f"{self.name}:{self.line + 1} is nested too deeply",
+                seen=f"more than {MAX_DEPTH} levels",
+                do="write a flat list of `key: value` lines",
+            )
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 def _compose(text: str, name: str) -> Node | None:
@@ -140,12 +149,6 @@ def _compose(text: str, name: str) -> Node | None:
             f"{name}:{loader.line + 1 if loader else 1} not readable as YAML: an escape that is no character",
             seen=str(error),
             do="write the character itself, or an escape up to \\U0010ffff",
-        ) from error
-    except RecursionError as error:
-        raise ConfigError(
-            f"{name} is nested too deeply",
-            seen="more levels than can be read",
-            do="write a flat list of `key: value` lines",
         ) from error
 
 
