@@ -22,8 +22,9 @@ from typing import Any, Final
 
 import psutil
 
-from truebatch.errors import RunError
+from truebatch.errors import RunError, TruebatchError
 from truebatch.scoring.records import Outcome
+from truebatch.textfiles import open_file
 from truebatch.training.durable import to_json
 from truebatch.training.failpoints import failpoint
 
@@ -146,7 +147,7 @@ def read_journals(run: Path) -> Told:
     failures: dict[str, tuple[tuple[float, str], Outcome]] = {}
     suspects, disagreements, batches, seconds = [], set(), 0, 0.0
     for path in sorted((run / FOLDER).glob("worker-*.db")):
-        with closing(_reading(path)) as connection:
+        with _unreadable_named(path), closing(_reading(path)) as connection:
             if not _has_tables(connection):
                 continue
             for place, outcome in _outcomes(path, connection):
@@ -175,17 +176,25 @@ def is_network(folder: Path) -> bool:
 
 
 def _reading(path: Path) -> sqlite3.Connection:
+    open_file(path).close()  # a pipe in its place would be waited for
     # Opened for writing on purpose: after a kill, SQLite must first bring the log into the file.
+    connection = sqlite3.connect(path, timeout=_BUSY_SECONDS)
+    connection.execute("SELECT COUNT(*) FROM sqlite_master")
+    return connection
+
+
+@contextmanager
+def _unreadable_named(path: Path) -> Iterator[None]:
+    """Whatever a journal holds that none of ours would have written is said of the file."""
     try:
-        connection = sqlite3.connect(path, timeout=_BUSY_SECONDS)
-        connection.execute("SELECT COUNT(*) FROM sqlite_master")
-    except sqlite3.Error as error:
+        yield
+    except (sqlite3.Error, TypeError, ValueError, RecursionError) as error:
+        seen = error.seen if isinstance(error, TruebatchError) else str(error)
         raise RunError(
             f"the journal {path.name} cannot be read",
-            seen=f"{path}: {error}",
+            seen=f"{path}: {seen}",
             do="bring it back from a copy, or move it away: its samples are then scored again",
         ) from error
-    return connection
 
 
 def _outcomes(path: Path, connection: sqlite3.Connection) -> Iterator[tuple[tuple[float, str], Outcome]]:

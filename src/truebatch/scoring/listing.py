@@ -16,7 +16,8 @@ from truebatch.scoring.backend import Asked
 from truebatch.scoring.keys import canonical, sample_key
 from truebatch.scoring.reading import Broken, read_asked
 from truebatch.scoring.records import Outcome, failed
-from truebatch.training.durable import write_text
+from truebatch.textfiles import read_lines
+from truebatch.training.durable import damage_named, write_text
 
 INPUT = "input.jsonl"
 
@@ -54,8 +55,13 @@ def load_list(run: Path) -> list[Listed]:
     path = run / INPUT
     if not path.is_file():
         raise RunError(f"{run} has no list of samples", seen=f"no {INPUT} in it", do="give the folder of a scoring run")
-    with path.open(encoding="utf-8") as lines:
-        return [Listed(**json.loads(line)) for line in lines]
+    return [_back(path, number, line) for number, line in read_lines(path)]
+
+
+def _back(path: Path, number: int, line: str) -> Listed:
+    again = "give the command of `truebatch score` again: it writes the list anew"
+    with damage_named(Path(f"{path}:{number}"), do=again):
+        return Listed(**json.loads(line))
 
 
 def _listed(index: int, one: Asked | Broken) -> Listed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from truebatch.errors import DataError
 
@@ -41,6 +41,10 @@ class Outcome:
                 "a failed sample has a stage and a kind and no score; one that succeeded has no stage",
                 seen=f"status={self.status!r}, stage={self.stage!r}, kind={self.kind!r}, score={self.score!r}",
                 do="say what happened, and never invent a score",
+            )
+        if self.status not in get_args(Status):
+            raise DataError(
+                "a sample is ok or failed", seen=f"status={self.status!r} for {self.key}", do="use one of the two"
             )
         if self.score is not None and not math.isfinite(self.score):
             raise DataError(

@@ -11,8 +11,8 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,22 @@ def read_json(path: Path, *, max_bytes: int = 1 << 30) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f"{path.name} is not JSON", seen=f"{path}: {error}", do="go back to an earlier checkpoint"
+            f"{path.name} is not JSON",
+            seen=f"{path}: {error}",
+            do="bring the file back from a copy, or go back to an earlier checkpoint",
+        ) from error
+
+
+@contextmanager
+def damage_named(path: Path, *, do: str = "bring the file back from a copy") -> Iterator[None]:
+    """Around the code that takes the values of a file apart: where they are not what it expects, the file is named."""
+    try:
+        yield
+    except TruebatchError:
+        raise
+    except (TypeError, KeyError, ValueError, AttributeError, IndexError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} does not hold what it should", seen=f"{type(error).__name__}: {str(error)[:200]}", do=do
         ) from error
 
 

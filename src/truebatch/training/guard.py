@@ -24,7 +24,7 @@ from truebatch.tensors.field import Field
 from truebatch.tensors.loader import LoadedStep
 from truebatch.tensors.microbatch import MicroBatch
 from truebatch.tensors.splitting import cells_of, split_microbatch
-from truebatch.training.durable import read_json, write_json
+from truebatch.training.durable import damage_named, read_json, write_json
 from truebatch.training.failpoints import failpoint
 from truebatch.training.outofmemory import free_memory, is_out_of_memory
 from truebatch.training.reducing import first_says, most_over_ranks
@@ -234,7 +234,10 @@ def _save_and_restart(guard: Guard, batch: MicroBatch, said: str) -> None:
 def read_budget(guard: Guard) -> None:
     """Begin with the budget that an earlier start of this run has left."""
     path = None if guard.folder is None else guard.folder / BUDGET
-    found = read_json(path, max_bytes=1 << 16)["cells"] if path is not None and path.exists() else None
+    found = None
+    if path is not None and path.exists():
+        with damage_named(path, do="delete the file: the budget is then found again"):
+            found = int(read_json(path, max_bytes=1 << 16)["cells"])
     guard.cells = first_says(found)  # of sharded parameters every rank must make the same number of micro-batches
     if guard.cells is not None:
         guard.ceiling = 2 * guard.cells

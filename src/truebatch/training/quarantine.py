@@ -18,12 +18,14 @@ from truebatch.errors import ConfigError
 from truebatch.objective import add_counts
 from truebatch.tensors.microbatch import MicroBatch
 from truebatch.tensors.splitting import leave_out, take_samples
-from truebatch.training.durable import to_json
+from truebatch.textfiles import read_text
+from truebatch.training.durable import damage_named, to_json
 from truebatch.training.guard import Guard, SampleTooLarge, read_budget
 from truebatch.training.reducing import all_say, first_says, most_over_ranks, rank, sum_numbers
 
 T = TypeVar("T")
 QUARANTINE = "quarantine.jsonl"
+_MOST_BYTES = 1 << 28
 Counts = Mapping[str, int]
 
 
@@ -129,5 +131,7 @@ def _read_quarantine(guard: Guard) -> None:
 def _lines(path: Path) -> list[tuple[int, str]]:
     if not path.exists():
         return []
-    whole = [line for line in path.read_text(encoding="ascii").splitlines(keepends=True) if line.endswith("\n")]
-    return [(int(entry["id"]), str(entry["reason"])) for entry in map(json.loads, whole)]
+    lines = read_text(path, max_bytes=_MOST_BYTES).splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith("\n")]
+    with damage_named(path, do="delete the line: the sample is then found again"):
+        return [(int(entry["id"]), str(entry["reason"])) for entry in map(json.loads, whole)]

@@ -21,6 +21,7 @@ from filelock import FileLock, Timeout
 from truebatch.config import dump_config
 from truebatch.errors import RunError, TruebatchError
 from truebatch.training.durable import (
+    damage_named,
     read_json,
     remove_drafts,
     storage_error,
@@ -128,7 +129,8 @@ def read_status(folder: Path) -> dict[str, Any]:
     """What `status.json` says; `state` is `new` without one, and `interrupted` when the running process was killed."""
     if not (folder / STATUS).exists():
         return {"state": "new", "step": 0, "exit_code": None, "message": ""}
-    status = dict(read_json(folder / STATUS, max_bytes=_MOST_BYTES))
+    with damage_named(folder / STATUS):
+        status = dict(read_json(folder / STATUS, max_bytes=_MOST_BYTES))
     if status.get("state") == "running" and _is_dead(status):
         status |= {"state": "interrupted", "message": f"process {status.get('pid')} is no longer there"}
     return status

@@ -14,7 +14,7 @@ from truebatch.errors import CheckpointError, RunError
 from truebatch.system import System
 from truebatch.systems.finding import find_system
 from truebatch.training.checkpoints import Checkpoint, load_checkpoint, load_newest
-from truebatch.training.durable import read_json
+from truebatch.training.durable import damage_named, read_json
 from truebatch.training.keeping import best_step, list_checkpoints
 from truebatch.training.runs import CONFIG
 from truebatch.training.starting import ABOUT, settings_type
@@ -62,11 +62,25 @@ def open_settings(folder: Path, overrides: Sequence[str] = ()) -> tuple[System, 
             seen=f"no {ABOUT} in it: it was made by train() in Python",
             do="use your own code to load it, or train it with `truebatch train`",
         )
-    system = find_system(str(read_json(folder / ABOUT, max_bytes=_MOST_BYTES)["system"]))
+    system = find_system(_system_of(folder))
     document = read_yaml(folder / CONFIG)
     for override in overrides:
         apply_override(document, override)
     return system, check_config(settings_type(system), document)
+
+
+def _system_of(folder: Path) -> str:
+    """The target a run names. Code that came inside the folder is not run: a run may come from others."""
+    with damage_named(folder / ABOUT):
+        target = str(read_json(folder / ABOUT, max_bytes=_MOST_BYTES)["system"])
+    place = target.rpartition(":")[0]
+    if place.endswith(".py") and Path(place).resolve().is_relative_to(folder.resolve()):
+        raise RunError(
+            f"the run {folder} names code that lies inside its own folder",
+            seen=f"{folder / ABOUT}: {target}",
+            do="if you trust that code, move it out of the folder and train or evaluate with it by its path",
+        )
+    return target
 
 
 def _weights(folder: Path) -> Checkpoint:
