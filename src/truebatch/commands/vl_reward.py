@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from truebatch.errors import RunError
+from truebatch.language.saying import say
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def run_reward(config: Path | None, set_: list[str] | None) -> int:
     from truebatch.systems.vl_reward.running import run_benchmark
 
     report = run_benchmark(_load(config, set_), say=_say)
-    sys.stdout.write("\n" + markdown(report.summary) + "\n")
+    say("\n" + markdown(report.summary))
     for file in report.files:
         _say(f"wrote {file}")
     return report.exit_code
@@ -128,14 +129,15 @@ def show_gallery(config: Config = None, set_: Set = None) -> int:
 def _rows(run: Path) -> list[Row]:
     from truebatch.systems.vl_reward.reporting import REPORT
     from truebatch.systems.vl_reward.statistics import Row
-    from truebatch.training.durable import read_json
+    from truebatch.training.durable import damage_named, read_json
 
     if not (run / REPORT).is_file():
         raise RunError(f"{run} has no {REPORT}", seen="not a finished run of this system", do="run it first")
-    samples = read_json(run / REPORT, max_bytes=1 << 30)["samples"]
-    return [Row(one["id"], one["category"], one["status"], one["score"]) for one in samples]
+    with damage_named(run / REPORT, do="write it again with `truebatch vl_reward gallery`"):
+        samples = read_json(run / REPORT, max_bytes=1 << 30)["samples"]
+        return [Row(one["id"], one["category"], one["status"], one["score"]) for one in samples]
 
 
 def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
+    say(line)
     sys.stdout.flush()

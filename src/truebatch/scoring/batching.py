@@ -16,7 +16,7 @@ from truebatch.planning.plan import build_plan
 from truebatch.planning.settings import PlanConfig
 from truebatch.scoring.backend import Cost
 from truebatch.scoring.shapes import Shapes
-from truebatch.training.durable import read_json, write_json
+from truebatch.training.durable import damage_named, read_json, write_json
 
 PLAN = "plan.json"
 Level = Literal["close", "plan", "shape"]
@@ -94,8 +94,9 @@ def load_batches(run: Path) -> Batches:
     """The frozen plan of a run; empty where there is none yet."""
     if not (run / PLAN).exists():
         return Batches((), {})
-    found = read_json(run / PLAN)
-    return Batches(tuple(tuple(batch) for batch in found["batches"]), found["tokens"])
+    with damage_named(run / PLAN, do="bring it back from a copy, or begin anew with --fresh"):
+        found = read_json(run / PLAN)
+        return Batches(tuple(tuple(batch) for batch in found["batches"]), dict(found["tokens"]))
 
 
 def save_batches(run: Path, batches: Batches) -> None:

@@ -16,7 +16,7 @@ from truebatch.scoring.opening import open_backend
 from truebatch.scoring.readouts import Generate, Head, Labels, Readout, Words, YesNo, last_number
 from truebatch.scoring.scripted import ScriptedBackend
 from truebatch.scoring.worker import WorkerBackend, WorkerSettings
-from truebatch.training.durable import read_json, write_json
+from truebatch.training.durable import damage_named, read_json, write_json
 
 CALL = "call.json"
 SCRIPTED = "scripted"
@@ -84,7 +84,8 @@ def load_call(run: Path) -> ScoreCall:
             seen=f"no {CALL} in it",
             do="give the command of `truebatch score` again",
         )
-    return ScoreCall(**read_json(run / CALL))
+    with damage_named(run / CALL, do="give the command of `truebatch score` again: it writes the file anew"):
+        return ScoreCall(**read_json(run / CALL))
 
 
 def make_readout(values: Mapping[str, Any]) -> Readout:

@@ -11,7 +11,7 @@ from typing import Any
 
 from truebatch.errors import RunError
 from truebatch.scoring.keys import canonical
-from truebatch.training.durable import read_json, write_json
+from truebatch.training.durable import damage_named, read_json, write_json
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "truebatch-journal", 1
@@ -66,8 +66,10 @@ def read_manifest(run: Path) -> Manifest:
             seen=f"format {values.get('format') if isinstance(values, dict) else type(values).__name__!r}",
             do="use the version of truebatch that made the run",
         )
-    manifest = Manifest(str(values["run"]), values["config"])
-    if manifest.fingerprint != values["fingerprint"]:
+    with damage_named(run / MANIFEST, do="bring it back from a copy, or begin anew with --fresh"):
+        manifest = Manifest(str(values["run"]), values["config"])
+        is_whole = manifest.fingerprint == values["fingerprint"]
+    if not is_whole:
         raise RunError(
             f"{run / MANIFEST} was changed by hand",
             seen="its fingerprint does not belong to its configuration",

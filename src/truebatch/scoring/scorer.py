@@ -29,7 +29,7 @@ from truebatch.scoring.opening import open_backend
 from truebatch.scoring.readouts import Readout
 from truebatch.scoring.records import Outcome, failed
 from truebatch.scoring.running import Finished, Running, run_samples
-from truebatch.training.durable import read_json, write_json
+from truebatch.training.durable import damage_named, read_json, write_json
 
 Model = str | Path | nn.Module | Callable[..., Any] | Backend | Sequence[Backend]
 Samples = Path | str | Iterable[Any]
@@ -207,7 +207,8 @@ def _survived(folder: Path, listed: Sequence[Listed], checked: int) -> Iterator[
     """Samples for a check, without those during whose check the process died: these are left for the journal."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / CHECK
-    died = set(read_json(file)["died"]) if file.exists() else set()
+    with damage_named(file, do="delete the file"):
+        died = set(read_json(file)["died"]) if file.exists() else set()
     sound = [one for one in listed if one.key not in died]
     step = max(1, len(sound) // (16 * checked))
     chosen = sound[::step][: 32 * checked]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from truebatch.errors import RunError, TruebatchError
 from truebatch.planning.measured import Measured
-from truebatch.training.durable import read_json, write_json
+from truebatch.training.durable import damage_named, read_json, write_json
 from truebatch.training.reducing import num_ranks, rank
 from truebatch.training.runs import Run, open_run
 from truebatch.training.settings import TrainConfig
@@ -75,7 +75,8 @@ def check_data(run: Run, measured: Measured, *, content: str = "") -> None:
         run.plan.mkdir(exist_ok=True)
         write_json(file, now)
         return
-    then = read_json(file, max_bytes=1 << 20)
+    with damage_named(file):
+        then = dict(read_json(file, max_bytes=1 << 20))
     same = {name: now.get(name) == value for name, value in then.items()}
     if not content or not then.get("content"):
         same["content"] = True
