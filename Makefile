@@ -26,6 +26,9 @@ real: .real/.ready
 	$(PIP) --no-deps gguf
 # transformers imports torchao wherever it finds it, and that is not quiet: tests that want it put .real/site on their path.
 	$(PIP) --no-deps --target .real/site torchao==0.18.0
+# Ray and what it needs beyond the test environment; one slow test puts .real/ray on its path.
+	$(PIP) --no-deps --target .real/ray ray==2.60.0 jsonschema jsonschema-specifications referencing rpds-py attrs msgpack \
+		requests charset-normalizer urllib3 certifi idna
 	touch $@
 
 lint: $(VENV)/.ready-test

@@ -14,7 +14,12 @@ import truebatch
 ROOT = Path(truebatch.__file__).parent
 
 ORDER = [
+    "language.choosing",
+    "language.translating",
+    "language.saying",
+    "language.helping",
     "errors",
+    "notebook",
     "textfiles",
     "settingrules",
     "yamlfiles",
@@ -207,6 +212,7 @@ ORDER = [
     "scoring.calling",
     "scoring.workerprocess",
     "scoring.raybackend",
+    "scoring.rayengine",
     "adapters.singles",
     "adapters.deepspeed",
     "adapters.planned",
@@ -218,11 +224,16 @@ ORDER = [
     "reports.tables",
     "reports.charts",
     "reports.pictures",
-    "reports.findings",
     "reports.page",
+    "reports.galleries",
+    "reports.findings",
+    "reports.proofs",
+    "reports.fits",
+    "reports.plans",
+    "reports.lengths",
+    "reports.scores",
     "reports.runsections",
     "reports.report",
-    "reports.plans",
     "reports.showing",
     "systems.chinese_gpt.characters",
     "systems.chinese_gpt.dictionary",
@@ -312,6 +323,11 @@ ORDER = [
     "systems.vlm_pruning.datasets",
     "systems.vlm_pruning.figures",
     "systems.vlm_pruning.images",
+    "systems.vlm_pruning.sizing",
+    "systems.vlm_pruning.vision",
+    "systems.vlm_pruning.patches",
+    "systems.vlm_pruning.tiles",
+    "systems.vlm_pruning.grids",
     "systems.vlm_pruning.tiny",
     "systems.vlm_pruning.fullsize",
     "systems.vlm_pruning.families",
@@ -342,9 +358,13 @@ ORDER = [
     "systems.vl_reward.benchmark",
     "systems.vl_reward.prompts",
     "systems.vl_reward.editors",
+    "systems.vl_reward.lines",
     "systems.vl_reward.stages",
     "systems.vl_reward.shapes",
     "systems.vl_reward.settings",
+    "systems.vl_reward.tinyjudge",
+    "systems.vl_reward.judges",
+    "systems.vl_reward.judgeprocess",
     "systems.vl_reward.reporting",
     "systems.vl_reward.running",
     "systems.vl_reward.compat",
@@ -381,8 +401,6 @@ ORDER = [
     "bench.tables",
     "bench.scoring_work",
     "bench.scoring",
-    "bench.vl_reward_work",
-    "bench.vl_reward",
     "bench.vl_reward_work",
     "bench.vl_reward",
     "commands.bench",
@@ -485,7 +503,7 @@ def test_planning_imports_numpy_and_never_torch():
         if (top := imported.partition(".")[0]) not in PLANNING_MAY_IMPORT | set(sys.stdlib_module_names) | {"truebatch"}
         or (
             top == "truebatch"
-            and not imported.startswith(("truebatch.planning.", "truebatch.errors", "truebatch.textfiles"))
+            and not imported.startswith(("truebatch.planning.", "truebatch.errors", "truebatch.notebook", "truebatch.textfiles"))
         )
     ]
     assert not foreign

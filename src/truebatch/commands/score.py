@@ -13,6 +13,7 @@ import typer
 from truebatch.commands.settings import RUNS
 from truebatch.commands.vl_reward import run_reward
 from truebatch.errors import ConfigError
+from truebatch.language.saying import say
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def show_score(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
     served: Annotated[str, typer.Option(help="With an address: the model's name there.")] = "",
     workers: Annotated[int, typer.Option(help="Processes that judge, each on a GPU of its own; 0: this one.")] = 0,
-    engine: Annotated[str, typer.Option(help="local, or ray: the workers are actors of a Ray cluster.")] = "local",
+    engine: Annotated[str, typer.Option(help="local, or ray: workers are a pool of Ray Data actors.")] = "local",
     timeout: Annotated[float, typer.Option(help="Seconds a worker or a server has for a batch.")] = 600.0,
     shard: Annotated[str, typer.Option(help="i/n: this machine's part of the run folder, such as 0/8.")] = "0/1",
     retry: Annotated[
@@ -157,14 +158,15 @@ def run_call(
     """Carry out a call, show how it goes, and give the exit code. `checked` samples are judged both ways first."""
     from truebatch.scoring.batching import Limits
     from truebatch.scoring.calling import open_backends, save_call
-    from truebatch.scoring.raybackend import open_actors
+    from truebatch.scoring.rayengine import ray_engine
     from truebatch.scoring.reading import check_data
     from truebatch.scoring.running import Running
     from truebatch.scoring.scorer import Scorer
 
     check_data(Path(call.data))
-    how = Running(retry=tuple(retry), shard=shard, watch=_watch())
-    backends = open_actors(call) if engine == "ray" else open_backends(call)
+    pool = ray_engine(call) if engine == "ray" else None
+    how = Running(retry=tuple(retry), shard=shard, watch=_watch(), engine=pool)
+    backends = open_backends(call) if pool is None else [pool.backend]
     scorer = Scorer(backends, limits=Limits(**call.limits))
     try:
         done = scorer.score(Path(call.data), folder, check=checked > 0, checked=checked, how=how)
@@ -172,7 +174,7 @@ def run_call(
     finally:
         scorer.close()
     if done.report is not None and not as_json:
-        sys.stderr.write(f"check: {done.report}\n")
+        say(f"check: {done.report}", file=sys.stderr)
     return tell(done.status, folder, as_json=as_json)
 
 
@@ -182,7 +184,7 @@ def tell(status: Status, folder: Path, *, as_json: bool) -> int:
         names = status.__dataclass_fields__
         sys.stdout.write(json.dumps({name: getattr(status, name) for name in names}) + "\n")
     else:
-        sys.stdout.write("\n".join(_lines(status, folder)) + "\n")
+        say("\n".join(_lines(status, folder)))
     return SOME_FAILED if status.failed and not status.pending else 0
 
 
@@ -214,7 +216,7 @@ def _watch() -> Watch:
         told[0] = now
         sys.stderr.write(("\r\033[K" if is_terminal else "") + progress.line() + ("" if is_terminal else "\n"))
         if is_terminal and progress.done >= progress.samples:
-            sys.stderr.write("\n")
+            say(file=sys.stderr)
 
     return watch
 

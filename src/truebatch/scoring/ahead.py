@@ -40,11 +40,15 @@ class Ahead:
             self._fill()
         return work, [future.result() for future in futures]
 
-    def close(self) -> None:
-        """Forget what nobody has taken."""
+    def stop(self) -> None:
+        """Hand out nothing more."""
         with self._lock:
             self._left.clear()
             self._begun.clear()
+
+    def close(self) -> None:
+        """Forget what nobody has taken."""
+        self.stop()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _fill(self) -> None:

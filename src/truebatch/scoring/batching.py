@@ -19,6 +19,8 @@ from truebatch.scoring.shapes import Shapes
 from truebatch.training.durable import damage_named, read_json, write_json
 
 PLAN = "plan.json"
+DEFAULT_CELLS = 8192
+"""The budget where none is given and none is measured: on a CPU, behind an address, and at level `shape`."""
 Level = Literal["close", "plan", "shape"]
 """close: right, within the noise of the dtype. plan: batches are frozen, a resumed run gives the same bits.
 shape: pinned shapes, no neighbour, order or number of workers changes a bit."""
@@ -29,8 +31,9 @@ class Limits:
     """How large a batch may be, and what is promised about it."""
 
     level: Level = "plan"
-    cells: int = 8192
-    """Most cells of a batch, padding and new tokens counted."""
+    cells: int | None = None
+    """Most cells of a batch, padding and new tokens counted. None: on CUDA the most that memory holds is found before
+    the run begins and kept with it; elsewhere, and at level `shape`, `DEFAULT_CELLS`."""
     patches: int | None = None
     """Most image patches of a batch."""
     rows: int = 256
@@ -40,14 +43,20 @@ class Limits:
         if self.level not in get_args(Level):
             raise ConfigError("an unknown level", seen=f"level={self.level!r}", do=f"use one of {get_args(Level)}")
         for name in ("cells", "rows"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is out of range", seen=f"{name}={getattr(self, name)}", do="give 1 or more")
+            given = getattr(self, name)
+            if given is not None and given < 1:
+                raise ConfigError(f"{name} is out of range", seen=f"{name}={given}", do="give 1 or more")
+
+    @property
+    def most_cells(self) -> int:
+        """The budget itself."""
+        return DEFAULT_CELLS if self.cells is None else self.cells
 
     def describe(self) -> dict[str, object]:
         """What of it belongs to the fingerprint: at level `close` batches may change, otherwise not."""
         if self.level == "close":
             return {"level": self.level}
-        return {"level": self.level, "cells": self.cells, "patches": self.patches, "rows": self.rows}
+        return {"level": self.level, "cells": self.most_cells, "patches": self.patches, "rows": self.rows}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +79,7 @@ def plan_batches(costs: Mapping[str, Cost], limits: Limits) -> list[tuple[str, .
     if not rest:
         return batches
     config = PlanConfig(
-        cells=limits.cells, samples=limits.rows, samples_per_step=len(rest),
+        cells=limits.most_cells, samples=limits.rows, samples_per_step=len(rest),
         costs={} if limits.patches is None else {"patches": limits.patches},
     )  # fmt: skip
     lengths = [_length(costs[key]) for key in rest]
@@ -115,11 +124,11 @@ def _length(cost: Cost) -> int:
 
 
 def _is_over(cost: Cost, limits: Limits) -> bool:
-    return _length(cost) > limits.cells or (limits.patches is not None and cost.patches > limits.patches)
+    return _length(cost) > limits.most_cells or (limits.patches is not None and cost.patches > limits.patches)
 
 
 def _pinned(keys: Sequence[str], costs: Mapping[str, Cost], limits: Limits) -> list[tuple[str, ...]]:
-    shapes = Shapes(limits.cells)
+    shapes = Shapes(limits.most_cells)
     out: list[tuple[str, ...]] = []
     widths = {key: shapes.width(costs[key].tokens) for key in keys}
     for width, group in groupby(sorted(keys, key=lambda key: -widths[key]), key=lambda key: widths[key]):

@@ -12,13 +12,13 @@ from truebatch.generation.settings import Generation
 from truebatch.scoring.backend import Backend
 from truebatch.scoring.batching import Limits
 from truebatch.scoring.httpbackend import HttpBackend
+from truebatch.scoring.manifest import CALL
 from truebatch.scoring.opening import open_backend
 from truebatch.scoring.readouts import Generate, Head, Labels, Readout, Words, YesNo, last_number
 from truebatch.scoring.scripted import ScriptedBackend
 from truebatch.scoring.worker import WorkerBackend, WorkerSettings
 from truebatch.training.durable import damage_named, read_json, write_json
 
-CALL = "call.json"
 SCRIPTED = "scripted"
 """The name of a model that is none: it plays what samples ask for."""
 PARSERS = {"number": last_number}

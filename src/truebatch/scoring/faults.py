@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,6 +70,23 @@ def judge_all(
     return first + judge_all(judge, keys[middle:], prepared[middle:], trouble, lengths[middle:])
 
 
+def judge_ready(
+    judge: Judge, ready: Sequence[tuple[str, Any, int]], trouble: Trouble, *, attempts: int = 1
+) -> list[Outcome]:
+    """Outcomes of a batch of (key, prepared or why not, length), in order: what could not be prepared is a record."""
+    good = [one for one in ready if not isinstance(one[1], SampleError)]
+    keys, prepared, lengths = [key for key, _, _ in good], [one for _, one, _ in good], [n for _, _, n in good]
+    found = judge_all(judge, keys, prepared, trouble, lengths)
+    by_key = {outcome.key: replace(outcome, attempts=attempts) for outcome in found}
+    by_key |= {key: failure(key, one, attempts) for key, one, _ in ready if isinstance(one, SampleError)}
+    return [by_key[key] for key, _, _ in ready]
+
+
+def failure(key: str, error: SampleError, attempts: int = 1) -> Outcome:
+    """The record of a sample that cannot be judged."""
+    return failed(key, stage=error.stage, kind=error.kind, message=str(error), attempts=attempts, output=error.output)
+
+
 def _kind(error: str) -> str:
     """The word a failure is counted by."""
     return {"WorkerCrash": "crashed", "WorkerHang": "hung", "NonFiniteError": "nonfinite"}.get(
@@ -98,7 +115,7 @@ def _try(
 
 def _outcome(key: str, answer: Answer | SampleError) -> Outcome:
     if isinstance(answer, SampleError):
-        return failed(key, stage=answer.stage, kind=answer.kind, message=str(answer), output=answer.output)
+        return failure(key, answer)
     if answer.score is not None and not float("-inf") < answer.score < float("inf"):
         return failed(
             key, stage="model", kind="nonfinite", message=f"the score is {answer.score}", output=answer.output

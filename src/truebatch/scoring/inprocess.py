@@ -201,7 +201,7 @@ def model_backend(
     if can_encode_alone(model) and (reuse_images or is_pinned):
         decoder = ImageDecoder(decoder, model, most=64 if reuse_images else 0)
     if is_pinned:
-        decoder = PinnedDecoder(decoder, Shapes(limits.cells), _filler(model, plain), max(1, new_tokens))
+        decoder = PinnedDecoder(decoder, Shapes(limits.most_cells), _filler(model, plain), max(1, new_tokens))
     reuse = {"prefix": reuse_prefix and not is_pinned, "images": reuse_images}
     return ModelBackend(
         model=model, prompting=prompting, readout=readout, limits=limits, decoder=decoder, plain=plain,
@@ -230,7 +230,7 @@ def _whole_or_refused(limits: Limits) -> Iterator[None]:
             raise
         raise ConfigError(
             "the pinned shape does not fit into memory",
-            seen=f"cells={limits.cells}: {str(error)[:200]}",
+            seen=f"cells={limits.most_cells}: {str(error)[:200]}",
             do="give fewer cells and begin anew, or use level `plan`",
         ) from error
 

@@ -13,7 +13,8 @@ from truebatch.errors import RunError
 from truebatch.scoring.keys import canonical
 from truebatch.training.durable import damage_named, read_json, write_json
 
-MANIFEST = "manifest.json"
+MANIFEST, CALL = "manifest.json", "call.json"
+"""What a run depends on, and how it was asked for."""
 FORMAT, VERSION = "truebatch-journal", 1
 _MOST_BYTES = 1 << 22
 

@@ -1,4 +1,4 @@
-"""The engine for more than one machine: backends as actors of a Ray cluster, results in the journal of the one who asks.
+"""A backend as an actor of a Ray cluster: it says what samples cost, and judges what a pool of others could not.
 
 Ray places an actor where its GPU is free. One that dies is replaced by a fresh one, and its batch is cut as any other.
 """
@@ -6,38 +6,58 @@ Ray places an actor where its GPU is free. One that dies is replaced by a fresh 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from truebatch.errors import ConfigError
+from truebatch.errors import ConfigError, TruebatchError
 from truebatch.scoring.ahead import attempt
 from truebatch.scoring.backend import Answer, Asked, Backend, Cost, SampleError
 from truebatch.scoring.calling import ScoreCall, open_one
-from truebatch.scoring.wire import pack_answer, pack_asked, pack_cost, unpack_answer, unpack_asked
+from truebatch.scoring.wire import pack_answer, pack_asked, pack_cost, unpack_answer, unpack_asked, unpack_cost
 from truebatch.scoring.worker import WorkerCrash, WorkerHang
+
+SPARE_CPUS = 4
+"""Logical CPUs of a cluster on this machine beyond its workers: Ray's own readers need some, or all stand still."""
 
 
 class Judge:
     """What runs in an actor: the backend of a call, spoken to in plain values."""
 
     def __init__(self, call: Mapping[str, Any]) -> None:
-        self._backend = open_one(ScoreCall(**call))
+        self._backend: Backend | None = None
+        self.refused: dict[str, str] = {}
+        try:
+            self._backend = open_one(ScoreCall(**call))
+        except TruebatchError as error:  # an actor that raises while it is made looks like one that died
+            self.refused = {"wrong": error.wrong, "seen": error.seen, "do": error.do}
+
+    @property
+    def backend(self) -> Backend:
+        """The backend; what it was refused for is raised."""
+        if self._backend is None:
+            raise ConfigError(**self.refused)
+        return self._backend
+
+    def ready(self) -> dict[str, str]:
+        """Why the call was refused; empty if it was not."""
+        return self.refused
 
     def describe(self) -> dict[str, Any]:
         """Of the backend."""
-        return dict(self._backend.describe())
+        return dict(self.backend.describe())
 
-    def cost(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """A cost, or why there is none."""
-        return pack_cost(attempt(self._backend.cost, unpack_asked(sample)))
+    def costs(self, samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """A cost for each sample, or why there is none."""
+        return [pack_cost(attempt(self.backend.cost, unpack_asked(sample))) for sample in samples]
 
     def judge(self, samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Answers for all samples."""
-        prepared = [attempt(self._backend.prepare, unpack_asked(sample)) for sample in samples]
+        prepared = [attempt(self.backend.prepare, unpack_asked(sample)) for sample in samples]
         good = [one for one in prepared if not isinstance(one, SampleError)]
-        answers = iter(self._backend.judge(good) if good else [])
+        answers = iter(self.backend.judge(good) if good else [])
         return [pack_answer(one if isinstance(one, SampleError) else next(answers)) for one in prepared]
 
 
@@ -56,7 +76,7 @@ class RayBackend:
 
     def __init__(self, call: Mapping[str, Any], settings: RaySettings | None = None) -> None:
         self._call, self._settings = dict(call), settings or RaySettings()
-        self._ray: Any = _library()
+        self._ray: Any = ray_library()
         self._actor: Any = None
         self._lock = Lock()
         self.starts = 0
@@ -68,15 +88,19 @@ class RayBackend:
         return found
 
     def cost(self, sample: Asked, /) -> Cost:
-        """Asked of the actor."""
-        found = self._ask("cost", pack_asked(sample))
-        if "stage" in found:
-            raise SampleError(found["stage"], found["kind"], found["message"], found["output"])
-        return Cost(**found)
+        """Asked of the actor; see `costs` for many."""
+        (found,) = self.costs([sample])
+        if isinstance(found, SampleError):
+            raise found
+        return found
+
+    def costs(self, samples: Sequence[Asked], /) -> list[Cost | SampleError]:
+        """Asked of the actor for all samples at once."""
+        return [unpack_cost(one) for one in self._ask("costs", [pack_asked(located(one)) for one in samples])]
 
     def prepare(self, sample: Asked, /) -> Asked:
         """The sample itself: it is decoded and prepared in the actor."""
-        return sample
+        return located(sample)
 
     def judge(self, prepared: Sequence[Asked], /) -> Sequence[Answer | SampleError]:
         """The actor's answers; a single sample is tried a second time when the actor dies."""
@@ -90,7 +114,7 @@ class RayBackend:
         return [unpack_answer(answer) for answer in found]
 
     def close(self) -> None:
-        """End the actor."""
+        """End the actor; its place in the cluster is free."""
         with self._lock:
             self._end()
 
@@ -112,6 +136,10 @@ class RayBackend:
         made = self._ray.remote(num_cpus=self._settings.cpus, num_gpus=self._settings.gpus)(Judge)
         self._actor = made.remote(self._call)
         self.starts += 1
+        refused = self._ray.get(self._actor.ready.remote())
+        if refused:
+            self._end()
+            raise ConfigError(**refused)
         return self._actor
 
     def _end(self) -> None:
@@ -120,15 +148,14 @@ class RayBackend:
             self._ray.kill(actor)
 
 
-def open_actors(call: ScoreCall) -> list[Backend]:
-    """As many actors as the call has workers, each with a GPU where the cluster has any."""
-    ray = _library()
-    gpus = 1.0 if ray.cluster_resources().get("GPU", 0) >= 1 and call.device != "cpu" else 0.0
-    settings = RaySettings(gpus=gpus, timeout=call.timeout)
-    return [RayBackend(call.to_dict(), settings) for _ in range(call.workers)]
+def located(sample: Asked) -> Asked:
+    """The sample with whole paths of its images: an actor has a working folder of its own."""
+    images = tuple(str(Path(one).resolve()) if isinstance(one, str) else one for one in sample.images)
+    return replace(sample, images=images)
 
 
-def _library() -> Any:
+def ray_library(workers: int = 1) -> Any:
+    """Ray, connected: to the cluster that is there (RAY_ADDRESS, or one on this machine), else to one of our own."""
     try:
         ray: Any = import_module("ray")
     except ImportError as error:
@@ -136,5 +163,9 @@ def _library() -> Any:
             "the engine ray needs the package ray", seen=str(error), do="pip install 'truebatch[ray]'"
         ) from error
     if not ray.is_initialized():
-        ray.init(logging_level="ERROR", log_to_driver=False)
+        quiet = {"logging_level": "ERROR", "log_to_driver": False}
+        try:
+            ray.init(address="auto", **quiet)
+        except ConnectionError:  # no cluster is there
+            ray.init(num_cpus=workers + SPARE_CPUS, include_dashboard=False, **quiet)
     return ray

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from filelock import FileLock, Timeout
 
@@ -20,18 +20,37 @@ from truebatch.errors import ConfigError, RestartError, RunError
 from truebatch.scoring.ahead import Ahead, attempt
 from truebatch.scoring.backend import Asked, Backend, Cost, SampleError
 from truebatch.scoring.batching import Batches, Limits, extend, load_batches, save_batches
-from truebatch.scoring.faults import Trouble, judge_all
+from truebatch.scoring.faults import Trouble, failure, judge_ready
 from truebatch.scoring.following import Following, Progress, Watch
 from truebatch.scoring.journal import Journal, Told, open_journal, read_journals
 from truebatch.scoring.listing import Listed, save_list
 from truebatch.scoring.manifest import settle_manifest
-from truebatch.scoring.records import Outcome, failed
+from truebatch.scoring.records import Outcome
 from truebatch.scoring.remaining import Work, find_left
 from truebatch.training.signals import StopFlag, catch_signals
 
 UNPLANNED = -1
 """The number of a batch of failures that never came into the plan."""
 _SETTLE_SECONDS = 600.0
+_ASKED_AT_ONCE = 256
+"""Samples whose cost is asked of another process in one request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A batch that an engine has judged, wherever that was."""
+
+    work: Work
+    outcomes: list[Outcome]
+    seconds: float
+    trouble: Trouble
+
+
+class Engine(Protocol):
+    """Judges batches somewhere else; the journal is written here."""
+
+    def __call__(self, work: Sequence[Work], asked: Mapping[str, Asked], lengths: Mapping[str, int]) -> Iterator[Done]:
+        """Every batch once, in any order, as they come; an outcome for each of its keys."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +66,10 @@ class Running:
     shard: tuple[int, int] = (0, 1)
     """(i, n): this process judges every n-th batch; n processes share one run folder."""
     watch: Watch | None = None
+    told: Callable[[list[Outcome]], None] | None = None
+    """Called with outcomes as soon as they are on the disk, first with those that were there before; an error ends the run."""
+    engine: Engine | None = None
+    """Who judges, where it is not the backends in this process: see `scoring.rayengine`."""
 
     def __post_init__(self) -> None:
         at, number = self.shard
@@ -84,6 +107,7 @@ def run_samples(
         left = find_left(batches, told, retry=how.retry, shard=how.shard)
         following = _following(listed, batches, told, how)
         following.begin()
+        _tell_known(listed, told, how)
         if left.crashed:
             _record(run, left.crashed, how, following)
         with catch_signals() as stop:
@@ -142,16 +166,26 @@ def _costs(
     keys: Sequence[str], asked: Mapping[str, Asked], backend: Backend, threads: int
 ) -> tuple[dict[str, Cost], list[Outcome]]:
     """What each sample will take, and the failures of those that cannot even be measured."""
-    costs: dict[str, Cost] = {}
-    refused = []
-    with ThreadPoolExecutor(threads, thread_name_prefix="measure") as pool:
-        found = pool.map(lambda key: attempt(backend.cost, asked[key]), keys)
-        for key, cost in zip(keys, found, strict=True):
-            if isinstance(cost, SampleError):
-                refused.append(_failure(key, cost, 1))
-            else:
-                costs[key] = cost
+    found = cost_all(backend, [asked[key] for key in keys], threads)
+    costs = {key: cost for key, cost in zip(keys, found, strict=True) if isinstance(cost, Cost)}
+    refused = [failure(key, cost) for key, cost in zip(keys, found, strict=True) if isinstance(cost, SampleError)]
     return costs, refused
+
+
+def cost_all(backend: Backend, samples: Sequence[Asked], threads: int = 1) -> list[Cost | SampleError]:
+    """What each sample will take, or why that cannot be said; of a backend in another process many at once."""
+    many = getattr(backend, "costs", None)
+    if many is not None:
+        starts = range(0, len(samples), _ASKED_AT_ONCE)
+        return [cost for at in starts for cost in many(samples[at : at + _ASKED_AT_ONCE])]
+    with ThreadPoolExecutor(threads, thread_name_prefix="measure") as pool:
+        return list(pool.map(lambda sample: attempt(backend.cost, sample), samples))
+
+
+def _tell_known(listed: Sequence[Listed], told: Told, how: Running) -> None:
+    if how.told is not None:
+        keys = dict.fromkeys(one.key for one in listed if not _is_open(one.key, told, how.retry))
+        how.told([told.results[key] for key in keys])
 
 
 def _record(run: Path, outcomes: Sequence[Outcome | None], how: Running, following: Following | None) -> None:
@@ -160,7 +194,13 @@ def _record(run: Path, outcomes: Sequence[Outcome | None], how: Running, followi
     with open_journal(run, worker=f"{how.shard[0]}-reader") as journal:
         journal.commit(journal.begin(UNPLANNED, [row.key for row in rows]), rows, seconds=0.0)
     if following is not None:
-        following.committed(rows)
+        _committed(rows, following, how)
+
+
+def _committed(outcomes: list[Outcome], following: Following, how: Running) -> None:
+    following.committed(outcomes)
+    if how.told is not None:
+        how.told(outcomes)
 
 
 def _following(listed: Sequence[Listed], batches: Batches, told: Told, how: Running) -> Following:
@@ -186,16 +226,19 @@ def _judge_left(
     how: Running,
     shared: Shared,
 ) -> tuple[int, Trouble]:
+    if how.engine is not None:
+        return _collect(how.engine(work, asked, shared[0].tokens_of), run, how, shared)
     ahead = Ahead(
         work, asked, backends[0].prepare, threads=how.threads, batches=how.ahead * len(backends),
     )  # fmt: skip
     names = [f"{how.shard[0]}-{number}" for number in range(len(backends))]
     try:
         if len(backends) == 1:
-            return _work(names[0], backends[0], ahead, run, shared)
+            return _work(names[0], backends[0], ahead, run, how, shared)
         with ThreadPoolExecutor(len(backends), thread_name_prefix="judge") as pool:
             done = [
-                pool.submit(_work, name, one, ahead, run, shared) for name, one in zip(names, backends, strict=True)
+                pool.submit(_work, name, one, ahead, run, how, shared)
+                for name, one in zip(names, backends, strict=True)
             ]
         troubles = [one.result() for one in done]
         for _, other in troubles[1:]:
@@ -205,18 +248,44 @@ def _judge_left(
         ahead.close()
 
 
-def _work(name: str, backend: Backend, ahead: Ahead, run: Path, shared: Shared) -> tuple[int, Trouble]:
+def _collect(done: Iterator[Done], run: Path, how: Running, shared: Shared) -> tuple[int, Trouble]:
+    """The one writer of what an engine judges. A batch is begun when it is done: no death elsewhere is this process's."""
+    following, stop = shared
+    judged, trouble = 0, Trouble()
+    with open_journal(run, worker=f"{how.shard[0]}-engine") as journal, closing(done):  # type: ignore[type-var]
+        for one in done:
+            begun = journal.begin(one.work.number, one.work.keys, attempt=one.work.attempt)
+            journal.commit(begun, one.outcomes, seconds=one.seconds)
+            trouble.add(one.trouble)
+            judged += len(one.outcomes)
+            _committed(one.outcomes, following, how)
+            if stop.requested is not None:
+                break
+    return judged, trouble
+
+
+def _work(name: str, backend: Backend, ahead: Ahead, run: Path, how: Running, shared: Shared) -> tuple[int, Trouble]:
     """A worker: the next batch, its outcomes onto the disk, until nothing is left or somebody asks to stop."""
     following, stop = shared
     judged, trouble = 0, Trouble()
-    with open_journal(run, worker=name) as journal:
+    with open_journal(run, worker=name) as journal, _all_or_none(ahead):
         while stop.requested is None and (ready := ahead.take()) is not None:
             work, prepared = ready
             lengths = [following.tokens_of.get(key, 0) for key in work.keys]
             outcomes = _judge(journal, backend, work, list(zip(work.keys, prepared, lengths, strict=True)), trouble)
-            following.committed(outcomes)
+            _committed(outcomes, following, how)
             judged += len(outcomes)
     return judged, trouble
+
+
+@contextmanager
+def _all_or_none(ahead: Ahead) -> Iterator[None]:
+    """An error of one worker ends the run: the others finish their batch and take no other."""
+    try:
+        yield
+    except BaseException:
+        ahead.stop()
+        raise
 
 
 def _judge(
@@ -224,15 +293,6 @@ def _judge(
 ) -> list[Outcome]:
     begun = journal.begin(work.number, work.keys, attempt=work.attempt)
     started = time.monotonic()
-    good = [one for one in ready if not isinstance(one[1], SampleError)]
-    keys, prepared, lengths = [key for key, _, _ in good], [one for _, one, _ in good], [n for _, _, n in good]
-    found = judge_all(backend.judge, keys, prepared, trouble, lengths)
-    by_key = {outcome.key: replace(outcome, attempts=work.attempt) for outcome in found}
-    by_key |= {key: _failure(key, one, work.attempt) for key, one, _ in ready if isinstance(one, SampleError)}
-    outcomes = [by_key[key] for key in work.keys]
+    outcomes = judge_ready(backend.judge, ready, trouble, attempts=work.attempt)
     journal.commit(begun, outcomes, seconds=time.monotonic() - started)
     return outcomes
-
-
-def _failure(key: str, error: SampleError, attempts: int) -> Outcome:
-    return failed(key, stage=error.stage, kind=error.kind, message=str(error), attempts=attempts, output=error.output)

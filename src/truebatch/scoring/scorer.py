@@ -21,14 +21,14 @@ from truebatch.scoring.backend import Asked, Backend, SampleError
 from truebatch.scoring.batching import Limits, plan_batches
 from truebatch.scoring.checking import IdentityReport, check_identity, refuse
 from truebatch.scoring.exporting import Row, Status, export, read_rows, read_status
-from truebatch.scoring.faults import Trouble, judge_all
+from truebatch.scoring.faults import Trouble, failure, judge_ready
 from truebatch.scoring.functions import FunctionBackend
 from truebatch.scoring.inprocess import model_backend
 from truebatch.scoring.listing import Listed, list_samples
 from truebatch.scoring.opening import open_backend
 from truebatch.scoring.readouts import Readout
-from truebatch.scoring.records import Outcome, failed
-from truebatch.scoring.running import Finished, Running, run_samples
+from truebatch.scoring.records import Outcome
+from truebatch.scoring.running import Finished, Running, cost_all, run_samples
 from truebatch.training.durable import damage_named, read_json, write_json
 
 Model = str | Path | nn.Module | Callable[..., Any] | Backend | Sequence[Backend]
@@ -167,15 +167,13 @@ class Scorer:
         listed = list_samples(samples)
         outcomes = {one.key: one.failure for one in listed if one.failure is not None}
         asked = {one.key: one.asked for one in listed if one.asked is not None}
-        found = {key: attempt(self.backends[0].cost, one) for key, one in asked.items()}
+        backend = self.backends[0]
+        found = dict(zip(asked, cost_all(backend, list(asked.values())), strict=True))
         costs = {key: cost for key, cost in found.items() if not isinstance(cost, SampleError)}
-        outcomes |= {key: _failure(key, cost) for key, cost in found.items() if isinstance(cost, SampleError)}
+        outcomes |= {key: failure(key, cost) for key, cost in found.items() if isinstance(cost, SampleError)}
         for batch in plan_batches(costs, self.limits) if costs else []:
-            prepared = {key: attempt(self.backends[0].prepare, asked[key]) for key in batch}
-            outcomes |= {key: _failure(key, one) for key, one in prepared.items() if isinstance(one, SampleError)}
-            good = [key for key in batch if key not in outcomes]
-            done = judge_all(self.backends[0].judge, good, [prepared[key] for key in good], Trouble())
-            outcomes |= {outcome.key: outcome for outcome in done}
+            ready = [(key, attempt(backend.prepare, asked[key]), 0) for key in batch]
+            outcomes |= {outcome.key: outcome for outcome in judge_ready(backend.judge, ready, Trouble())}
         return [outcomes[one.key] for one in listed]
 
     def as_reward_function(
@@ -230,10 +228,6 @@ def _reused(backends: Sequence[Backend]) -> dict[str, float]:
         for name, number in getattr(backend, "reused", dict)().items():
             found[f"reused_{name}"] = found.get(f"reused_{name}", 0) + number
     return found
-
-
-def _failure(key: str, error: SampleError) -> Outcome:
-    return failed(key, stage=error.stage, kind=error.kind, message=str(error), output=error.output)
 
 
 def _is_column(value: Any, rows: int) -> bool:

@@ -6,9 +6,11 @@ import base64
 import io
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from truebatch.scoring.backend import Answer, Asked, Cost, SampleError
+from truebatch.scoring.records import Outcome
 
 
 def encode(value: Mapping[str, Any]) -> bytes:
@@ -55,6 +57,23 @@ def pack_cost(cost: Cost | SampleError) -> dict[str, Any]:
     if isinstance(cost, SampleError):
         return pack_answer(cost)
     return {"tokens": cost.tokens, "new_tokens": cost.new_tokens, "patches": cost.patches}
+
+
+def unpack_cost(value: Mapping[str, Any]) -> Cost | SampleError:
+    """The cost again."""
+    if "stage" in value:
+        return SampleError(value["stage"], value["kind"], value["message"], value["output"])
+    return Cost(**value)
+
+
+def pack_outcome(outcome: Outcome) -> dict[str, Any]:
+    """What became of a sample."""
+    return {**asdict(outcome), "output": dict(outcome.output)}
+
+
+def unpack_outcome(value: Mapping[str, Any]) -> Outcome:
+    """The outcome again."""
+    return Outcome(**value)
 
 
 def _pack_image(image: Any) -> Any:
