@@ -77,7 +77,9 @@ OBJECTS = '{"x": 1, "y":' + '{"a":' * 900 + "1" + "}" * 901
 HUGE = "{'descr':'<i8','fortran_order':False,'shape':(9999999999999,)}"
 DATA = [
     Hostile("jsonl: 100,000 open brackets", planned("a.jsonl", GOOD + "[" * 100_000), "a.jsonl:2"),
-    Hostile("jsonl: 900 levels in a sample", planned("a.jsonl", GOOD + LISTS), "a.jsonl:2: input_ids is a list of lists"),
+    Hostile(
+        "jsonl: 900 levels in a sample", planned("a.jsonl", GOOD + LISTS), "a.jsonl:2: input_ids is a list of lists"
+    ),
     Hostile("jsonl: 900 levels measured", planned("a.jsonl", OBJECTS), "a.jsonl:1"),
     Hostile("jsonl: a number of 5,000 digits", planned("a.jsonl", '{"length": ' + "9" * 5000 + "}"), "a.jsonl:1"),
     Hostile("jsonl: a length of 400 digits", planned("a.jsonl", '{"length": ' + "9" * 400 + "}"), "a.jsonl:1"),
@@ -87,11 +89,21 @@ DATA = [
     Hostile("jsonl: digits that are none", planned("a.jsonl", '{"length": "12"}\n{"length": "1²"}\n'), "a.jsonl:2"),
     Hostile("jsonl: 5,000 digits in a text", planned("a.jsonl", '{"length": "' + "9" * 5000 + '"}\n'), "a.jsonl:1"),
     Hostile("jsonl: signs before digits", planned("a.jsonl", '{"length": "12"}\n{"length": "--5"}\n'), "a.jsonl:2"),
-    Hostile("jsonl: half a character", planned("a.jsonl", '{"text": "a\\ud83d b"}\n'), "a.jsonl:1 holds half a character"),
+    Hostile(
+        "jsonl: half a character", planned("a.jsonl", '{"text": "a\\ud83d b"}\n'), "a.jsonl:1 holds half a character"
+    ),
     Hostile("jsonl: a NUL byte", planned("a.jsonl", GOOD.encode() + b'{"text": "\0"}\n'), "a.jsonl:2 holds a NUL byte"),
-    Hostile("jsonl: GBK after good lines", planned("a.jsonl", (GOOD + '{"text": "批次"}\n').encode("gbk")), "a.jsonl:2 is not"),
-    Hostile("jsonl: carriage returns only", planned("a.jsonl", GOOD.replace("\n", "\r") * 2), "a.jsonl:1 is not valid JSON"),
-    Hostile("jsonl: cut in the middle", planned("a.jsonl", GOOD + '{"input_ids": [1, 2'), "a.jsonl:2 is not valid JSON; it"),
+    Hostile(
+        "jsonl: GBK after good lines",
+        planned("a.jsonl", (GOOD + '{"text": "批次"}\n').encode("gbk")),
+        "a.jsonl:2 is not",
+    ),
+    Hostile(
+        "jsonl: carriage returns only", planned("a.jsonl", GOOD.replace("\n", "\r") * 2), "a.jsonl:1 is not valid JSON"
+    ),
+    Hostile(
+        "jsonl: cut in the middle", planned("a.jsonl", GOOD + '{"input_ids": [1, 2'), "a.jsonl:2 is not valid JSON; it"
+    ),
     Hostile("jsonl: an array of lines", planned("a.jsonl", '[{"text": "a"},\n{"text": "b"}]'), "name it a.json"),
     Hostile("jsonl: an escape of the terminal", planned("a.jsonl", '{"\\u001b[2Jx": 1, "y": 2}'), "a.jsonl:1"),
     Hostile("jsonl: a line of 200 MB", reading(sparse("a.jsonl", 200 * 2**20, head=b'{"text": "')), "a.jsonl:1"),
@@ -109,7 +121,11 @@ DATA = [
     Hostile("parquet: a damaged page", planned("a.parquet", TEXTS[:6] + b"\xff" * 16 + TEXTS[22:]), "a.parquet"),
     Hostile("npy: an array of pickles", planned("a.npy", _object_array()), "a.npy is not a .npy file of numbers"),
     Hostile("npy: a plain pickle", planned("a.npy", pickled()), "a.npy is not a .npy file of numbers"),
-    Hostile("npy: a lying shape", planned("a.npy", _npy("{'descr':'<i8','fortran_order':False,'shape':(10**15,),}")), "a.npy"),
+    Hostile(
+        "npy: a lying shape",
+        planned("a.npy", _npy("{'descr':'<i8','fortran_order':False,'shape':(10**15,),}")),
+        "a.npy",
+    ),
     Hostile("npy: 10^13 numbers", planned("a.npy", _npy(HUGE)), "a.npy"),
     Hostile("npy: code for a header", planned("a.npy", _npy("__import__('os').mkdir('CODE_WAS_RUN')\n")), "a.npy"),
     Hostile("npy: a header of brackets", planned("a.npy", _npy("(" * 9000 + "\n")), "a.npy is not a .npy file"),
@@ -119,4 +135,4 @@ DATA = [
     Hostile("a name with a NUL", lambda folder: ["plan", "a\0b.jsonl"], "a\\x00b.jsonl"),
     Hostile("a name of 5,000 letters", lambda folder: ["plan", "a" * 5000 + ".jsonl"], "aaa"),
     Hostile("a name with an escape", lambda folder: ["plan", "\x1b[31mx.jsonl"], "\\x1b[31mx.jsonl"),
-]  # fmt: skip
+]

@@ -166,16 +166,30 @@ def _relaid(data: bytes, **entries: Any) -> bytes:
 RUNS = [
     Hostile("manifest: not JSON", scored(changed("manifest.json", "{")), "manifest.json is not JSON"),
     Hostile("manifest: a list", scored(changed("manifest.json", [])), "is not a manifest"),
-    Hostile("manifest: fields missing", scored(changed("manifest.json", {"format": "truebatch-journal", "version": 1})), "manifest"),
-    Hostile("manifest: of a checkpoint", scored(changed("manifest.json", {"format": "truebatch checkpoint"})), "is not a"),
-    Hostile("manifest: changed by hand", scored(_edited("manifest.json", config={"model": "other"})), "was changed by hand"),
+    Hostile(
+        "manifest: fields missing",
+        scored(changed("manifest.json", {"format": "truebatch-journal", "version": 1})),
+        "manifest",
+    ),
+    Hostile(
+        "manifest: of a checkpoint", scored(changed("manifest.json", {"format": "truebatch checkpoint"})), "is not a"
+    ),
+    Hostile(
+        "manifest: changed by hand", scored(_edited("manifest.json", config={"model": "other"})), "was changed by hand"
+    ),
     Hostile("list: not JSON", scored(changed("input.jsonl", "{\n")), "input.jsonl:1"),
     Hostile("list: other fields", scored(changed("input.jsonl", '{"index": 0, "evil": 1}\n')), "input.jsonl:1"),
     Hostile("list: not UTF-8", scored(changed("input.jsonl", b"\xff\xfe{}\n")), "input.jsonl"),
-    Hostile("call: other fields", scored(changed("call.json", {"x": 1}), "run", "retry", "run", "--kind", "raised"), "call.json"),
+    Hostile(
+        "call: other fields",
+        scored(changed("call.json", {"x": 1}), "run", "retry", "run", "--kind", "raised"),
+        "call.json",
+    ),
     Hostile("call: a list", scored(changed("call.json", [1]), "run", "retry", "run", "--kind", "raised"), "call.json"),
     Hostile("batches: not a plan", scored(changed("plan.json", "[1, 2"), "run", "status", "run"), "plan.json"),
-    Hostile("batches: another shape", scored(changed("plan.json", {"batches": 7}), "run", "status", "run"), "plan.json"),
+    Hostile(
+        "batches: another shape", scored(changed("plan.json", {"batches": 7}), "run", "status", "run"), "plan.json"
+    ),
     Hostile("journal: not SQLite", scored(lambda run: _journal(run).write_bytes(pickled())), "cannot be read"),
     Hostile("journal: damaged pages", scored(_torn), "worker-0"),
     Hostile("journal: a pipe", scored(_piped), "worker-9.db"),
@@ -183,12 +197,28 @@ RUNS = [
     Hostile("journal: a text for a score", scored(_rewritten("UPDATE results SET score = 'high'")), "worker-0"),
     Hostile("journal: output that is no JSON", scored(_rewritten("UPDATE results SET output = '{'")), "worker-0"),
     Hostile("journal: an unknown status", scored(_rewritten("UPDATE results SET status = 'great'")), "worker-0"),
-    Hostile("journal: a failure with a score", scored(_rewritten("UPDATE results SET status = 'failed', score = 9")), "worker-0"),
-    Hostile("export: outside, no such folder", scored(str, "run", "export", "run", "--to", "../../no/x.csv"), "cannot be written"),
+    Hostile(
+        "journal: a failure with a score",
+        scored(_rewritten("UPDATE results SET status = 'failed', score = 9")),
+        "worker-0",
+    ),
+    Hostile(
+        "export: outside, no such folder",
+        scored(str, "run", "export", "run", "--to", "../../no/x.csv"),
+        "cannot be written",
+    ),
     Hostile("status: a list", trained(changed("status.json", [1])), "status.json"),
     Hostile("status: deep", trained(changed("status.json", "[" * 100_000)), "status.json is not JSON"),
-    Hostile("settings of a run: a tag", trained(changed("config.yaml", "a: !!python/none 1\n")), "config.yaml:1 tags are not"),
-    Hostile("log: not JSON", trained(changed("metrics.jsonl", '{"step": 1}\n{"step"\n')), "metrics.jsonl is damaged in line 2"),
+    Hostile(
+        "settings of a run: a tag",
+        trained(changed("config.yaml", "a: !!python/none 1\n")),
+        "config.yaml:1 tags are not",
+    ),
+    Hostile(
+        "log: not JSON",
+        trained(changed("metrics.jsonl", '{"step": 1}\n{"step"\n')),
+        "metrics.jsonl is damaged in line 2",
+    ),
     Hostile("log: bytes", trained(changed("metrics.jsonl", b"\xff\xfe\n")), "metrics.jsonl is damaged in line 1"),
     Hostile("fit: other fields", trained(changed("fit.json", {"points": [{}]})), "fit.json"),
     Hostile("fit: a text", trained(changed("fit.json", "points")), "fit.json"),
@@ -197,36 +227,94 @@ RUNS = [
     Hostile("system of a run: missing", trained(changed("run.json", {}), "evaluate", "run"), "run.json"),
     Hostile("system of a run: a list", trained(changed("run.json", [1]), "evaluate", "run"), "run.json"),
     Hostile("system of a run: code inside the run", trained(_outside, "evaluate", "run"), "evil.py"),
-    Hostile("best: a path", trained(changed("checkpoints/best.json", {"step": "../../x"}), "evaluate", "run"), "hold no vocabulary"),
-    Hostile("checkpoint: no manifest", resumed(lambda step: (step / "manifest.json").unlink()), "no checkpoint of this run"),
+    Hostile(
+        "best: a path",
+        trained(changed("checkpoints/best.json", {"step": "../../x"}), "evaluate", "run"),
+        "hold no vocabulary",
+    ),
+    Hostile(
+        "checkpoint: no manifest", resumed(lambda step: (step / "manifest.json").unlink()), "no checkpoint of this run"
+    ),
     Hostile("checkpoint: deep manifest", resumed(changed("manifest.json", "[" * 100_000)), "manifest.json"),
-    Hostile("checkpoint: manifest of others", resumed(changed("manifest.json", {"format": "dcp"})), "is not one of truebatch"),
-    Hostile("checkpoint: manifest changed", resumed(_edited("manifest.json", step=2)), "does not agree with its own hash"),
+    Hostile(
+        "checkpoint: manifest of others",
+        resumed(changed("manifest.json", {"format": "dcp"})),
+        "is not one of truebatch",
+    ),
+    Hostile(
+        "checkpoint: manifest changed", resumed(_edited("manifest.json", step=2)), "does not agree with its own hash"
+    ),
     Hostile("checkpoint: another step", resumed(lambda step: _signed(step, step=2)), "its manifest is that of step 2"),
-    Hostile("checkpoint: files elsewhere", resumed(lambda step: _signed(step, files={"../../x": {"num_bytes": 1, "sha256": ""}})), "../../x is missing"),
-    Hostile("checkpoint: files as a list", resumed(lambda step: _signed(step, files=["a"])), "manifest.json has other fields"),
-    Hostile("checkpoint: a field of another kind", resumed(lambda step: _signed(step, nonfinite=3)), "manifest.json has other fields"),
+    Hostile(
+        "checkpoint: files elsewhere",
+        resumed(lambda step: _signed(step, files={"../../x": {"num_bytes": 1, "sha256": ""}})),
+        "../../x is missing",
+    ),
+    Hostile(
+        "checkpoint: files as a list",
+        resumed(lambda step: _signed(step, files=["a"])),
+        "manifest.json has other fields",
+    ),
+    Hostile(
+        "checkpoint: a field of another kind",
+        resumed(lambda step: _signed(step, nonfinite=3)),
+        "manifest.json has other fields",
+    ),
     Hostile("checkpoint: a file too many", resumed(changed("extra.pkl", pickled())), "extra.pkl does not belong to it"),
     Hostile("checkpoint: a link", resumed(_linked), "model.safetensors is not a plain file"),
-    Hostile("checkpoint: a pickle for tensors", resumed(changed("model.safetensors", torch_zip())), "model.safetensors"),
+    Hostile(
+        "checkpoint: a pickle for tensors", resumed(changed("model.safetensors", torch_zip())), "model.safetensors"
+    ),
     Hostile("checkpoint: values changed", resumed(changed("values.json", "{}")), "values.json"),
     Hostile("tensors: a pickle", tensors(pickled()), "a.safetensors is not a whole safetensors file"),
     Hostile("tensors: torch.save", tensors(torch_zip()), "a.safetensors is not a whole safetensors file"),
-    Hostile("tensors: a header of 2^63 bytes", tensors(safetensors({}, num=2**63 - 1)), "is not a whole safetensors file"),
-    Hostile("tensors: offsets out of range", tensors(safetensors({"w": entry([4], 0, 10**12)}, b"\0" * 16)), "is not a whole"),
-    Hostile("tensors: overlapping", tensors(safetensors({"a": entry([4], 0, 16), "b": entry([4], 8, 24)}, b"\0" * 24)), "is not a whole"),
-    Hostile("tensors: a shape that lies", tensors(safetensors({"w": entry([10**9], 0, 16)}, b"\0" * 16)), "is not a whole"),
+    Hostile(
+        "tensors: a header of 2^63 bytes", tensors(safetensors({}, num=2**63 - 1)), "is not a whole safetensors file"
+    ),
+    Hostile(
+        "tensors: offsets out of range",
+        tensors(safetensors({"w": entry([4], 0, 10**12)}, b"\0" * 16)),
+        "is not a whole",
+    ),
+    Hostile(
+        "tensors: overlapping",
+        tensors(safetensors({"a": entry([4], 0, 16), "b": entry([4], 8, 24)}, b"\0" * 24)),
+        "is not a whole",
+    ),
+    Hostile(
+        "tensors: a shape that lies", tensors(safetensors({"w": entry([10**9], 0, 16)}, b"\0" * 16)), "is not a whole"
+    ),
     Hostile("tensors: negative offsets", tensors(safetensors({"w": entry([4], -16, 0)}, b"\0" * 16)), "is not a whole"),
-    Hostile("tensors: an unknown dtype", tensors(safetensors({"w": entry([4], 0, 16, "OBJ")}, b"\0" * 16)), "is not a whole"),
+    Hostile(
+        "tensors: an unknown dtype", tensors(safetensors({"w": entry([4], 0, 16, "OBJ")}, b"\0" * 16)), "is not a whole"
+    ),
     Hostile("tensors: a deep header", tensors(safetensors(b"[" * 100_000)), "is not a whole safetensors file"),
     Hostile("tensors: empty", tensors(b""), "is not a whole safetensors file"),
     Hostile("plan: cut off", plans(lambda data: data[:-9]), "damaged or cut short"),
-    Hostile("plan: a header of 2^63 bytes", plans(lambda data: b"\xff" * 7 + b"\x7f" + data[8:]), "damaged or cut short"),
-    Hostile("plan: a lying size", plans(lambda data: _relaid(data, order=entry([10**12], 0, 10**13, "I64"))), "damaged or cut short"),
-    Hostile("plan: a text for a size", plans(lambda data: _relaid(data, order=entry(["5"], 0, 20, "I32"))), "damaged or cut short"),
-    Hostile("plan: one array too many", plans(lambda data: _relaid(data, evil=entry([1], 0, 8, "I64"))), "damaged or cut short"),
+    Hostile(
+        "plan: a header of 2^63 bytes", plans(lambda data: b"\xff" * 7 + b"\x7f" + data[8:]), "damaged or cut short"
+    ),
+    Hostile(
+        "plan: a lying size",
+        plans(lambda data: _relaid(data, order=entry([10**12], 0, 10**13, "I64"))),
+        "damaged or cut short",
+    ),
+    Hostile(
+        "plan: a text for a size",
+        plans(lambda data: _relaid(data, order=entry(["5"], 0, 20, "I32"))),
+        "damaged or cut short",
+    ),
+    Hostile(
+        "plan: one array too many",
+        plans(lambda data: _relaid(data, evil=entry([1], 0, 8, "I64"))),
+        "damaged or cut short",
+    ),
     Hostile("plan: a changed number", plans(lambda data: data[:-1] + b"\x07"), "does not agree with its checksum"),
-    Hostile("plan: a model's file", plans(lambda data: safetensors({"w": entry([4], 0, 16)}, b"\0" * 16)), "this file is not a plan"),
+    Hostile(
+        "plan: a model's file",
+        plans(lambda data: safetensors({"w": entry([4], 0, 16)}, b"\0" * 16)),
+        "this file is not a plan",
+    ),
     Hostile("plan: a pickle", plans(lambda data: pickled()), "damaged or cut short"),
     Hostile("plan: a deep header", plans(lambda data: safetensors(b"[" * 100_000)), "damaged or cut short"),
-]  # fmt: skip
+]
