@@ -15,7 +15,6 @@ from truebatch.planning.plan import build_plan
 from truebatch.planning.settings import PlanConfig
 from truebatch.systems.vlm_pruning.backbones import open_encoder
 from truebatch.systems.vlm_pruning.encoding import EncodedSamples, Encoder, encoded_fields
-from truebatch.systems.vlm_pruning.families import ImageReader
 from truebatch.systems.vlm_pruning.fullsize import clip_processor, llava_7b, random_llava
 from truebatch.systems.vlm_pruning.measuring import measure_tokens
 from truebatch.systems.vlm_pruning.model import Pass, PrunedVLM
@@ -24,6 +23,7 @@ from truebatch.systems.vlm_pruning.settings import BackboneSettings, MethodSetti
 from truebatch.systems.vlm_pruning.stream import Stream
 from truebatch.systems.vlm_pruning.system import PruningTrain, make_groups
 from truebatch.systems.vlm_pruning.tiny import IMAGE, tiny_config
+from truebatch.systems.vlm_pruning.vision import ImageReader
 from truebatch.tensors.loader import LoadedStep, LoaderConfig, load_steps
 from truebatch.tensors.noise import name_purposes
 from truebatch.training.optimising import make_groups as checked_groups

@@ -9,7 +9,7 @@ import torch
 
 from tests.systems.vlm_pruning.worlds import METHOD, batch_of, build, encode, samples
 from truebatch.bench.vlm_pruning import make_config, ratios, run_pruning
-from truebatch.systems.vlm_pruning import families
+from truebatch.systems.vlm_pruning import patches
 from truebatch.systems.vlm_pruning.objective import PruningObjective
 from truebatch.tensors.noise import noise_for
 
@@ -40,8 +40,8 @@ def test_a_step_looks_at_all_images_at_once_and_runs_each_layer_at_most_twice(nu
     handles = [model.backbone.model.vision_tower.register_forward_pre_hook(count("tower"))]
     for at, layer in enumerate(model.backbone.model.language_model.layers):
         handles.append(layer.register_forward_pre_hook(count(f"layer {at}")))
-    normalise = families._normalise
-    monkeypatch.setattr(families, "_normalise", lambda *a: (count("pixels")(), normalise(*a))[1])
+    normalise = patches.normalise
+    monkeypatch.setattr(patches, "normalise", lambda *a: (count("pixels")(), normalise(*a))[1])
     with noise_for(batch, seed=0):
         PruningObjective(method=METHOD).sums(model, batch)
     for handle in handles:

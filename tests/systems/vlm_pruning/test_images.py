@@ -21,8 +21,8 @@ from truebatch.systems.vlm_pruning.settings import TINY, BackboneSettings
 from truebatch.systems.vlm_pruning.stream import word_logits
 
 
-def encoder(**mllm) -> Encoder:
-    return encoder_of(backbone_settings("tiny-llava", **mllm), METHOD)
+def encoder(name: str = "tiny-llava", **mllm) -> Encoder:
+    return encoder_of(backbone_settings(name, **mllm), METHOD)
 
 
 def flat_picture() -> Image.Image:
@@ -42,6 +42,51 @@ def test_the_unified_size_decides_the_number_of_vision_tokens(size, tokens):
     model = build()
     found = model.pruned(model.look(alone(made, 0)), Choosing(how="soft"))
     assert found.used[0].shape == (1, tokens)
+
+
+OTHERS = {"tiny-llava-next": (56, 112), "tiny-qwen2.5-vl": (28, 84), "tiny-qwen3-vl": (28, 84)}
+"""Two sizes each that give different numbers of vision tokens."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_backbones_take_one_size_for_all_images_and_say_their_lengths_unopened(name):
+    small, large = OTHERS[name]
+    shapes = [picture(0, 30, 90), picture(1, 80, 40), flat_picture()]
+    counted = [{tokens_of(encoder(name, unified_image_size=size), one) for one in shapes} for size in (small, large)]
+    assert [len(found) for found in counted] == [1, 1]
+    assert min(counted[0]) < min(counted[1])
+    one = encoder(name, unified_image_size=large)
+    unopened = [{**sample, "image": ["nowhere.png"] * len(sample["image"])} for sample in samples(2)]
+    assert measure_tokens(one, unopened).tolist() == [len(one.encode(s)["input_ids"]) for s in samples(2)]
+    auto = encoder(name, unified_image_size="auto", image_sizes=(small, large))
+    assert tokens_of(auto, flat_picture()) == min(counted[0])
+    assert tokens_of(auto, picture(0, large, large)) == min(counted[1])
+    held = encoder(name, unified_image_size="auto", image_sizes=(small, large), image_token_budget=min(counted[0]))
+    assert tokens_of(held, picture(0, large, large)) == min(counted[0])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_longest_side_is_held_for_every_backbone(name):
+    free, held = (tokens_of(encoder(name, image_max_size=most), picture(0, 112, 112)) for most in (None, 50))
+    assert held < free
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@torch.no_grad()
+def test_sizes_picked_by_content_share_a_batch_with_every_backbone(name):
+    one = encoder(name, unified_image_size="auto", image_sizes=OTHERS[name], image_aspect="keep")
+    shown = [flat_picture(), picture(1, 112, 112), [picture(2, 40, 90), flat_picture()]]
+    encoded = [
+        one.encode({"id": str(at), "image": image, "question": "What is it?" * (1 + at), "answer": "no"})
+        for at, image in enumerate(shown)
+    ]
+    assert len({int(made["is_vision"].sum()) for made in encoded}) > 1
+    model = build(name)
+    batch = batch_of(encoded, name, layout="left")
+    logits = batch.per_sample(word_logits(model.backbone, model.pruned(model.look(batch), Choosing(how="hard")).final))
+    for at, made in enumerate(encoded):
+        single = model.pruned(model.look(alone(made, at, name)), Choosing(how="hard"))
+        assert (logits[at] - word_logits(model.backbone, single.final)[0]).abs().max() <= 1e-4
 
 
 def test_auto_gives_many_tokens_to_fine_pictures_and_few_to_plain_ones():
@@ -123,8 +168,8 @@ def test_prompts_that_cannot_be_right_are_refused_by_name():
         one.encode({"id": "x", "image": picture(0), "question": "What?"})
     with pytest.raises(DataError, match="max_text_tokens"):
         encoder(max_text_tokens=5).encode(samples(2)[1])
-    with pytest.raises(ConfigError, match="sizes its images itself"):
-        encoder_of(backbone_settings("tiny-qwen3-vl", unified_image_size=56), METHOD)
+    with pytest.raises(ConfigError, match="would size such images again"):
+        encoder_of(backbone_settings("tiny-qwen3-vl", unified_image_size=500), METHOD)
     with pytest.raises(ConfigError, match="tiny-llava"):
         open_encoder(BackboneSettings(name="tiny-lava"))
 
@@ -140,7 +185,7 @@ def test_answers_that_are_numbers_or_empty_still_end():
 @pytest.mark.parametrize("name", TINY)
 def test_workers_get_the_same_encoder(name):
     """Loaders send it to other processes."""
-    method = replace(METHOD, enable_token_merger=name == "tiny-llava")
+    method = replace(METHOD, enable_token_merger=True)
     one = encoder_of(backbone_settings(name), method)
     again = pickle.loads(pickle.dumps(EncodedSamples(samples(2), one)))
     for at, sample in enumerate(samples(2)):

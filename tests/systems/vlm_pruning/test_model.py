@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tests.systems.vlm_pruning.worlds import METHOD, alone, batch_of, build, encode, samples
 from truebatch.hf.images import grid_positions
-from truebatch.systems.vlm_pruning.families import _images, _normalise
 from truebatch.systems.vlm_pruning.model import Choosing, PrunedVLM
+from truebatch.systems.vlm_pruning.patches import as_images, normalise
 from truebatch.systems.vlm_pruning.settings import TINY
 from truebatch.systems.vlm_pruning.stream import word_logits
 from truebatch.tensors.microbatch import MicroBatch
@@ -23,7 +23,7 @@ def plain_logits(model: PrunedVLM, batch: MicroBatch) -> Tensor:
     fields = {"input_ids": batch["input_ids"], "attention_mask": batch.is_real.long()}
     if "pixel_patches" in batch.fields:
         grids = [tuple(g) for g in batch["image_grid"].tolist()]
-        fields["pixel_values"] = _images(_normalise(model.backbone, batch["pixel_patches"]), grids)
+        fields["pixel_values"] = as_images(normalise(model.backbone, batch["pixel_patches"]), grids)
     elif "pixel_tiles" in batch.fields:
         fields |= {"pixel_values": batch["pixel_tiles"], "image_sizes": batch["image_sizes"]}
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ from torch import nn
 from truebatch.errors import ConfigError
 from truebatch.hf.finetuning.models import load_configuration, load_tokenizer, without_chatter, without_dropout
 from truebatch.systems.vlm_pruning.encoding import Encoder
-from truebatch.systems.vlm_pruning.families import ImageReader, family_of
-from truebatch.systems.vlm_pruning.mergers import num_merged
+from truebatch.systems.vlm_pruning.families import family_of
 from truebatch.systems.vlm_pruning.settings import TINY, BackboneSettings, MethodSettings
+from truebatch.systems.vlm_pruning.sizing import check_sizes
 from truebatch.systems.vlm_pruning.tiny import tiny_config, tiny_model, tiny_tokenizer
+from truebatch.systems.vlm_pruning.vision import ImageReader
 from truebatch.textfiles import nearest
 
 
@@ -32,26 +33,16 @@ def open_encoder(settings: BackboneSettings, *, merge_ratio: float | None = None
     config = tiny_config(settings.name) if is_tiny else load_configuration(Path(settings.name))
     tokenizer = tiny_tokenizer() if is_tiny else load_tokenizer(Path(settings.name), None)
     family = family_of(config)
-    if merge_ratio is not None and not family.can_merge:
-        raise ConfigError(
-            "the token merger works before the projector of LLaVA-1.5 only",
-            seen=f"enable_token_merger=True, model_type={config.model_type!r}",
-            do="leave the merger off; pruning works with every backbone",
-        )
-    if settings.mllm_settings.unified_image_size is not None and config.model_type != "llava":
-        raise ConfigError(
-            "unified_image_size is for LLaVA-1.5; this backbone sizes its images itself",
-            seen=f"unified_image_size={settings.mllm_settings.unified_image_size!r}, model_type={config.model_type!r}",
-            do="leave unified_image_size out",
-        )
+    reader = ImageReader(config, _image_processor(settings, config), settings.mllm_settings)
+    check_sizes(settings.mllm_settings, family.sizes(reader))
     return Encoder(
         family=family,
-        images=ImageReader(config, _image_processor(settings, config), settings.mllm_settings),
+        images=reader,
         tokenizer=tokenizer,
         image_id=int(getattr(config, "image_token_id", None) or config.image_token_index),
         end_id=tokenizer.eos_token_id,
         prompt=settings.prompt or family.prompt,
-        merge=None if merge_ratio is None else partial(num_merged, ratio=merge_ratio),
+        merge_ratio=merge_ratio,
     )
 
 

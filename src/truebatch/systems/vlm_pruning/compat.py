@@ -21,7 +21,6 @@ from truebatch.planning.rows import padded_rows
 from truebatch.systems.vlm_pruning.backbones import encoder_of, load_backbone
 from truebatch.systems.vlm_pruning.choosing import DEAD, keep_of, log_keep
 from truebatch.systems.vlm_pruning.encoding import encoded_fields
-from truebatch.systems.vlm_pruning.images import resize_image, shrink_image
 from truebatch.systems.vlm_pruning.model import Pass, PrunedVLM
 from truebatch.systems.vlm_pruning.objective import (
     ADVERSARIAL,
@@ -33,6 +32,7 @@ from truebatch.systems.vlm_pruning.objective import (
 )
 from truebatch.systems.vlm_pruning.schedules import moment_at, progress_of
 from truebatch.systems.vlm_pruning.settings import PruningConfig
+from truebatch.systems.vlm_pruning.sizing import resize_image, shrink_image
 from truebatch.systems.vlm_pruning.stream import Stream, decoder_layers, with_key_bias
 from truebatch.tensors.causal import causal_mask_4d
 from truebatch.tensors.collating import collate
@@ -60,10 +60,9 @@ class Backbone:
     def _resize_image(self, image: Image.Image) -> Image.Image:
         """One size for all images with enable_true_batch; else shrunk with its aspect kept, as before batching."""
         mllm = self.config.backbone_settings.mllm_settings
-        vision = self.encoder.images.config.vision_config
         if not mllm.enable_true_batch:
             return shrink_image(image, mllm.image_max_size)
-        return resize_image(image, mllm, native=vision.image_size, patch=vision.patch_size)
+        return resize_image(image, mllm, self.encoder.family.sizes(self.encoder.images))
 
     @torch.no_grad()
     def preprocess_batch(

@@ -6,22 +6,25 @@ A sample maps id, image (an image, a path, or a list of them), question, answer,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from truebatch.errors import DataError
-from truebatch.systems.vlm_pruning.families import Family, ImageReader
+from truebatch.systems.vlm_pruning.families import Family
 from truebatch.systems.vlm_pruning.images import open_images
+from truebatch.systems.vlm_pruning.vision import ImageReader
 from truebatch.tensors.field import Field
 
 Sample = Mapping[str, Any]
 VISION, QUESTION, TEXT, ANSWER = "vision", "question", "text", "answer"
 """Axes of a micro-batch: the tokens of a kind, each with its place in the sample (fields `vision_at`, ...)."""
 _KINDS = (VISION, QUESTION, TEXT, ANSWER)
+IMAGE_TOKENS = "image_tokens"
+"""Of every image: the vision tokens that stand in its sample, after a merger if there is one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,23 +37,28 @@ class Encoder:
     image_id: int
     end_id: int | None
     prompt: str
-    merge: Callable[[int], int] | None = None
-    """Vision tokens of an image -> those a merger leaves."""
+    merge_ratio: float | None = None
+    """The share of an image's vision tokens that a merger leaves; None without a merger."""
 
     def encode(self, sample: Sample, *, with_answer: bool = True) -> dict[str, Any]:
         """One encoded sample. Without its answer it is the prompt that generation continues."""
         name = str(sample.get("id", "?"))
         arrays, tokens = self.family.encode(self.images, open_images(sample.get("image"), sample=name))
-        kept = tokens if self.merge is None else [self.merge(n) for n in tokens]
-        prompt = self._prompt_ids(sample, kept, name)
+        if self.merge_ratio is not None:
+            arrays, tokens = self.family.merge(self.images, arrays, tokens, self.merge_ratio)
+        prompt = self._prompt_ids(sample, tokens, name)
         answer = self._answer_ids(sample, len(tokens), name) if with_answer else []
-        return {**mark_tokens(prompt, answer, self.image_id), **arrays}
+        counted = {IMAGE_TOKENS: np.array(tokens, dtype=np.int64)}
+        return {**mark_tokens(prompt, answer, self.image_id), **arrays, **counted}
+
+    def unmerged(self) -> Encoder:
+        """The encoder of the backbone as it is, without a merger."""
+        return self if self.merge_ratio is None else replace(self, merge_ratio=None)
 
     def count(self, sample: Sample, tokens: Sequence[int]) -> int:
-        """Tokens of an encoded sample whose images take so many vision tokens; no image is opened."""
+        """Tokens of an encoded sample whose images take so many places; no image is opened."""
         name = str(sample.get("id", "?"))
-        kept = tokens if self.merge is None else [self.merge(n) for n in tokens]
-        return len(self._prompt_ids(sample, kept, name)) + len(self._answer_ids(sample, len(tokens), name))
+        return len(self._prompt_ids(sample, tokens, name)) + len(self._answer_ids(sample, len(tokens), name))
 
     def _text(self, sample: Sample, number: int) -> str:
         token = self.tokenizer.convert_ids_to_tokens(self.image_id)
@@ -107,7 +115,9 @@ def encoded_fields(family: Family, *, pad_id: int = 0) -> list[Field]:
     """How a micro-batch holds encoded samples."""
     cells = [Field(name="input_ids", pad=pad_id)]
     cells += [Field(name=name, dtype="bool") for name in ("is_vision", "is_question", "is_answer")]
-    return [*cells, *(Field(name=f"{kind}_at", axis=kind) for kind in _KINDS), *family.fields]
+    places = [Field(name=f"{kind}_at", axis=kind) for kind in _KINDS]
+    counted = Field(name=IMAGE_TOKENS, kind="flat", axis="images", dtype="int64", host=True)
+    return [*cells, *places, *family.fields, counted]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -61,6 +61,7 @@ def answer_samples(
 ) -> list[Answered]:
     """What the model says, greedily, about every sample. Neither `rows` nor other samples change an answer."""
     settings = Generation(max_new_tokens=max_new_tokens, temperature=0.0)
+    encoder = encoder.unmerged() if mode == "origin" else encoder  # the backbone as it is
     decoder = _Accounting(open_decoder(model, encoder, mode=mode))
     found: list[Answered] = []
     remaining = iter(samples)

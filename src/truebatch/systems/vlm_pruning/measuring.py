@@ -6,20 +6,25 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from truebatch.planning.rows import Ints
 from truebatch.systems.vlm_pruning.encoding import Encoder
-from truebatch.systems.vlm_pruning.settings import AUTO
+from truebatch.systems.vlm_pruning.sizing import fixed_side
 
 
 def fixed_image_tokens(encoder: Encoder) -> int | None:
-    """Vision tokens of every image before a merger; None where they depend on the image."""
-    mllm, config = encoder.images.settings, encoder.images.config
-    if config.model_type != "llava" or mllm.unified_image_size == AUTO or mllm.image_aspect != "square":
+    """Vision tokens of every image, after a merger if there is one; None where they depend on the image."""
+    reader = encoder.images
+    rule = encoder.family.sizes(reader)
+    side = fixed_side(reader.settings, rule)
+    if side is None or reader.settings.image_aspect != "square":
         return None
-    vision = config.vision_config
-    side = int(mllm.unified_image_size or vision.image_size) // int(vision.patch_size)
-    return side * side
+    if encoder.merge_ratio is None:
+        return rule.tokens(side, side)
+    blank = Image.new("RGB", (side, side))
+    arrays, tokens = encoder.family.encode(reader, [blank])
+    return encoder.family.merge(reader, arrays, tokens, encoder.merge_ratio)[1][0]
 
 
 def measure_tokens(encoder: Encoder, samples: Sequence[Any]) -> Ints:

@@ -1,4 +1,7 @@
-"""Token mergers: fewer vision features before the projector, learned. Images of one size are merged together.
+"""Token mergers: fewer vision features, learned. Images with equally many features are merged together.
+
+They work before the projector of LLaVA-1.5; where tower and projector are one (Qwen-VL), or where the projector is
+followed by a packing of tiles (LLaVA-NeXT), on what the language model would take.
 
 Shapes: I images, N features of width d each, M merged ones, Q question tokens of width t, h own width.
 """
@@ -6,18 +9,29 @@ Shapes: I images, N features of width d each, M merged ones, Q question tokens o
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from truebatch.systems.vlm_pruning.families import num_merged
 from truebatch.systems.vlm_pruning.modules import CrossAttention
 from truebatch.systems.vlm_pruning.settings import MethodSettings
 
 
-def num_merged(features: int, *, ratio: float) -> int:
-    """How many features a merger leaves of an image."""
-    return max(1, int(features * ratio))
+@dataclass(frozen=True, slots=True, eq=False)
+class Merged:
+    """What a merger makes of the features of I images."""
+
+    features: Tensor
+    """[I, M, d]."""
+    weights: Tensor
+    """[I, M, N]: the part of every feature in every merged one; each merged one's parts add up to 1."""
+    indices: Tensor | None = None
+    """[I, M]: the features that became centres, in the order of the image; None where queries are learned."""
+    importance: Tensor | None = None
+    """[I, N] logits; None where queries are learned."""
 
 
 class SimpleMerger(nn.Module):
@@ -32,7 +46,7 @@ class SimpleMerger(nn.Module):
         self.score = nn.Sequential(nn.Linear(width, max(1, width // 2)), nn.GELU(), nn.Linear(max(1, width // 2), 1))
         self.query, self.key = nn.Linear(width, width), nn.Linear(width, width)
 
-    def forward(self, features: Tensor, _question: Tensor, _is_asked: Tensor, number: int) -> Tensor:
+    def forward(self, features: Tensor, _question: Tensor, _is_asked: Tensor, number: int) -> Merged:
         """[I, N, d] -> [I, M, d]."""
         return _merge(features, features, self.score(features).squeeze(-1), (self.query, self.key), number)
 
@@ -50,7 +64,7 @@ class QuestionMerger(nn.Module):
         self.score = nn.Sequential(nn.Linear(inner, max(1, inner // 2)), nn.GELU(), nn.Linear(max(1, inner // 2), 1))
         self.query, self.key = nn.Linear(inner, inner), nn.Linear(inner, inner)
 
-    def forward(self, features: Tensor, question: Tensor, is_asked: Tensor, number: int) -> Tensor:
+    def forward(self, features: Tensor, question: Tensor, is_asked: Tensor, number: int) -> Merged:
         """[I, N, d], [I, Q, t], [I, Q] bool -> [I, M, d]."""
         seen = self.vision(features)
         may_look = is_asked[:, None, :].expand(-1, features.shape[1], -1)
@@ -80,7 +94,7 @@ class PoolingMerger(nn.Module):
         nn.init.zeros_(self.out.bias)
         self.scale = nn.Parameter(torch.tensor(0.1))
 
-    def forward(self, features: Tensor, question: Tensor, is_asked: Tensor, number: int) -> Tensor:
+    def forward(self, features: Tensor, question: Tensor, is_asked: Tensor, number: int) -> Merged:
         """[I, N, d], [I, Q, t], [I, Q] bool -> [I, M, d]."""
         asked = self.question(question) * is_asked[..., None]
         tint = self.tint(asked.sum(1) / is_asked.sum(1, keepdim=True).clamp(min=1))
@@ -89,8 +103,8 @@ class PoolingMerger(nn.Module):
         scores = self.query(queries) @ self.key(seen).transpose(1, 2) / math.sqrt(queries.shape[-1])
         weights = scores.float().softmax(dim=-1).to(seen.dtype)
         pooled = self.out_norm(queries + weights @ self.value(seen))
-        merged: Tensor = self.scale * self.out(pooled + self.feed(pooled)) + weights @ features.to(seen.dtype)
-        return merged
+        merged = self.scale * self.out(pooled + self.feed(pooled)) + weights @ features.to(seen.dtype)
+        return Merged(merged, weights)
 
     def _queries(self, number: int) -> Tensor:
         if number == len(self.queries):
@@ -99,7 +113,7 @@ class PoolingMerger(nn.Module):
         return grown[0].T
 
 
-def _merge(features: Tensor, judged: Tensor, scores: Tensor, look: tuple[nn.Module, nn.Module], number: int) -> Tensor:
+def _merge(features: Tensor, judged: Tensor, scores: Tensor, look: tuple[nn.Module, nn.Module], number: int) -> Merged:
     """Share every feature out over the best ones and average what each got."""
     best = scores.topk(number, dim=1).indices.sort(dim=1).values
     centres = judged.gather(1, best[..., None].expand(-1, -1, judged.shape[-1]))
@@ -107,8 +121,8 @@ def _merge(features: Tensor, judged: Tensor, scores: Tensor, look: tuple[nn.Modu
     alike = query(judged) @ key(centres).transpose(1, 2) / math.sqrt(judged.shape[-1])
     given = alike.float().softmax(dim=-1) * torch.sigmoid(scores.float())[..., None]  # [I, N, M]
     shares = given / given.sum(dim=1, keepdim=True).clamp(min=1e-12)
-    merged: Tensor = shares.transpose(1, 2).to(judged.dtype) @ features.to(judged.dtype)
-    return merged
+    weights = shares.transpose(1, 2).to(judged.dtype)
+    return Merged(weights @ features.to(judged.dtype), weights, best, scores)
 
 
 MERGERS: dict[str, Any] = {

@@ -23,9 +23,9 @@ from truebatch.systems.vlm_pruning.choosing import (
     target_tokens,
 )
 from truebatch.systems.vlm_pruning.choosing import straight_through as as_straight_through
-from truebatch.systems.vlm_pruning.encoding import QUESTION, VISION
+from truebatch.systems.vlm_pruning.encoding import IMAGE_TOKENS, QUESTION, VISION
 from truebatch.systems.vlm_pruning.families import Family
-from truebatch.systems.vlm_pruning.mergers import MERGERS, num_merged
+from truebatch.systems.vlm_pruning.mergers import MERGERS, Merged
 from truebatch.systems.vlm_pruning.modules import Discriminator, PrunerHead
 from truebatch.systems.vlm_pruning.places import Places, find_places
 from truebatch.systems.vlm_pruning.settings import MethodSettings
@@ -39,6 +39,7 @@ from truebatch.systems.vlm_pruning.stream import (
     run_layer,
     with_key_bias,
 )
+from truebatch.systems.vlm_pruning.vision import Vision
 from truebatch.tensors.microbatch import MicroBatch
 from truebatch.tensors.noise import keyed_uniform
 
@@ -93,11 +94,9 @@ class PrunedVLM(nn.Module):
         backbone.requires_grad_(not is_pruning).eval()
 
     def _make_merger(self, config: Any) -> nn.Module:
-        vision = config.vision_config
-        layers = config.vision_feature_layer
-        width = vision.hidden_size * (1 if isinstance(layers, int) else len(layers))
-        native = (vision.image_size // vision.patch_size) ** 2
-        made: nn.Module = MERGERS[self.method.merger_type](width, self.width, self.method, native)
+        family = self.family
+        make = MERGERS[self.method.merger_type]
+        made: nn.Module = make(family.merged_width(config), self.width, self.method, family.common_tokens(config))
         return made
 
     @property
@@ -129,27 +128,37 @@ class PrunedVLM(nn.Module):
         """The micro-batch as the decoder takes it: one call of the vision tower, then merger and projector."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.method.stage == "backbone"):
             vision = self.family.look(self.backbone, batch)
-        features = vision.features
         if self.merger is not None and merges:
-            features = self._merge(batch, features, vision.lengths)
+            vision = self._merge(batch, vision)
         if not vision.is_projected:
-            projector: Any = inner_model(self.backbone)
-            dtype = next(projector.multi_modal_projector.parameters()).dtype
-            features = projector.multi_modal_projector(features.to(dtype))
-        return make_stream(self.backbone, batch, features, vision)
+            projector: Any = inner_model(self.backbone).multi_modal_projector
+            dtype = next(projector.parameters()).dtype
+            vision = replace(vision, features=projector(vision.features.to(dtype)))
+        return make_stream(self.backbone, batch, vision, self.family.places(self.backbone, batch))
 
-    def _merge(self, batch: MicroBatch, features: Tensor, lengths: Sequence[int]) -> Tensor:
-        """[n, width] -> fewer, image after image; images with equally many features together."""
+    def _merge(self, batch: MicroBatch, vision: Vision) -> Vision:
+        """Fewer features, image after image; images with equally many before and after are merged together."""
         assert self.merger is not None
         question, is_asked = self._question_of_images(batch)
-        parts = torch.split(features.float(), list(lengths))
+        parts = torch.split(vision.features.float(), list(vision.lengths))
+        kept = [int(n) for n in batch[IMAGE_TOKENS].tolist()]
         merged: dict[int, Tensor] = {}
-        for length in dict.fromkeys(lengths):
-            chosen = [at for at, n in enumerate(lengths) if n == length]
-            kept = num_merged(length, ratio=self.method.merge_ratio)
-            found = self.merger(torch.stack([parts[at] for at in chosen]), question[chosen], is_asked[chosen], kept)
-            merged |= dict(zip(chosen, found, strict=True))
-        return torch.cat([merged[at] for at in range(len(lengths))]) if lengths else features
+        weights: dict[int, Tensor] = {}
+        sizes = list(zip(vision.lengths, kept, strict=True))
+        for size in dict.fromkeys(sizes):
+            chosen = [at for at, one in enumerate(sizes) if one == size]
+            together = torch.stack([parts[at] for at in chosen])
+            found: Merged = self.merger(together, question[chosen], is_asked[chosen], size[1])
+            merged |= dict(zip(chosen, found.features, strict=True))
+            weights |= dict(zip(chosen, found.weights, strict=True))
+        if not sizes:
+            return vision
+        levels = [torch.split(level, list(vision.lengths)) for level in vision.deepstack]
+        deep = [torch.cat([weights[at].to(x.dtype) @ x for at, x in enumerate(level)]) for level in levels]
+        return replace(
+            vision, features=torch.cat([merged[at] for at in range(len(sizes))]), lengths=tuple(kept),
+            deepstack=tuple(deep),
+        )  # fmt: skip
 
     def _question_of_images(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """[I, Q, d] embeddings of the question asked about each image, and which of them are tokens [I, Q]."""

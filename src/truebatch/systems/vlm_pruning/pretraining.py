@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from truebatch.hf.finetuning.models import without_chatter
 from truebatch.hf.inputs import inner_model
-from truebatch.systems.vlm_pruning.families import CLIP_MEAN, CLIP_STD
+from truebatch.systems.vlm_pruning.patches import CLIP_MEAN, CLIP_STD
 from truebatch.systems.vlm_pruning.settings import BackboneSettings, DatasetSettings, MethodSettings
 from truebatch.systems.vlm_pruning.shapes import COLOURS, EDGES, SHAPES, Scene, draw_scene, edge_of, make_scene
 from truebatch.systems.vlm_pruning.system import VLM_PRUNING, PruningTrain

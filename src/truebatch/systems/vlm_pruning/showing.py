@@ -26,9 +26,9 @@ from truebatch.reports.pictures import curves
 from truebatch.reports.tables import Table
 from truebatch.systems.vlm_pruning.encoding import EncodedSamples, Encoder, Sample, encoded_fields
 from truebatch.systems.vlm_pruning.evaluation import answer_samples, budget_curve, chosen_samples
-from truebatch.systems.vlm_pruning.families import GRID
 from truebatch.systems.vlm_pruning.images import open_images
 from truebatch.systems.vlm_pruning.model import Choosing, PrunedVLM
+from truebatch.systems.vlm_pruning.patches import GRID
 from truebatch.tensors.collating import collate
 
 _SIDE, _GAP, _LINE = 168, 12, 16
@@ -75,10 +75,10 @@ def _refuse_unseen(model: PrunedVLM, encoder: Encoder) -> None:
             seen="method_settings.stage=backbone",
             do="train with stage=pruning and this run's model as backbone_settings.name, then show that run",
         )
-    if encoder.merge is not None or encoder.family.model_type == "llava_next":
+    if encoder.merge_ratio is not None or encoder.family.model_type == "llava_next":
         raise ConfigError(
             "vision tokens of this run have no single place on the image",
-            seen=f"enable_token_merger={encoder.merge is not None}, model_type={encoder.family.model_type}",
+            seen=f"enable_token_merger={encoder.merge_ratio is not None}, model_type={encoder.family.model_type}",
             do="pictures are drawn for LLaVA-1.5 and Qwen-VL without a merger",
         )
 

@@ -15,12 +15,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from truebatch.errors import BatchError, ConfigError
-from truebatch.hf.images import grid_positions
-from truebatch.hf.inputs import inner_model, language_model
+from truebatch.hf.inputs import language_model
 from truebatch.systems.vlm_pruning.choosing import DEAD
 from truebatch.systems.vlm_pruning.encoding import ANSWER, QUESTION, TEXT, VISION
-from truebatch.systems.vlm_pruning.families import Vision
 from truebatch.systems.vlm_pruning.places import Places, find_places
+from truebatch.systems.vlm_pruning.vision import Vision
 from truebatch.tensors.microbatch import MicroBatch, RowAxis
 
 Rotary = tuple[Tensor, Tensor]
@@ -66,10 +65,11 @@ def decoder_layers(backbone: nn.Module) -> nn.ModuleList:
     return layers
 
 
-def make_stream(backbone: nn.Module, batch: MicroBatch, features: Tensor, vision: Vision | None = None) -> Stream:
-    """Embeddings of all tokens with vision features [n, d] in the cells of vision tokens, image after image."""
+def make_stream(backbone: nn.Module, batch: MicroBatch, vision: Vision, positions: Tensor) -> Stream:
+    """Embeddings of all tokens with projected features [n, d] in the cells of vision tokens, image after image."""
     text: Any = language_model(backbone)
     places = find_places(batch, VISION)
+    features = vision.features
     if len(features) != len(places.token_cells):
         raise BatchError(
             "the images do not have as many features as there are places for them",
@@ -77,8 +77,6 @@ def make_stream(backbone: nn.Module, batch: MicroBatch, features: Tensor, vision
             do="encode the samples with the encoder of this very backbone",
         )
     words = text.embed_tokens(batch["input_ids"])
-    positions = _positions(backbone, batch)
-    deep = vision.deepstack if vision is not None else ()
     return Stream(
         embeds=_placed(features, places, onto=words),
         positions=positions,
@@ -88,13 +86,8 @@ def make_stream(backbone: nn.Module, batch: MicroBatch, features: Tensor, vision
         question=find_places(batch, QUESTION),
         text=find_places(batch, TEXT),
         answer=find_places(batch, ANSWER),
-        deepstack=tuple(_placed(level, places, onto=torch.zeros_like(words)) for level in deep),
+        deepstack=tuple(_placed(level, places, onto=torch.zeros_like(words)) for level in vision.deepstack),
     )
-
-
-def _positions(backbone: nn.Module, batch: MicroBatch) -> Tensor:
-    """Places within each sample, as if it were alone."""
-    return grid_positions(backbone, batch) if hasattr(inner_model(backbone), "get_rope_index") else batch.positions
 
 
 def _placed(features: Tensor, places: Places, *, onto: Tensor) -> Tensor:

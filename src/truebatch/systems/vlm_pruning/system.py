@@ -81,9 +81,7 @@ def build_model(config: Any) -> PrunedVLM:
         torch.manual_seed(config.train.seed)
         model = PrunedVLM(backbone, encoder.family, config.method_settings)
     if config.method_settings.stage == "pruning":
-        fixed = fixed_image_tokens(encoder)
-        tokens = fixed if fixed is None or encoder.merge is None else encoder.merge(fixed)
-        check_budget(model.method, num_layers=model.num_layers, tokens=tokens)
+        check_budget(model.method, num_layers=model.num_layers, tokens=fixed_image_tokens(encoder))
     return model
 
 
