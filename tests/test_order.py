@@ -338,6 +338,7 @@ ORDER = [
     "systems.vlm_pruning.mergers",
     "systems.vlm_pruning.backbones",
     "systems.vlm_pruning.stream",
+    "systems.vlm_pruning.masking",
     "systems.vlm_pruning.model",
     "systems.vlm_pruning.generation",
     "systems.vlm_pruning.accounting",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shlex
 import sys
 import traceback
@@ -39,7 +38,10 @@ from truebatch.commands.train import show_train
 from truebatch.commands.verify import show_verify
 from truebatch.commands.vl_reward import vl_reward_app
 from truebatch.commands.vlm_pruning import vlm_pruning_app
-from truebatch.errors import TruebatchError, exit_code_of
+from truebatch.errors import ConfigError, TruebatchError, exit_code_of
+from truebatch.language.choosing import Language, language, unknown_language
+from truebatch.language.helping import chinese_width, translate_help
+from truebatch.language.saying import say_error
 
 DONE, USAGE, OUR_FAULT, INTERRUPTED = 0, 2, 70, 75
 COMPLETING = "_TRUEBATCH_COMPLETE"
@@ -53,7 +55,6 @@ _MENDING = {
     errno.ENAMETOOLONG: "use a shorter path",
 }
 # Control characters but line ends and tabs, and those that turn the direction of writing.
-_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 # typer carries its own copy of click in newer versions; its public error class leads to the base in both.
 _ClickError: Any = typer.BadParameter.__mro__[2]
 
@@ -134,9 +135,14 @@ def run(arguments: list[str]) -> int:
 
 
 def _invoke(arguments: list[str]) -> int:
-    command = _command()
+    if unknown := unknown_language():
+        raise ConfigError(
+            "messages are in English or Chinese", seen=f"TRUEBATCH_LANG={unknown}", do="set it to en or zh"
+        )
+    words = language()
+    command, width = _command(words), {"terminal_width": chinese_width()} if words == "zh" else {}
     try:
-        with command.make_context("truebatch", list(arguments)) as context:
+        with command.make_context("truebatch", list(arguments), **width) as context:
             code = command.invoke(context)
     except typer.Exit as done:
         return int(done.exit_code)
@@ -146,33 +152,38 @@ def _invoke(arguments: list[str]) -> int:
 
 
 @cache
-def _command() -> Any:
+def _command(words: Language) -> Any:
     """The commands as typer builds them; once a process, since it takes a fifth of a second."""
-    return typer.main.get_command(app)
+    command = typer.main.get_command(app)
+    if words == "zh":
+        translate_help(command)
+    return command
 
 
 def _report(error: BaseException, arguments: list[str], *, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     if isinstance(error, KeyboardInterrupt | typer.Abort):
-        _say("interrupted", "Ctrl-C", "run the same command again to go on")
+        say_error("interrupted", "Ctrl-C", "run the same command again to go on")
         return INTERRUPTED
     if isinstance(error, TruebatchError):
-        _say(error.wrong, error.seen, error.do)
+        say_error(error.wrong, error.seen, error.do)
         return exit_code_of(error)
     if isinstance(error, _ClickError):
         return _report_usage(error, arguments)
     if isinstance(error, OSError):
-        _say(
+        say_error(
             f"the system refused: {error.strerror or error}",
             str(error)[:300],
             _MENDING.get(error.errno or 0, "check the path, free space and permissions"),
         )
         return USAGE
     if isinstance(error, MemoryError):
-        _say("the machine ran out of memory", str(error) or "MemoryError", "use less data at once, or a larger machine")
+        say_error(
+            "the machine ran out of memory", str(error) or "MemoryError", "use less data at once, or a larger machine"
+        )
         return USAGE
-    _say(
+    say_error(
         f"unexpected {type(error).__name__}: this is a fault of truebatch, not yours",
         str(error)[:300] or repr(error),
         "run it again with --debug and send what it prints, with `truebatch env`, to the project's issue tracker",
@@ -186,14 +197,5 @@ def _report_usage(error: Any, arguments: list[str]) -> int:
         return USAGE
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "truebatch"
-    _say(error.format_message(), shlex.join(["truebatch", *arguments]), f"{path} --help")
+    say_error(error.format_message(), shlex.join(["truebatch", *arguments]), f"{path} --help")
     return USAGE
-
-
-def _say(wrong: str, seen: str, do: str) -> None:
-    sys.stderr.write(_shown(f"error: {wrong}\n  seen: {seen}\n  do:   {do}\n"))
-
-
-def _shown(text: str) -> str:
-    """Text of files and names can hold escapes that a terminal obeys; they are shown, not carried out."""
-    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

@@ -21,6 +21,7 @@ import torch
 
 from truebatch.democuts import TOLERANCE, compare_cuts, cut_one_step, largest_difference, run_cut, wrong_cuts
 from truebatch.generation.settings import Generation
+from truebatch.language.saying import say
 from truebatch.reports.charts import draw_curves
 from truebatch.reports.findings import keep_picture, keep_table
 from truebatch.reports.pictures import bars, curves
@@ -251,5 +252,5 @@ def _timed_answers(model: ChineseGPT, questions: Sequence[str], *, rows: int) ->
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text + "\n")
+    say(text)
     sys.stdout.flush()

@@ -17,6 +17,8 @@
 
 from __future__ import annotations
 
+from truebatch.language.saying import three_parts
+
 
 class TruebatchError(ValueError):
     """Base class: `except TruebatchError` catches what the library raises on purpose."""
@@ -28,7 +30,7 @@ class TruebatchError(ValueError):
         self.do = do
 
     def __str__(self) -> str:
-        return f"{self.wrong}\n  seen: {self.seen}\n  do:   {self.do}"
+        return three_parts(self.wrong, self.seen, self.do)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Worker processes hand errors to the parent by pickling; keyword-only parts would be lost otherwise.

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from truebatch.language.saying import say
+
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
     from truebatch.systems.chinese_gpt.linting import Lint
@@ -66,4 +68,4 @@ def _print(found: Lint, fit: dict[str, float | int]) -> None:
         f"{fit['unknown']} unknown, {fit['never_used']:,} words never used"
     )
     lines += [problem.line() for problem in found.problems] or ["no problems found"]
-    sys.stdout.write("\n".join(lines) + "\n")
+    say("\n".join(lines))

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from truebatch.commands.settings import read_settings
+from truebatch.language.saying import say
 
 OTHERS = {
     "plan": "truebatch.planning.settings:PlanConfig",
@@ -80,7 +81,7 @@ def show_check(target: Target, config: File = None, set_: Overrides = None) -> i
     from truebatch.config import check_config
 
     check_config(_kind(target), read_settings(config, set_ or [], {}))
-    sys.stdout.write(f"fine: {config or 'the settings given'}, for {target}\n")
+    say(f"fine: {config or 'the settings given'}, for {target}")
     return 0
 
 
@@ -108,7 +109,7 @@ def show_reference(out: Annotated[Path, typer.Option(help="The page that is writ
       truebatch config reference
     """
     out.write_text(reference(), encoding="utf-8")
-    sys.stdout.write(f"wrote {out}\n")
+    say(f"wrote {out}")
     return 0
 
 

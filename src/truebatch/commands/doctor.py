@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from truebatch.language.saying import say
+
 CHECK_FAILED = 1
 
 
@@ -76,9 +78,9 @@ def _drill(folder: Path, keeps: tuple[int, ...], *, quiet: bool) -> list[dict[st
 def _print_drill(trials: list[dict[str, Any]]) -> None:
     rows = [(t["failpoint"], t["action"], str(t["visit"]), str(t["keep"]), t["problem"] or "recovered") for t in trials]
     failed = sum(1 for trial in trials if trial["problem"])
-    sys.stdout.write("\n")
+    say()
     _print(("failpoint", "action", "visit", "keep", "result"), rows)
-    sys.stdout.write(f"\n{len(trials) - failed} of {len(trials)} trials recovered by themselves\n")
+    say(f"\n{len(trials) - failed} of {len(trials)} trials recovered by themselves")
 
 
 def _print(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

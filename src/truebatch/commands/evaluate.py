@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from truebatch.errors import ConfigError, DataError
+from truebatch.language.saying import say
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def show_evaluate(
         sys.stdout.write(json.dumps(figures, ensure_ascii=False) + "\n")
         return 0
     _print(figures)
-    sys.stdout.write(f"\nfiles: {out}\n")
+    say(f"\nfiles: {out}")
     return 0
 
 
@@ -82,22 +83,6 @@ def held_out(trained: Trained) -> Dataset:
 
 
 def _print(figures: Mapping[str, Any]) -> None:
-    from truebatch.reports.tables import Table, print_table
+    from truebatch.reports.tables import figures_table, print_table
 
-    print_table(Table(("figure", "value"), tuple((name, _text(value)) for name, value in _flat(figures))))
-
-
-def _flat(figures: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in figures.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", value
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-    if isinstance(value, list | tuple):
-        return " to ".join(_text(one) for one in value) if len(value) == 2 else ", ".join(_text(one) for one in value)
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    print_table(figures_table(figures))

@@ -13,10 +13,11 @@ import typer
 
 from truebatch.commands.settings import RUNS, checked, read_settings, settle
 from truebatch.errors import ConfigError
+from truebatch.language.saying import say
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
-    from truebatch.training.sizing import BatchSize, Sizing
+    from truebatch.training.sizing import Sizing
 
 GIB = 2**30
 CARDS = (15.0, 32.0, 80.0)
@@ -60,8 +61,7 @@ def show_fit(
       truebatch fit task.py:system --config run.yaml --set train.precision=bf16 --json
     """
     from truebatch.systems.finding import find_system
-    from truebatch.training.memoryfit import save_fit
-    from truebatch.training.sizing import HERE, size_system
+    from truebatch.training.sizing import HERE, save_sizing, size_system
 
     texts = {"model": model, "data": data, "task": task}
     given: dict[tuple[str, ...], Any] = {(name,): str(value) for name, value in texts.items() if value is not None}
@@ -76,7 +76,7 @@ def show_fit(
     sizing = size_system(
         system, settings, memory=limits, is_layout_open=is_layout_open, is_estimate=estimate, say=lines.append
     )
-    written = save_fit(sizing.fit, folder)
+    written = save_sizing(sizing, folder)
     following = _next(target, config, set_ or [], given, sizing, folder)
     if as_json:
         sys.stdout.write(json.dumps({**_plain(sizing), "lines": lines, "next": following}) + "\n")
@@ -116,77 +116,32 @@ def _next(
 
 
 def _plain(sizing: Sizing) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return {
-        "layout": sizing.layout,
-        "limits": dict(sizing.limits),
-        "cells": dict(sizing.cells),
-        "longest": sizing.longest,
-        "shortest": sizing.shortest,
-        "uncertainty": sizing.fit.uncertainty,
-        "speedup": sizing.speedup,
-        "sizes": [
-            {**asdict(s), "fits": {name: s.worst_bytes <= limit for name, limit in sizing.limits.items()}}
-            for s in sizing.sizes
-        ],
-        "fit": sizing.fit.to_dict(),
-    }
+    return {**sizing.to_dict(), "uncertainty": sizing.fit.uncertainty, "fit": sizing.fit.to_dict()}
 
 
 def _print(sizing: Sizing, lines: list[str], written: Path, following: str) -> None:
-    from truebatch.reports.tables import Table, print_table
+    from truebatch.reports.fits import gib, sizes_table
+    from truebatch.reports.tables import print_table
 
     fit = sizing.fit
     lines = [
         *lines,
         f"{fit.facts['parameters']:,} parameters, {sizing.layout} rows, {fit.facts['precision']} on "
         f"{fit.facts['device']}; samples of {sizing.shortest:,} to {sizing.longest:,} tokens",
-        f"model, gradients and optimiser: {_gib(fit.constant_bytes)} GiB; a forward and backward pass adds "
+        f"model, gradients and optimiser: {gib(fit.constant_bytes)} GiB; a forward and backward pass adds "
         f"{fit.per_cell:,.0f} bytes a cell, {fit.per_pair:,.2f} a pair, {fit.per_sample:,.0f} a sample "
         f"(+-{fit.uncertainty:.1%}, from {len(fit.points)} probes{_said_estimated(sizing)})",
         "",
     ]
-    sys.stdout.write("\n".join(lines) + "\n")
-    names = [_named(name, limit) for name, limit in sizing.limits.items()]
-    header = ("batch size", "samples/s", "GiB, typical", "GiB, longest", *names)
-    rows = tuple(
-        (
-            str(s.samples),
-            _speed(s),
-            _gib(s.typical_bytes),
-            _gib(s.worst_bytes),
-            *("fits" if s.worst_bytes <= limit else "does not fit" for limit in sizing.limits.values()),
-        )
-        for s in sizing.sizes
-    )
-    budgets = ("largest safe cells=", "", "", "", *(_budget(n, sizing.longest) for n in sizing.cells.values()))
-    print_table(Table(header, (*rows, budgets)))
-    sys.stdout.write("\n" + "\n".join([*_advice(sizing), RATE, f"fit: {written}", f"next: {following}"]) + "\n")
+    say("\n".join(lines))
+    print_table(sizes_table(sizing.to_dict()))
+    say("\n" + "\n".join([*_advice(sizing), RATE, f"fit: {written}", f"next: {following}"]))
 
 
 def _said_estimated(sizing: Sizing) -> str:
     from truebatch.training.estimating import ESTIMATE_ERROR
 
     return f", estimated: within {ESTIMATE_ERROR:.0%} where it was compared" if sizing.fit.is_estimate else ""
-
-
-def _speed(size: BatchSize) -> str:
-    if size.samples_per_second is None or size.slowest_per_second is None:
-        return "-"
-    return f"{size.slowest_per_second:,.1f} to {size.samples_per_second:,.1f}"
-
-
-def _named(name: str, limit: int) -> str:
-    return name if name.endswith("GiB") else f"{name} ({_gib(limit)} GiB)"
-
-
-def _budget(cells: int, longest: int) -> str:
-    return f"{cells:,}" if cells >= longest else "none"
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:,.4g}" if num_bytes >= GIB // 1000 else "<0.001"
 
 
 def _advice(sizing: Sizing) -> list[str]:

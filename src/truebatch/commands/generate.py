@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from truebatch.errors import ConfigError, DataError, TruebatchError
+from truebatch.language.saying import say
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
@@ -147,13 +148,13 @@ def _talk(trained: Trained, first: Generation) -> int:
     """Prompts from a terminal, one after the other, until :exit or the end of input."""
     with suppress(ImportError):
         importlib.import_module("readline")  # Editing and earlier lines, where the system has it.
-    sys.stdout.write(f"{trained.system.name}, step {trained.step}. :help for commands, :exit to leave\n")
+    say(f"{trained.system.name}, step {trained.step}. :help for commands, :exit to leave")
     settings, turn = first, 0
     while True:
         try:
             line = input("> ").strip()
         except EOFError:
-            sys.stdout.write("\n")
+            say()
             return 0
         try:
             if line == ":exit":
@@ -164,15 +165,15 @@ def _talk(trained: Trained, first: Generation) -> int:
                 _stream(trained, line, replace(settings, seed=settings.seed + turn))
                 turn += 1
         except KeyboardInterrupt:
-            sys.stdout.write(" (stopped)\n")
+            say(" (stopped)")
         except TruebatchError as error:
-            sys.stdout.write(f"{error}\n")
+            say(f"{error}")
 
 
 def _command(line: str, settings: Generation, first: Generation) -> Generation:
     name, *values = line.split()
     if name == ":help":
-        sys.stdout.write(HELP)
+        say(HELP, end="")
     elif name == ":clear":
         sys.stdout.write("\033[2J\033[H")
         return first

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 import truebatch
 from truebatch.errors import ConfigError
+from truebatch.language.saying import say
 from truebatch.textfiles import nearest
 
 SUFFIX = ".template"
@@ -41,7 +41,7 @@ def show_init(
     for name, text in files.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_text(text, encoding="utf-8")
-        sys.stdout.write(f"wrote {out / name}\n")
+        say(f"wrote {out / name}")
     return 0
 
 

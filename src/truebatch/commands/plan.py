@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from truebatch.errors import ConfigError
+from truebatch.language.saying import say
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
@@ -227,4 +227,4 @@ def _text(value: Any) -> str:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text + "\n")
+    say(text)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from truebatch.errors import ConfigError
+from truebatch.language.saying import say
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def show_prepare(
         *done.lines,
         f"wrote {done.files:,} stays with {done.events:,} events, {share:.0%} of them carried forward",
     ]
-    sys.stdout.write("\n".join([*lines, f"next: truebatch train seqset_vae --set data={output_dir}"]) + "\n")
+    say("\n".join([*lines, f"next: truebatch train seqset_vae --set data={output_dir}"]))
     return 0
 
 
@@ -152,8 +153,7 @@ def show_test_batch(
     for trial in try_batches(_settings(config, given), batch_size or [1, 4, 8, 16], max_sequence_length=width):
         trials.append(trial)
         if not as_json:
-            sys.stdout.write("\n".join([*note_lines(trial), "", ""]))
-            sys.stdout.flush()
+            say("\n".join([*note_lines(trial), ""]))
     if as_json:
         sys.stdout.write(json.dumps([asdict(trial) for trial in trials]) + "\n")
     return 0 if all(trial.is_equal for trial in trials) else 1
@@ -179,8 +179,8 @@ def show_export(
         raise ConfigError(f"{run} is a run of another system", seen=trained.system.name, do="name a run of seqset_vae")
     path = out or run / "latents.npz"
     for split, number in export_latents(trained.config, trained.model, path).items():
-        sys.stdout.write(f"{split}: {number:,} sets\n")
-    sys.stdout.write(f"wrote {path}\n")
+        say(f"{split}: {number:,} sets")
+    say(f"wrote {path}")
     return 0
 
 
@@ -198,14 +198,14 @@ def _print_validation(found: Validation) -> None:
     from truebatch.reports.tables import Table, print_table
 
     for split, line in found.splits.items():
-        sys.stdout.write(f"{split}: {line}\n")
+        say(f"{split}: {line}")
     header = ("", "least", "median", "95 %", "most")
     rows = tuple((name, *(f"{value:,.4g}" for value in values)) for name, values in found.shapes.items())
     if rows:
         print_table(Table(header, rows))
     for fault in found.faults:
-        sys.stdout.write(f"\n{fault['words']}: {fault['number']:,} in {fault['places']:,} places; {fault['outcome']}\n")
+        say(f"\n{fault['words']}: {fault['number']:,} in {fault['places']:,} places; {fault['outcome']}")
         sys.stdout.write("".join(f"  {place}\n" for place in fault["first"]))
     verdict = "no faults" if not found.faults else "every fault is corrected or left out, and counted"
     stops = f"a run would stop: {', '.join(found.stops)}" if found.stops else "a run would stop: no training stays"
-    sys.stdout.write(f"\n{verdict if found.is_usable else stops}\n")
+    say(f"\n{verdict if found.is_usable else stops}")

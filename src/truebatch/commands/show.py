@@ -11,6 +11,7 @@ import typer
 
 from truebatch.commands.evaluate import held_out
 from truebatch.errors import ConfigError
+from truebatch.language.saying import say
 
 
 def show_pictures(
@@ -45,6 +46,6 @@ def show_pictures(
         sys.stdout.write(json.dumps([str(path) for path in paths]) + "\n")
         return 0
     for path in paths:
-        sys.stdout.write(f"wrote {path}\n")
-    sys.stdout.write(f"all of it on one page: truebatch report {run}\n")
+        say(f"wrote {path}")
+    say(f"all of it on one page: truebatch report {run}")
     return 0

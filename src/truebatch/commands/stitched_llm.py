@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from truebatch.language.saying import say
+
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 
 stitched_llm_app = typer.Typer(
@@ -55,7 +57,7 @@ def show_inspect(config: Config = None, set_: Settings = None, as_json: AsJson =
         sys.stdout.write(json.dumps(found, ensure_ascii=False) + "\n")
         return 0
     print_table(Table(tuple(heading), tuple(facts)))
-    sys.stdout.write("\n" + "\n".join(built.lines) + "\n\nnext: truebatch train stitched_llm, with the same settings\n")
+    say("\n" + "\n".join([*built.lines, "", "next: truebatch train stitched_llm, with the same settings"]))
     return 0
 
 
@@ -99,8 +101,8 @@ def show_search(
         sys.stdout.write(json.dumps([asdict(pair) for pair in pairs]) + "\n")
         return 0
     _print_pairs(pairs)
-    sys.stdout.write("\nfiles: " + ", ".join(map(str, files)) + "\n")
-    sys.stdout.write(f"next: {_train_command(config, set_ or [], pairs[0])}\n")
+    say("\nfiles: " + ", ".join(map(str, files)))
+    say(f"next: {_train_command(config, set_ or [], pairs[0])}")
     return 0
 
 
@@ -131,10 +133,8 @@ def show_export(
     trained = open_trained(run)
     model: Any = trained.model
     export_merged(model, out, load_tokenizer(sources_of(trained.config).tokenizer, None))
-    sys.stdout.write(f"wrote {out}: the weights of step {trained.step}\n")
-    sys.stdout.write(
-        f'next: AutoModelForCausalLM.from_pretrained("{out}", trust_remote_code=True), AutoTokenizer likewise\n'
-    )
+    say(f"wrote {out}: the weights of step {trained.step}")
+    say(f'next: AutoModelForCausalLM.from_pretrained("{out}", trust_remote_code=True), AutoTokenizer likewise')
     return 0
 
 

@@ -18,6 +18,7 @@ import typer
 
 from truebatch.commands.settings import RUNS, checked, read_settings, settle
 from truebatch.errors import ConfigError
+from truebatch.language.saying import say
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
@@ -198,12 +199,12 @@ def _print_plans(lines: list[str], rows: dict[str, dict[str, Any]]) -> None:
     from truebatch.reports.tables import Table, print_table
 
     for line in lines:
-        sys.stdout.write(line + "\n")
-    sys.stdout.write("\n")
+        say(line)
+    say()
     names = dict.fromkeys(name for row in rows.values() for name in row)
     body = tuple((_word(name), *(_text(name, row.get(name)) for row in rows.values())) for name in names)
     print_table(Table(("an epoch", *rows), body))
-    sys.stdout.write("\nnext: the same command without --dry-run\n")
+    say("\nnext: the same command without --dry-run")
 
 
 def _word(name: str) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from truebatch.errors import ConfigError
+from truebatch.language.saying import say
 
 CHECK_FAILED = 1
 
@@ -31,13 +31,17 @@ def show_verify(
     ] = None,
     layout: Annotated[str, typer.Option(help="all, right, left, padded or packed.")] = "all",
     tolerance: Annotated[float | None, typer.Option(help="Largest relative difference allowed.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A folder to keep the result in, for `report`. Default: a run's own.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Run the same samples alone, padded, packed, permuted and cut, and compare outputs, loss and gradients.
 
     TARGET may be the name of a system, a System, a model, a function over samples or micro-batches, or a function
     without arguments that returns one of these or the arguments of truebatch.verify. A system (a new model, on a few of
-    its own samples), a run (the trained model) and a Hugging Face model need nothing else.
+    its own samples), a run (the trained model) and a Hugging Face model need nothing else. What was found in a run is
+    kept there as verification.json, and `truebatch report RUN` shows it.
 
     Exit code 0: proven equal. 1: the law is broken, or nothing could be proven. 2: the question was not right.
 
@@ -54,6 +58,7 @@ def show_verify(
     named = {"one": one, "samples": samples, "fields": fields, "objective": objective}
     given = {k: v for k, v in named.items() if v is not None}
     report = _report(target, given, config, set_ or [], {"layout": layout, "tolerance": tolerance})
+    _keep(report, target, out or _own_run(target))
     _write(report, as_json)
     return 0 if report.ok else CHECK_FAILED
 
@@ -66,10 +71,9 @@ def _report(target: str, given: dict[str, str], file: Path | None, overrides: li
     from truebatch.proof.verification import verify_system
     from truebatch.systems import SYSTEMS
     from truebatch.systems.finding import find_system
-    from truebatch.training.runs import CONFIG
     from truebatch.training.trained import open_trained
 
-    is_run = (Path(target) / CONFIG).is_file()
+    is_run = _own_run(target) is not None
     if target not in SYSTEMS and not is_run and file is None and not overrides:
         return ask(target, given, **how)
     if given or (is_run and file is not None):
@@ -79,13 +83,28 @@ def _report(target: str, given: dict[str, str], file: Path | None, overrides: li
             seen=f"{target} with {', '.join(wrong)}",
             do=f"leave {wrong[0]} out; single settings change with --set",
         )
-    if is_run and target not in SYSTEMS:
+    if is_run:
         trained = open_trained(Path(target), overrides)
         return verify_system(trained.system, trained.config, model=trained.model, config=VerifyConfig(**how))
     system = find_system(target)
     return verify_system(system, checked(system, read_settings(file, overrides, {})), config=VerifyConfig(**how))
 
 
+def _own_run(target: str) -> Path | None:
+    """The target itself, where it is a run and not a system of that name."""
+    from truebatch.systems import SYSTEMS
+    from truebatch.training.runs import CONFIG
+
+    return Path(target) if target not in SYSTEMS and (Path(target) / CONFIG).is_file() else None
+
+
+def _keep(report: Any, target: str, folder: Path | None) -> None:
+    from truebatch.reports.proofs import keep_verification
+
+    if folder is not None:
+        keep_verification(folder, {"target": target, **report.as_dict()})
+
+
 def _write(report: Any, as_json: bool) -> None:
     text = json.dumps(report.as_dict(), indent=2, ensure_ascii=False) if as_json else str(report)
-    sys.stdout.write(text + "\n")
+    say(text)

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from truebatch.language.saying import say
+
 vlm_pruning_app = typer.Typer(help="What only vision-token pruning has.", no_args_is_help=True, rich_markup_mode=None)
 
 
@@ -17,7 +19,7 @@ def _vlm_pruning() -> None:
 
 
 def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
+    say(f"{line}")
     sys.stdout.flush()
 
 
@@ -39,9 +41,9 @@ def show_pretrain(
     from truebatch.systems.vlm_pruning.pretraining import PROMPT, pretrain_tiny
 
     folder = pretrain_tiny(out, seed=seed, epochs=epochs, say=_say)
-    sys.stdout.write(f"\nbackbone: {folder}\n")
-    sys.stdout.write("its prompt is part of it; prune it with:\n")
-    sys.stdout.write("  truebatch init vlm_pruning\n")
+    say(f"\nbackbone: {folder}")
+    say("its prompt is part of it; prune it with:")
+    say("  truebatch init vlm_pruning")
     sys.stdout.write(
         "  truebatch train vlm_pruning --config configs/vision_token_pruning.yaml "
         f"--set backbone_settings.name={folder} --set 'backbone_settings.prompt=\"{PROMPT}\"'\n"

@@ -19,6 +19,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from truebatch.language.translating import in_words
+
 LogFormat = Literal["auto", "plain", "json"]
 FIRST_SECONDS = 5.0
 """Between two plain lines at the beginning."""
@@ -114,7 +116,7 @@ class PlainLines:
 
     def say(self, line: str) -> None:
         """One line of words."""
-        _write_line(self.out, line)
+        _write_line(self.out, in_words(line))
 
     def begin(self, step: int, num_steps: int) -> None:
         """The run begins after `step`."""
@@ -152,7 +154,7 @@ class TerminalBar:
 
     def say(self, line: str) -> None:
         """One line of words, above the bar."""
-        self.console.print(line, soft_wrap=True)
+        self.console.print(in_words(line), soft_wrap=True)
 
     def begin(self, step: int, num_steps: int) -> None:
         """Draw the bar."""

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import IO, Any
 
 from truebatch.errors import ConfigError
+from truebatch.language.saying import say_error
 from truebatch.training.runs import STATUS, Run, RunState, read_status, write_status
 from truebatch.training.signals import EXIT_INTERRUPTED
 
@@ -208,10 +209,10 @@ def _explain(first: Child | None, code: int) -> None:
     if first is None:
         return
     if first.process.returncode < 0:
-        sys.stderr.write(
-            f"error: the process of rank {first.rank} was ended by {_signal_name(first.process.returncode)}\n"
-            f"  seen: process {first.process.pid}; the other processes were stopped\n"
-            "  do:   run the same command again to go on; if it had no memory left, lower train.cells\n"
+        say_error(
+            f"the process of rank {first.rank} was ended by {_signal_name(first.process.returncode)}",
+            f"process {first.process.pid}; the other processes were stopped",
+            "run the same command again to go on; if it had no memory left, lower train.cells",
         )
     elif first.errors is not None:
         first.errors.seek(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import TrainingArguments
 from truebatch.adapters.planned import AdapterConfig
 from truebatch.errors import ConfigError
 from truebatch.hf.finetuning.models import load_tokenizer
+from truebatch.language.saying import say
 from truebatch.planning.rows import Layout
 from truebatch.systems.stitched_llm.building import build
 from truebatch.systems.stitched_llm.data import load, sources_of
@@ -115,7 +115,7 @@ def _precision() -> Precision:
 def _train(model: StitchedModel, folder: Path, asked: NoteTraining) -> Any:
     config = model.stitch_settings
     for line in starting_lines(asked, config.train.precision):
-        sys.stdout.write(line + "\n")
+        say(line)
     refuse_wrong_masks(model)
     tokenizer = load_tokenizer(sources_of(config).tokenizer, None)
     trainer = StitchedTrainer(

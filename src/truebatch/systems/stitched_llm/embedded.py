@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from truebatch.hf.finetuning.models import without_chatter
 from truebatch.hf.heads import head_of
 from truebatch.hf.objectives import HeadObjective
+from truebatch.language.saying import say
 from truebatch.planning.measured import cache_folder
 from truebatch.systems.stitched_llm.corpus import make_texts, make_tokenizer, words, write_corpus
 from truebatch.training.loop import train
@@ -61,7 +62,7 @@ def ensure_donors(folder: Path, *, steps: int, seed: int) -> None:
     if rank() == 0:
         for number, role in enumerate(_FAMILIES):
             if not (folder / role).is_dir():
-                sys.stderr.write(f"the {role} donor is trained first, {steps} steps, and kept in {folder / role}\n")
+                say(f"the {role} donor is trained first, {steps} steps, and kept in {folder / role}", file=sys.stderr)
                 model = train_donor(role, steps=steps, seed=seed * 2 + number)
                 _write_whole(folder / role, partial(_save, model))
     if num_ranks() > 1:

@@ -1,0 +1,40 @@
+"""What a person reads goes out here, in their language. What a program reads is written as it is."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TextIO
+
+from truebatch.language.choosing import Language, language
+from truebatch.language.translating import in_words
+
+LABELS: dict[Language, tuple[str, str, str]] = {
+    "en": ("error: ", "seen: ", "do:   "),
+    "zh": ("错误：", "看到：", "怎么办："),
+}
+"""Of the three parts of an error."""
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def say(text: str = "", *, file: TextIO | None = None, end: str = "\n") -> None:
+    """Write a text for a person to a stream (default standard output), line by line in their language."""
+    out = file or sys.stdout
+    out.write(in_words(text) + end)
+    out.flush()
+
+
+def say_error(wrong: str, seen: str, do: str) -> None:
+    """Write the three parts of an error to standard error."""
+    sys.stderr.write(_shown(f"{LABELS[language()][0]}{three_parts(wrong, seen, do)}\n"))
+
+
+def three_parts(wrong: str, seen: str, do: str) -> str:
+    """What is wrong, what was seen and what to do, in the language of the person."""
+    _, label_seen, label_do = LABELS[language()]
+    return f"{in_words(wrong)}\n  {label_seen}{in_words(seen)}\n  {label_do}{in_words(do)}"
+
+
+def _shown(text: str) -> str:
+    """Text of files and names can hold escapes that a terminal obeys; they are shown, not carried out."""
+    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
