@@ -187,12 +187,14 @@ def faults(english: str, chinese: str) -> str:
     return "" if re.search(r"[\u4e00-\u9fff]", chinese) else "no Chinese"
 
 
-def fill(part: str, path: Path) -> None:
+def fill(part: str, path: Path, listed: Path) -> None:
     """Numbered Chinese lines into the catalogue of a part; `-` says that a text is no message.
 
     A line that cannot be right is named and left out.
     """
-    asked, known, mute = missing(part), catalogue_of(part), silent(part)
+    numbered_lines = (line.partition("\t") for line in listed.read_text(encoding="utf-8").splitlines())
+    asked = {int(number): text for number, _, text in numbered_lines}
+    known, mute = catalogue_of(part), silent(part)
     for line in path.read_text(encoding="utf-8").splitlines():
         number, _, chinese = line.partition("\t")
         if not number.strip().isdigit():
@@ -219,6 +221,6 @@ if __name__ == "__main__":
     if sys.argv[1] == "missing":
         sys.stdout.write("".join(f"{i}\t{text}\n" for i, text in enumerate(missing(sys.argv[2]))))
     elif sys.argv[1] == "fill":
-        fill(sys.argv[2], Path(sys.argv[3]))
+        fill(sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]))
     else:
         sys.stdout.write("".join(f"{part} {len(missing(part))}\n" for part in all_sentences()))
