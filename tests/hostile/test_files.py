@@ -10,12 +10,13 @@ import pytest
 
 from tests.hostile.data_files import DATA
 from tests.hostile.making import CANARY, Hostile
+from tests.hostile.model_folders import MODELS
 from tests.hostile.run_folders import RUNS
 from tests.hostile.settings_files import SETTINGS
 from truebatch.cli import run
 from truebatch.errors import TruebatchError, exit_code_of
 
-CASES = [*SETTINGS, *DATA, *RUNS]
+CASES = [*SETTINGS, *DATA, *RUNS, *MODELS]
 _heard: list[tuple[str, tuple[object, ...]]] = []
 _listening = [False]
 

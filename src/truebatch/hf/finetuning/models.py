@@ -6,19 +6,18 @@ Local folders and safetensors only; no code of others is run, nothing is downloa
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
 from truebatch.errors import ConfigError, DataError
-from truebatch.hf.loading import is_model_folder
+from truebatch.hf.loading import first_line, is_model_folder, read_configuration
+from truebatch.hf.loading import without_chatter as without_chatter
 
 CLASSES = {
     "causal_lm": "AutoModelForCausalLM",
@@ -38,6 +37,7 @@ def load_configuration(folder: Path) -> Any:
             seen="no config.json in it" if folder.is_dir() else "no such folder",
             do=f"save it with save_pretrained, or fetch it: hf download NAME --local-dir {folder}",
         )
+    read_configuration(folder)
     return _loaded(lambda: AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False), folder)
 
 
@@ -112,21 +112,6 @@ def shape_of(config: Any, task: str) -> nn.Module:
         return _loaded(lambda: _class_of(task).from_config(config), Path(config.name_or_path))  # type: ignore[no-any-return]
 
 
-@contextmanager
-def without_chatter() -> Iterator[None]:
-    """No bars and reports of transformers inside: what matters is said by the run itself."""
-    log = transformers.utils.logging
-    was_shown, level = log.is_progress_bar_enabled(), log.get_verbosity()
-    log.disable_progress_bar()
-    log.set_verbosity_error()
-    try:
-        yield
-    finally:
-        log.set_verbosity(level)
-        if was_shown:
-            log.enable_progress_bar()
-
-
 def load_weights(folder: Path, config: Any, task: str, *, seed: int) -> tuple[nn.Module, list[str]]:
     """The model of a folder under the head of a task, in fp32, and which parameters the folder had no weights for.
 
@@ -167,9 +152,9 @@ def _class_of(task: str) -> Any:
 def _loaded(call: Any, folder: Path) -> Any:
     try:
         return call()
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError) as error:
+    except Exception as error:  # a wrong configuration fails in any line of the model's own code
         raise DataError(
             f"{folder} cannot be used",
-            seen=f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}",
+            seen=f"{type(error).__name__}: {first_line(error)}",
             do="check that the folder is complete and of this task: config.json, *.safetensors, tokenizer files",
         ) from error
