@@ -32,6 +32,8 @@ FAKE = textwrap.dedent(
         say(refused={"wrong": "no such model", "seen": "none", "do": "name one"}); sys.exit(2)
     if call["model"] == "ill":
         sys.exit("cannot import anything")
+    if call["model"] == "late": time.sleep(0.5)
+    if call["model"] == "mute": say(ready=1); time.sleep(60)
     say(ready=1)
     for line in sys.stdin:
         request = json.loads(line)
@@ -136,6 +138,12 @@ def test_what_a_worker_refuses_is_said_and_one_that_cannot_start_too(worker):
         worker("none").describe()
     with pytest.raises(ConfigError, match="does not start"):
         worker("ill").describe()
+    with pytest.raises(ConfigError, match="does not work"):
+        worker("mute", silence=0.2).describe()
+
+
+def test_a_worker_may_be_silent_while_it_starts(worker):
+    assert worker("late", silence=0.2).describe() == {"model": "fake"}
 
 
 def test_several_workers_share_the_batches(worker, tmp_path):

@@ -68,7 +68,10 @@ class WorkerBackend:
 
     def describe(self) -> Mapping[str, Any]:
         """What the backend in the worker says of itself."""
-        found: Mapping[str, Any] = self._ask({"do": "describe"}, self._settings.start)["describe"]
+        try:
+            found: Mapping[str, Any] = self._ask({"do": "describe"}, self._settings.start)["describe"]
+        except (WorkerCrash, WorkerHang) as error:  # no sample is to blame for it
+            raise ConfigError("a worker does not work", seen=str(error)[:400], do="see its message") from error
         return found
 
     def cost(self, sample: Asked, /) -> Cost:
@@ -143,12 +146,13 @@ class WorkerBackend:
 
     def _wait(self, process: subprocess.Popen[bytes], timeout: float, kind: type[Exception]) -> dict[str, Any]:
         until = time.monotonic() + timeout
+        silence = timeout if kind is _NoStart else self._settings.silence  # it beats once its libraries are there
         while True:
             left = until - time.monotonic()
             try:
-                said = self._said.get(timeout=max(0.0, min(left, self._settings.silence)))
+                said = self._said.get(timeout=max(0.0, min(left, silence)))
             except queue.Empty:
-                why = f"no answer in {timeout:g} s" if left <= self._settings.silence else "no sign of life"
+                why = f"no answer in {timeout:g} s" if left <= silence else "no sign of life"
                 self._end()
                 raise WorkerHang(why) from None
             if said is None:
