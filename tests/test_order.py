@@ -320,6 +320,7 @@ ORDER = [
     "systems.vlm_pruning.judges",
     "systems.vlm_pruning.records",
     "systems.vlm_pruning.shapes",
+    "systems.vlm_pruning.categories",
     "systems.vlm_pruning.datasets",
     "systems.vlm_pruning.figures",
     "systems.vlm_pruning.images",

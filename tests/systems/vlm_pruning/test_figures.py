@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from truebatch.systems.vlm_pruning.figures import (
@@ -7,6 +9,8 @@ from truebatch.systems.vlm_pruning.figures import (
     confidence_interval,
     lost_points,
     mode_figures,
+    search_score,
+    smoothed_score,
     token_figures,
 )
 from truebatch.systems.vlm_pruning.judges import JUDGES, Judged
@@ -41,3 +45,27 @@ def test_lost_points_are_counted_from_the_unpruned_model():
     figures = {"origin": {"accuracy": 0.95}, "hard": {"accuracy": 0.92}, "soft": {"accuracy": 0.96}}
     assert lost_points(figures) == pytest.approx({"hard": 3.0, "soft": -1.0})
     assert lost_points({"hard": {"accuracy": 1.0}}) == {}
+
+
+@pytest.mark.parametrize(
+    ("origin", "hard", "kept", "score"),
+    [
+        (0.9, 0.9, 0.3, -0.03),
+        (0.9, 0.8, 0.3, -(0.1 * (1 + 50 * 0.1) + 0.03)),
+        (0.8, 0.9, 0.3, 0.1 - 0.03),
+        (0.9, 0.9, 0.05, -0.5),
+        (0.9, 0.9, 0.8, -2.0),
+        (0.9, 0.9, 0.1, -0.01),
+        (0.9, 0.9, 0.6, -0.06),
+    ],
+)
+def test_the_search_score_punishes_lost_accuracy_and_shares_that_are_not_wanted(origin, hard, kept, score):
+    figures = {"origin": {"accuracy": origin}, "hard": {"accuracy": hard, "average_keep_ratio": kept}}
+    assert search_score(figures) == pytest.approx(score)
+
+
+def test_a_search_without_both_modes_has_no_score_and_later_scores_count_more():
+    assert search_score({"hard": {"accuracy": 0.9}}) == -math.inf
+    assert smoothed_score([]) == smoothed_score([-math.inf]) == -math.inf
+    assert smoothed_score([-1.0]) == -1.0
+    assert smoothed_score([-1.0, 0.0, 0.0]) == pytest.approx(-0.49)

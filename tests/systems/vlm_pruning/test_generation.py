@@ -124,3 +124,10 @@ def test_beams_and_leaving_rows_find_their_own_caches():
     found = generated(model, "tiny-llava", shorter)
     whole = generated(model, "tiny-llava", prompts)
     assert found == [tokens[: 2 + 3 * (at % 2)] for at, tokens in enumerate(whole)]
+
+
+def test_states_that_are_scaled_are_generated_from_as_the_full_sequence_says():
+    model = build(residual_scale=True)
+    how = Choosing(how="soft", temperature=METHOD.temperature_min)
+    together = generated(model, "tiny-llava", prompts_of("tiny-llava"), "soft")
+    assert together == [full_sequence_tokens(model, "tiny-llava", sample, how) for sample in samples(4)]

@@ -53,10 +53,9 @@ def choose_hard(scores: Tensor, is_wanted: Tensor, is_alive: Tensor, places: Pla
     return places.axis.put_tokens(chosen & flat_alive, pad=False)
 
 
-def straight_through(is_kept: Tensor, soft: Tensor) -> Tensor:
-    """Forward the log of 0 or 1, backward the gradient of the soft one."""
-    hard = torch.where(is_kept, 0.0, DEAD)
-    return hard + (soft - soft.detach())
+def hard_mask(is_kept: Tensor) -> Tensor:
+    """The log of 0 or 1."""
+    return torch.where(is_kept, 0.0, DEAD)
 
 
 def keep_of(log_mask: Tensor) -> Tensor:

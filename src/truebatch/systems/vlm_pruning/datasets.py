@@ -15,6 +15,7 @@ from PIL import Image
 
 from truebatch.errors import ConfigError, DataError
 from truebatch.planning.keyed import keyed_hash, keyed_order
+from truebatch.systems.vlm_pruning.categories import balanced
 from truebatch.systems.vlm_pruning.records import SPLITS, Placed, Sample, read_gqa, read_jsonl, read_pope, read_vqav2
 from truebatch.systems.vlm_pruning.settings import DatasetSettings
 from truebatch.systems.vlm_pruning.shapes import BLOCK, CATEGORIES, ShapeQuestions, Split
@@ -165,8 +166,11 @@ def _take(settings: DatasetSettings, split: Split, placed: list[Placed]) -> Samp
     """At most as many as asked for, always the same ones, in file order; every image file is there, every id once."""
     number = _number(settings, split)
     if number is not None and number < len(placed):
-        chosen = np.sort(keyed_order(len(placed), settings.seed, 0, f"subset {split}")[:number])
-        placed = [placed[at] for at in chosen.tolist()]
+        drawn = keyed_order(len(placed), settings.seed, 0, f"subset {split}").tolist()
+        if settings.category_priority.enable:
+            categories = [str(placed[at][1].get("category")) for at in drawn]
+            drawn = [drawn[at] for at in balanced(categories, number, settings.category_priority.mode)]
+        placed = [placed[at] for at in sorted(drawn[:number])]
     if not placed and number != 0:
         raise DataError(
             f"there are no samples for {split}",

@@ -21,7 +21,7 @@ from truebatch.generation.settings import Generation
 from truebatch.reports.tables import Table
 from truebatch.systems.vlm_pruning.baselines import WAYS, UntrainedPruning, Way
 from truebatch.systems.vlm_pruning.encoding import EncodedSamples, Encoder, Sample
-from truebatch.systems.vlm_pruning.figures import Answered, lost_points, mode_figures
+from truebatch.systems.vlm_pruning.figures import Answered, lost_points, mode_figures, search_score
 from truebatch.systems.vlm_pruning.generation import PrunedDecoder, PrunedSession, open_decoder, sample_prompts
 from truebatch.systems.vlm_pruning.judges import Judged, judge_of
 from truebatch.systems.vlm_pruning.model import PrunedVLM
@@ -105,7 +105,10 @@ def evaluate(config: Any, model: nn.Module, dataset: Any, out: Path) -> Mapping[
     for mode, ones in predictions.items():
         write_text(out / f"predictions-{mode}.jsonl", "".join(_line(*one) for one in ones))
     lost = lost_points(figures)
-    return {**figures, **({"points_lost": lost} if lost else {})}
+    if not lost:
+        return figures
+    scored = {"search_score": search_score(figures)} if "hard" in figures else {}
+    return {**figures, "points_lost": lost, **scored}
 
 
 def chosen_samples(dataset: EncodedSamples, most: int | None) -> list[Sample]:

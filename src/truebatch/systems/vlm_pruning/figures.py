@@ -73,3 +73,33 @@ def lost_points(figures: Mapping[str, Any]) -> dict[str, float]:
         return {}
     whole = figures["origin"]["accuracy"]
     return {mode: 100 * (whole - found["accuracy"]) for mode, found in figures.items() if mode != "origin"}
+
+
+DROP_CURVE, FEWEST, MOST, OUTSIDE, INSIDE = 50.0, 0.10, 0.60, 10.0, 0.1
+"""Of the search score: how fast lost accuracy grows worse, the share of tokens that is wanted, and its penalties."""
+SMOOTHING = 0.3
+
+
+def search_score(figures: Mapping[str, Any]) -> float:
+    """One number to search settings by, the higher the better: little accuracy lost, few tokens kept.
+
+    Minus infinity where `origin` and `hard` were not both evaluated.
+    """
+    if "origin" not in figures or "hard" not in figures:
+        return -math.inf
+    drop = float(figures["origin"]["accuracy"] - figures["hard"]["accuracy"])
+    kept = float(figures["hard"].get("average_keep_ratio", 1.0))
+    lost = drop * (1 + DROP_CURVE * drop) if drop > 0 else drop
+    outside = max(FEWEST - kept, kept - MOST, 0.0)
+    return -(lost + (OUTSIDE * outside if outside else INSIDE * kept))
+
+
+def smoothed_score(scores: Sequence[float], *, weight: float = SMOOTHING) -> float:
+    """The scores of one trial, evaluated again and again, as a search takes them: later ones count more."""
+    held = [score for score in scores if math.isfinite(score)]
+    if not held:
+        return -math.inf
+    found = held[0]
+    for score in held[1:]:
+        found = (1 - weight) * found + weight * score
+    return found

@@ -19,6 +19,7 @@ from truebatch.hf.inputs import language_model
 from truebatch.planning.rows import padded_rows
 from truebatch.systems.vlm_pruning.choosing import DEAD
 from truebatch.systems.vlm_pruning.encoding import Encoder, Sample, encoded_fields
+from truebatch.systems.vlm_pruning.masking import begin_masking
 from truebatch.systems.vlm_pruning.model import Choosing, PrunedVLM
 from truebatch.systems.vlm_pruning.settings import EvalMode
 from truebatch.systems.vlm_pruning.stream import (
@@ -129,8 +130,16 @@ class PrunedSession:
                 how = Choosing(how="hard" if decoder.mode == "hard" else "soft", temperature=decoder.temperature)
                 _, mask = model.choose(stage, logits, so_far, stream.vision, how)
                 so_far, stage = (so_far + mask).clamp(min=DEAD), stage + 1
-                rows = _cut(rows, stream, so_far) if decoder.mode == "hard" else _weigh(rows, stream, so_far)
+                rows = self._acted(rows, mask, so_far, how)
         return rows.hidden
+
+    def _acted(self, rows: _Rows, mask: Tensor, so_far: Tensor, choosing: Choosing) -> _Rows:
+        """Rows behind a pruning layer."""
+        if choosing.how == "hard":
+            return _cut(rows, self._stream, so_far)
+        if self.model.scales(choosing.how):
+            return replace(rows, hidden=begin_masking(self._stream).scaled(rows.hidden, mask))
+        return _weigh(rows, self._stream, so_far)
 
     @torch.inference_mode()
     def advance(self, tokens: Tensor, /) -> Tensor:

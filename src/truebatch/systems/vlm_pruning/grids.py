@@ -17,7 +17,7 @@ from truebatch.systems.vlm_pruning.vision import ImageReader, Vision, ask_featur
 from truebatch.tensors.field import Field
 from truebatch.tensors.microbatch import MicroBatch
 
-PLACES = "place_grid_thw"
+PLACES = "image_places_thw"
 """The grid on which the vision tokens of an image stand: its own, or the coarser one a merger leaves."""
 FIELDS = (
     Field(name="pixel_values", kind="flat", axis="patches", dtype="float32"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,14 +18,15 @@ from truebatch.hf.inputs import inner_model, language_model
 from truebatch.systems.vlm_pruning.choosing import (
     DEAD,
     choose_hard,
+    hard_mask,
     log_keep,
     logistic_noise,
     stage_counts,
     target_tokens,
 )
-from truebatch.systems.vlm_pruning.choosing import straight_through as as_straight_through
 from truebatch.systems.vlm_pruning.encoding import IMAGE_TOKENS, QUESTION, VISION
 from truebatch.systems.vlm_pruning.families import Family
+from truebatch.systems.vlm_pruning.masking import Masking, begin_masking
 from truebatch.systems.vlm_pruning.mergers import MERGERS, Merged
 from truebatch.systems.vlm_pruning.modules import Discriminator, PrunerHead
 from truebatch.systems.vlm_pruning.places import Places, find_places
@@ -37,7 +39,6 @@ from truebatch.systems.vlm_pruning.stream import (
     final_norm,
     make_stream,
     run_layer,
-    with_key_bias,
 )
 from truebatch.systems.vlm_pruning.vision import Vision
 from truebatch.tensors.microbatch import MicroBatch
@@ -181,7 +182,7 @@ class PrunedVLM(nn.Module):
         bias = None if stream.is_plainly_causal else causal_bias(stream.rows, stream.embeds.dtype)
         hidden, states = _beginning(stream, wanted, start)
         for at in range(self._first(start), self.num_layers):
-            hidden = self._layer(at, hidden, stream, bias)
+            hidden = self._layer(at, stream, hidden, bias)
             _keep(states, at + 1, hidden, wanted)
         return self._ended(hidden, states, wanted)
 
@@ -190,7 +191,7 @@ class PrunedVLM(nn.Module):
         bias = None if stream.is_plainly_causal else causal_bias(stream.rows, stream.embeds.dtype)
         hidden, states = _beginning(stream, wanted, None)
         for at in range(self._first_pruned):
-            hidden = self._layer(at, hidden, stream, bias)
+            hidden = self._layer(at, stream, hidden, bias)
             _keep(states, at + 1, hidden, wanted)
         return Pass(hidden, states)
 
@@ -209,30 +210,39 @@ class PrunedVLM(nn.Module):
         """
         start = self.prefix(stream, wanted=wanted) if start is None else start
         hidden, states = start.final, dict(start.states)
-        base = causal_bias(stream.rows, hidden.dtype)
         soft: list[Tensor] = []
         used: list[Tensor] = []
         logits: list[Tensor] = []
-        so_far = torch.zeros(stream.vision.cells.shape, device=hidden.device)
-        bias: Tensor | None = None
+        masks = begin_masking(stream)
         for at in range(self._first_pruned - 1, self.num_layers):
             if at >= self._first_pruned:
-                hidden = self._layer(at, hidden, stream, bias)
-                _keep(states, at + 1, hidden, wanted)
-            if at not in self.method.pruning_layers:
-                continue
-            if given is None:
-                z = self.token_scores(at, hidden, replace(stream, is_alive=so_far > DEAD / 2))
-                keep, mask = self.choose(len(used), z, so_far, stream.vision, choosing)
-                logits.append(z)
-            else:
-                keep = mask = given[len(used)]
-            so_far = (so_far + mask).clamp(min=DEAD)
-            bias = with_key_bias(base, stream.vision.put(so_far))
-            soft.append(keep)
-            used.append(mask)
+                hidden = masks.run(partial(self._layer, at, stream), hidden)
+            if at in self.method.pruning_layers:
+                if given is None:
+                    z = self.token_scores(at, hidden, replace(stream, is_alive=masks.is_alive))
+                    keep, mask = self.choose(len(used), z, masks.so_far, stream.vision, choosing)
+                    logits.append(z)
+                else:
+                    keep = mask = given[len(used)]
+                hidden, masks = self._act(hidden, masks, keep, mask, choosing)
+                soft.append(keep)
+                used.append(mask)
+            _keep(states, at + 1, hidden, wanted)
         ended = self._ended(hidden, states, wanted)
         return Pass(ended.final, ended.states, soft, used, logits)
+
+    def _act(
+        self, hidden: Tensor, masks: Masking, keep: Tensor, mask: Tensor, choosing: Choosing
+    ) -> tuple[Tensor, Masking]:
+        """What a mask does to the layers behind it."""
+        if self.scales(choosing.how):
+            return masks.scaled(hidden, mask), masks
+        is_drawn = choosing.how == "train" and keep is not mask and keep.requires_grad
+        return hidden, masks.biased(mask, keep if is_drawn else None)
+
+    def scales(self, how: How) -> bool:
+        """Whether masks scale the residual stream, as the note's did; what is removed is removed either way."""
+        return self.method.residual_scale and how != "hard"
 
     @property
     def _first_pruned(self) -> int:
@@ -242,7 +252,7 @@ class PrunedVLM(nn.Module):
     def _first(self, start: Pass | None) -> int:
         return 0 if start is None else self._first_pruned
 
-    def _layer(self, at: int, hidden: Tensor, stream: Stream, bias: Tensor | None) -> Tensor:
+    def _layer(self, at: int, stream: Stream, hidden: Tensor, bias: Tensor | None) -> Tensor:
         deep = stream.deepstack[at] if at < len(stream.deepstack) else None
         given = LayerInputs(rotary=stream.rotary, bias=bias, deepstack=deep)
         return run_layer(decoder_layers(self.backbone)[at], hidden, given, recompute=self.recomputes)
@@ -277,7 +287,7 @@ class PrunedVLM(nn.Module):
         is_wanted = keep_is_wanted(scores, method.hard_pruning_threshold, choosing.temperature)
         counts = self._counts(stage, places) if method.choice == "top_k" else None
         is_kept = choose_hard(scores, is_wanted, so_far > DEAD / 2, places, counts)
-        return soft, as_straight_through(is_kept, soft)
+        return soft, hard_mask(is_kept)
 
     def _counts(self, stage: int, places: Places) -> Tensor:
         method = self.method

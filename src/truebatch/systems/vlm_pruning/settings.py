@@ -14,6 +14,7 @@ Choice = Literal["soft", "straight_through", "top_k"]
 Teacher = Literal["adversarial", "distillation", "none"]
 Merger = Literal["simple", "question_aware", "fixed_pooling"]
 Aspect = Literal["square", "keep"]
+Balance = Literal["mean", "origin"]
 EvalMode = Literal["origin", "merge_only", "soft", "hard"]
 AUTO = "auto"
 TINY = ("tiny-llava", "tiny-llava-next", "tiny-qwen2.5-vl", "tiny-qwen3-vl")
@@ -27,8 +28,8 @@ class MllmSettings:
     enable_true_batch: bool = True
     """False runs one sample at a time, with the same results: the way back."""
     unified_image_size: int | Literal["auto"] | None = None
-    """Pixels of a side of every image (LLaVA-1.5); `auto` picks one of `image_sizes` for each image by its content;
-    None is the size the vision tower was made for. Other sizes get other numbers of vision tokens."""
+    """Pixels of a side of every image; `auto` picks one of `image_sizes` for each image by its content; None is the size
+    the vision tower was made for (LLaVA-1.5), or that of the image. Other sizes get other numbers of vision tokens."""
     image_sizes: tuple[int, ...] = (224, 336, 448)
     """What `auto` picks from."""
     image_token_budget: int | None = None
@@ -102,12 +103,16 @@ class MethodSettings:
     initial_keep: float = 0.0
     """Bias of a pruner's logit at the start: 0 keeps half, larger keeps more."""
     enable_token_merger: bool = False
-    """Merge vision tokens before the projector (LLaVA-1.5)."""
+    """Merge vision tokens before the projector (LLaVA-1.5) or behind it (the others)."""
     merger_type: Merger = "fixed_pooling"
     merge_ratio: float = 0.5
     """Share of vision tokens left by the merger."""
     choice: Choice = "soft"
-    """soft: masks between 0 and 1; straight_through: 0 or 1 forward, soft backward; top_k: the budget met exactly."""
+    """soft: masks between 0 and 1; straight_through: 0 or 1 forward, soft backward; top_k: the budget met exactly.
+    The last two run the layers behind the first pruner once more, for gradients of tokens that are dropped."""
+    residual_scale: bool = False
+    """As the note did it: masks multiply the states of vision tokens instead of their weight as keys. It hardly masks,
+    since every layer begins with a norm; for comparisons with old runs, with choice=soft only."""
     use_gumbel: bool = True
     """Noise on the logits in training."""
     use_token_num_target: bool = True
@@ -173,6 +178,12 @@ class MethodSettings:
         check_range(self, "disc_learning_rate", "merger_learning_rate", "disc_noise_scale")
         check_range(self, "disc_noise_scale_start", "disc_noise_scale_end")
         check_range(self, "disc_pool_start_weight", "disc_pool_end_weight", above=0)
+        if self.residual_scale and self.choice != "soft":
+            raise ConfigError(
+                "residual_scale knows soft masks only: a state times 0 is still a key",
+                seen=f"residual_scale=True, choice={self.choice}",
+                do="set choice to soft, or leave residual_scale out",
+            )
         if self.temperature_min > self.temperature:
             raise ConfigError(
                 "the temperature can only fall",
@@ -199,6 +210,19 @@ class MethodSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CategoryPriority:
+    """Which samples are taken where fewer are asked for than there are."""
+
+    enable: bool = False
+    """Off takes any of them, drawn from the seed."""
+    mode: Balance = "mean"
+    """mean: categories in turn, so that each has equally many as long as it lasts; origin: each has its share of all."""
+
+    def __post_init__(self) -> None:
+        check_choice(self, "mode", Balance)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetSettings:
     """Images with questions."""
 
@@ -211,6 +235,8 @@ class DatasetSettings:
     """Samples to train on; None takes all there are."""
     validation: int | None = None
     test: int | None = None
+    category_priority: CategoryPriority = field(default_factory=CategoryPriority)
+    """Made shapes have all categories equally often in any case."""
 
     def __post_init__(self) -> None:
         check_range(self, "seed")
