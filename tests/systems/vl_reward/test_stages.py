@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
-from truebatch.errors import RunError
+from truebatch.errors import ConfigError, RunError
 from truebatch.scoring.batching import Limits
 from truebatch.scoring.exporting import read_rows
 from truebatch.scoring.running import Running
-from truebatch.systems.vl_reward.benchmark import Wanted, read_benchmark
+from truebatch.systems.vl_reward.benchmark import Wanted, decode_image, read_benchmark
 from truebatch.systems.vl_reward.editors import FolderEditor, ScriptedEditor
 from truebatch.systems.vl_reward.shapes import PROMPTS, ShapesJudge, draw_scene, edit_picture, make_records, read_scene
 from truebatch.systems.vl_reward.stages import Judging, edit_all, judge_all_edits, pair_seed, picture_name, read_results
@@ -97,11 +98,50 @@ def test_editors_are_loaded_once_and_given_back_before_the_judge_comes_also_afte
 
     judge_all_edits(pairs, open_judge, tmp_path / "run", JUDGING, HOW)
     assert events == ["load", "unload", "judge"]
-    broken = ScriptedEditor(right)
-    object.__setattr__(broken, "name", "another")
+    another = ScriptedEditor(right, name="another")
     with pytest.raises(RunError, match="another configuration"):
-        edit_all(pairs, [broken], tmp_path / "run", seed=0, how=HOW)
-    assert broken.loaded == ["load", "unload"]
+        edit_all(pairs, [another], tmp_path / "run", seed=0, how=HOW)
+    again = ScriptedEditor(right)
+    edit_all(pairs, [again], tmp_path / "run", seed=0, how=HOW)
+    assert another.loaded == again.loaded == []  # refused, and nothing left to edit
+
+
+class Leaving(ScriptedEditor):
+    """Its first edit ends the run."""
+
+    def edit(self, image, instruction, *, seed, name):
+        raise KeyboardInterrupt
+
+
+class Broken(ScriptedEditor):
+    """It cannot be loaded."""
+
+    def load(self):
+        super().load()
+        raise OSError("no such weights")
+
+
+def test_editors_and_judges_are_given_back_also_after_an_error(pairs, tmp_path):
+    leaving = Leaving(right)
+    with pytest.raises(KeyboardInterrupt):
+        edit_all(pairs, [leaving], tmp_path / "a", seed=0, how=HOW)
+    broken = Broken(right)
+    with pytest.raises(ConfigError, match="no such weights"):
+        edit_all(pairs, [broken], tmp_path / "b", seed=0, how=HOW)
+    assert leaving.loaded == broken.loaded == ["load", "unload"]
+    closed = []
+
+    class Raising(ShapesJudge):
+        def judge(self, prepared):
+            raise KeyboardInterrupt
+
+        def close(self):
+            closed.append(1)
+
+    edit_all(pairs, [ScriptedEditor(right)], tmp_path / "c", seed=0, how=HOW)
+    with pytest.raises(KeyboardInterrupt):
+        judge_all_edits(pairs, lambda: [Raising(), Raising()], tmp_path / "c", JUDGING, HOW)
+    assert closed == [1, 1]
 
 
 def test_a_second_call_edits_and_judges_nothing_again(pairs, tmp_path):
@@ -138,18 +178,12 @@ def test_a_folder_of_ready_pictures_is_judged_and_a_missing_one_is_a_failed_edit
     for pair in pairs[1:]:
         path = tmp_path / "ready" / picture_name(pair)
         path.parent.mkdir(parents=True, exist_ok=True)
-        draw_scene(read_scene(edit_picture(_of(pair), pair.instruction))).save(path)
+        draw_scene(read_scene(edit_picture(decode_image(pair), pair.instruction))).save(path)
     edit_all(pairs, [FolderEditor(tmp_path / "ready")], tmp_path / "run", seed=0, how=HOW)
     judge_all_edits(pairs, ShapesJudge, tmp_path / "run", JUDGING, HOW)
     rows = {row.id: row for row in read_results(pairs, tmp_path / "run")}
     assert rows[pairs[0].id].status == "edit_failed"
     assert {rows[pair.id].score for pair in pairs[1:]} == {10.0}
-
-
-def _of(pair):
-    from truebatch.systems.vl_reward.benchmark import decode_image
-
-    return decode_image(pair)
 
 
 def test_the_source_is_shown_only_where_asked_for(pairs, tmp_path):
@@ -168,8 +202,40 @@ def test_the_source_is_shown_only_where_asked_for(pairs, tmp_path):
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "a/b", "..", "x" * 300, "con\x00trol", ""])
 def test_no_name_leads_out_of_the_folder(pairs, name):
-    from dataclasses import replace
-
     made = picture_name(replace(pairs[0], id=name))
     assert made.startswith("other/")
     assert made.count("/") == 1
+
+
+def test_a_source_picture_belongs_to_its_content_and_never_to_a_name(pairs, tmp_path):
+    other = decode_image(pairs[1])
+    twin = replace(pairs[0], id=f"{pairs[0].id}.source", category=pairs[0].category)
+    rows = run_both([pairs[0], twin], tmp_path / "run", lambda image, instruction, seed: other)
+    alone = run_both([pairs[0]], tmp_path / "alone", lambda image, instruction, seed: other)
+    assert rows[0].score == alone[0].score
+    changed = replace(pairs[0], image=pairs[1].image, instruction=pairs[1].instruction)
+    assert run_both([changed], tmp_path / "alone", right)[0].score == 10.0
+
+
+def test_a_picture_that_is_not_the_one_that_was_edited_is_refused(pairs, tmp_path):
+    run_both(pairs[:2], tmp_path / "run", right)
+    again = replace(pairs[0], seed=5)  # its picture replaces the one of the first run
+    run_both([again, pairs[1]], tmp_path / "run", wrong)
+    with pytest.raises(RunError, match=f"picture of '{pairs[0].id}' is not the one"):
+        run_both(pairs[:2], tmp_path / "run", right)
+    (tmp_path / "run" / "pictures" / picture_name(pairs[1])).unlink()
+    with pytest.raises(RunError, match="is gone"):
+        run_both([again, pairs[1]], tmp_path / "run", wrong)
+
+
+def test_a_score_of_an_earlier_edit_is_not_that_of_the_new_one(pairs, tmp_path):
+    run_both(pairs[:1], tmp_path / "run", right)
+    again = [replace(pairs[0], seed=5)]
+    edit_all(again, [ScriptedEditor(wrong)], tmp_path / "run", seed=0, how=HOW)
+    assert [row.status for row in read_results(again, tmp_path / "run")] == ["pending"]
+
+
+def test_names_that_are_too_long_for_a_file_are_made_short(pairs, tmp_path):
+    long = replace(pairs[0], id="图" * 80, category="类" * 60)
+    (row,) = run_both([long], tmp_path / "run", right, judging=Judging(prompts={"类" * 60: PROMPTS["physical"]}))
+    assert row.score == 10.0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,6 +78,8 @@ class Benchmark:
     path: Path
     pairs: Sequence[Pair]
     faults: Sequence[Fault] = field(default=())
+    offered: str = ""
+    """What filters may ask for, in words."""
 
 
 def read_benchmark(path: Path, wanted: Wanted) -> Benchmark:
@@ -100,7 +103,7 @@ def read_benchmark(path: Path, wanted: Wanted) -> Benchmark:
         for name in wanted.categories
         if plain_category(name) not in {plain_category(one) for one in known}
     ]
-    return Benchmark(path, list(_chosen(pairs, wanted)), faults)
+    return Benchmark(path, list(_chosen(pairs, wanted)), faults, _offered(pairs))
 
 
 def require_sound(benchmark: Benchmark) -> None:
@@ -113,8 +116,19 @@ def require_sound(benchmark: Benchmark) -> None:
         )
     if not benchmark.pairs:
         raise DataError(
-            f"no pair of {benchmark.path} is asked for", seen="0 pairs", do="ask for other categories or tags"
+            f"no pair of {benchmark.path} is asked for", seen=benchmark.offered, do="ask for what the file has"
         )
+
+
+def source_hash(pair: Pair) -> str:
+    """A hash of the source picture as it is given."""
+    try:
+        raw = Path(pair.image).read_bytes() if pair.is_path else pair.image.encode()
+    except OSError as error:
+        raise DataError(
+            f"the image of {pair.id!r} cannot be read", seen=f"{pair.image}: {error.strerror}", do="check the file"
+        ) from error
+    return hashlib.sha256(raw).hexdigest()
 
 
 def decode_image(pair: Pair, *, max_pixels: int = MAX_PIXELS) -> Any:
@@ -127,7 +141,7 @@ def decode_image(pair: Pair, *, max_pixels: int = MAX_PIXELS) -> Any:
             if opened.width * opened.height > max_pixels:
                 raise ValueError(f"{opened.width} x {opened.height} pixels, more than {max_pixels:,}")
             opened.load()
-            return _rgb(opened)
+            return to_rgb(opened)
     except (OSError, ValueError, SyntaxError, binascii.Error, Image.DecompressionBombError) as error:
         raise DataError(
             f"the image of {pair.id!r} cannot be decoded",
@@ -182,11 +196,13 @@ def _pair(index: int, record: Any, language: Language, folder: Path) -> Pair | F
     if isinstance(place, str):
         return Fault(index, place)
     tags, seed = record.get("tags") or [], record.get("seed")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+        return Fault(index, f"its `seed` is {seed!r}, not a whole number")
     name = Path(str(record.get("original_image_path") or "")).name
     return Pair(
         id=name.removesuffix(".png").removesuffix(".jpg") or f"{category.strip()}_{index}",
         category=category.strip(), image=place[0], is_path=place[1], index=index,
-        difficulty=str(record.get("difficulty") or ""), seed=seed if isinstance(seed, int) else None,
+        difficulty=str(record.get("difficulty") or ""), seed=seed,
         tags=tuple(str(tag) for tag in tags) if isinstance(tags, list) else (str(tags),), **texts,
     )  # fmt: skip
 
@@ -207,12 +223,15 @@ def _image(record: Mapping[str, Any], folder: Path) -> tuple[str, bool] | str:
 
 
 def _raw(text: str) -> bytes:
-    return base64.b64decode(text.partition(",")[2] if text.startswith("data:") else text, validate=True)
+    plain = text.partition(",")[2] if text.startswith("data:") else text
+    return base64.b64decode("".join(plain.split()), validate=True)
 
 
-def _rgb(image: Any) -> Any:
-    from PIL import Image
+def to_rgb(image: Any) -> Any:
+    """An opened picture as RGB: upright, transparency on white."""
+    from PIL import Image, ImageOps
 
+    image = ImageOps.exif_transpose(image)
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         whole = image.convert("RGBA")
         ground = Image.new("RGBA", whole.size, "white")
@@ -230,6 +249,17 @@ def _chosen(pairs: Sequence[Pair], wanted: Wanted) -> Iterator[Pair]:
     for name in dict.fromkeys(names):
         kept = [pair for pair in pairs if plain_category(pair.category) == name and _is_wanted(pair, wanted)]
         yield from kept[: wanted.limit]
+
+
+def _offered(pairs: Sequence[Pair]) -> str:
+    """The categories, difficulties and tags of a file."""
+    found = {
+        "categories": [pair.category for pair in pairs],
+        "difficulties": [pair.difficulty for pair in pairs if pair.difficulty],
+        "tags": [tag for pair in pairs for tag in pair.tags],
+    }
+    words = [f"{name}: {', '.join(sorted(set(values)))}" for name, values in found.items() if values]
+    return f"the file has {'; '.join(words)}"[:500] if words else "the file has no pair"
 
 
 def _is_wanted(pair: Pair, wanted: Wanted) -> bool:

@@ -12,12 +12,14 @@ from typing import Any
 
 from truebatch.errors import BatchError, ConfigError
 from truebatch.generation.settings import Generation
+from truebatch.language.saying import say
 from truebatch.scoring.backend import Asked, Backend, SampleError
 from truebatch.scoring.batching import Limits, plan_batches
 from truebatch.scoring.faults import Trouble, judge_all
 from truebatch.scoring.opening import open_backend
 from truebatch.scoring.readouts import Generate
 from truebatch.scoring.records import Outcome, failed
+from truebatch.systems.vl_reward.lines import JUDGE, Lines, SpokenBackend
 from truebatch.systems.vl_reward.parsing import Scale
 from truebatch.systems.vl_reward.prompts import build_messages
 from truebatch.systems.vl_reward.stages import CAPTIONS, ParsedBackend
@@ -45,7 +47,7 @@ class Qwen3VLRewardModel:
         self._cells = cells
         inner = backend or open_backend(model_name, readout, Limits(cells=cells), dtype=dtype, device=device)
         self._backend = ParsedBackend(inner, Scale())
-        self._say = say or (lambda line: print(line, file=sys.stderr))  # noqa: T201 - the note's own progress lines
+        self._say = say or _to_stderr
         self.failures: dict[int, Outcome] = {}
         """Of the last call: place in the list -> why there is no score."""
 
@@ -60,18 +62,29 @@ class Qwen3VLRewardModel:
 
     def batch_score(
         self,
-        edited_images: Sequence[Any],
-        system_prompts: Sequence[str],
-        user_prompts: Sequence[str],
+        edited_images: Sequence[Any] | None = None,
+        system_prompts: Sequence[str] = (),
+        user_prompts: Sequence[str] = (),
         *,
         original_images: Sequence[Any] | None = None,
         batch_size: int = 4,
         use_batch_inference: bool = True,
+        images: Sequence[Any] | None = None,
+        padding: bool = True,
     ) -> list[float | None]:
-        """A score for every picture, in order. `use_batch_inference=False` judges one by one, with the same result."""
-        asked = self._asked(edited_images, system_prompts, user_prompts, original_images)
-        if not use_batch_inference:
+        """A score for every picture, in order. `use_batch_inference=False` judges one by one, with the same result.
+
+        `images` is another name of `edited_images`. Rows of unequal length cannot be batched without padding:
+        `padding=False` judges one by one too.
+        """
+        if (images is None) == (edited_images is None):
+            raise BatchError("give the edited pictures once", seen="edited_images and images", do="give one of them")
+        given = edited_images if images is None else images
+        assert given is not None
+        asked = self._asked(given, system_prompts, user_prompts, original_images)
+        if not use_batch_inference or not padding:
             return self._batch_score_sequential(asked)
+        self._say(f"{JUDGE} Batch scoring {len(asked)} images with batch_size={batch_size}")
         return self._judge(asked, Limits(cells=self._cells, rows=batch_size))
 
     def _batch_score_sequential(self, asked: Sequence[Asked]) -> list[float | None]:
@@ -113,23 +126,21 @@ class Qwen3VLRewardModel:
                 costs[one.id] = self._backend.cost(one)
             except SampleError as error:
                 outcomes[one.id] = failed(one.id, stage=error.stage, kind=error.kind, message=str(error))
-        batches, trouble = plan_batches(costs, limits), Trouble()
-        for number, keys in enumerate(batches, start=1):
-            outcomes |= {one.key: one for one in self._batch(asked, keys, trouble)}
-            if trouble.splits or trouble.bisections:
-                self._say("Falling back to smaller batches; every sample is still judged")
-                trouble = Trouble()
-            scores = [outcomes[key].score for key in keys if outcomes[key].score is not None]
-            mean = f", mean {sum(s for s in scores if s is not None) / len(scores):.3f}" if scores else ""
-            self._say(f"Batch {number}/{len(batches)}: {len(keys)} samples{mean}")
+        backend = SpokenBackend(self._backend, Lines(self._say))
+        for keys in plan_batches(costs, limits):
+            outcomes |= {one.key: one for one in self._batch(backend, asked, keys)}
         self.failures = {int(key): one for key, one in outcomes.items() if one.status == "failed"}
         return [outcomes[one.id].score for one in asked]
 
-    def _batch(self, asked: Sequence[Asked], keys: Sequence[str], trouble: Trouble) -> list[Outcome]:
+    def _batch(self, backend: Backend, asked: Sequence[Asked], keys: Sequence[str]) -> list[Outcome]:
         ready, bad = [], []
         for key in keys:
             try:
-                ready.append((key, self._backend.prepare(asked[int(key)])))
+                ready.append((key, backend.prepare(asked[int(key)])))
             except SampleError as error:
                 bad.append(failed(key, stage=error.stage, kind=error.kind, message=str(error)))
-        return bad + judge_all(self._backend.judge, [key for key, _ in ready], [one for _, one in ready], trouble)
+        return bad + judge_all(backend.judge, [key for key, _ in ready], [one for _, one in ready], Trouble())
+
+
+def _to_stderr(line: str) -> None:
+    say(line, file=sys.stderr)

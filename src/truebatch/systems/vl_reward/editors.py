@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from truebatch.errors import ConfigError, DataError
+from truebatch.systems.vl_reward.benchmark import to_rgb
 
 
 class Editor(Protocol):
@@ -53,7 +54,7 @@ class FolderEditor:
             path = (self.folder / name).with_suffix(suffix)
             if path.is_file():
                 with Image.open(path) as opened:
-                    return opened.convert("RGB")
+                    return to_rgb(opened)
         raise DataError("there is no edited picture", seen=str(self.folder / name), do="edit it, or leave it as failed")
 
     def unload(self) -> None:
@@ -116,7 +117,8 @@ class DiffusersEditor:
                 seen=f"{type(error).__name__}: {error}",
                 do="pip install 'truebatch[diffusers]', and name the class as module:Class",
             ) from error
-        self.pipeline = kind.from_pretrained(self.model_name, torch_dtype=getattr(torch, self.dtype)).to(self.device)
+        loaded = kind.from_pretrained(self.model_name, torch_dtype=getattr(torch, self.dtype), local_files_only=True)
+        self.pipeline = loaded.to(self.device)
         self.pipeline.set_progress_bar_config(disable=True)
 
     def edit(self, image: Any, instruction: str, *, seed: int, name: str) -> Any:

@@ -6,7 +6,6 @@ An answer without one unambiguous score inside the scale never yields a number: 
 from __future__ import annotations
 
 import json
-import math
 import re
 import unicodedata
 from collections.abc import Iterator
@@ -20,15 +19,18 @@ Value = float | str | tuple[float, float]
 _NUMBER = r"[-+]?\d+(?:\.\d+)?"
 _LABEL = r"(?:score|rating|grade|评分|分数|得分|打分|分值)"
 _FINAL = r"(?:final|overall|total|最终|总体|综合|总)"
-_HINT = r"(?:\s*\([^()]{0,30}\))?"
+_HINT = r"(?:\s*\((?P<hint>[^()]{0,30})\))?"
 """A scale in brackets, as in `Score (0-10): 7`."""
 _SAYS = r"\s*(?:is|=|:|为|是)\s*"
-_AFTER = r"(?![\d.]*\d)(?!\s*(?:-|~|to\b|or\b|至|到|或)\s*\d)(?!\s*,\s*\d)"
-"""Not the beginning of a range or of a number with a comma."""
+_JOINS = r"(?:[-+~*=<>,;&\u2010-\u2015\u2212±×→]|to\b|or\b|and\b|至|到|或|和)"
+_AFTER = rf"(?![\d.]*\d)(?!e[-+]?\d)(?!\s*%)(?!\s*{_JOINS}\s*\d)(?!\s*(?:±|\+))"
+"""Not the beginning of a range, of a sum, of a share, or of a number with a comma."""
+_SLASH = r"\s*(?:points?\s*)?(?:/|out\s+of|of)\s*"
 _LABELLED = re.compile(
-    rf"(?P<final>{_FINAL}\s*)?{_LABEL}{_HINT}{_SAYS}\*{{0,2}}(?P<value>{_NUMBER}){_AFTER}(?P<of>\s*(?:/|out of)\s*\d+)?",
+    rf"(?P<final>{_FINAL}\s*)?{_LABEL}{_HINT}{_SAYS}\*{{0,2}}(?P<value>{_NUMBER}){_AFTER}(?:{_SLASH}(?P<of>\d+(?:\.\d+)?))?",
     re.IGNORECASE,
 )
+_FULL_MARKS = re.compile(r"(?:满分|总分)\s*(?:为|是|:)?\s*(?P<most>\d+)")
 _OF = re.compile(rf"(?<![\d./])(?P<value>{_NUMBER})\s*(?:/|out of)\s*(?P<most>\d+(?:\.\d+)?)(?![\d./])", re.IGNORECASE)
 _WORDS = {"yes": "yes", "no": "no", "是": "yes", "否": "no"}
 _LABELLED_WORD = re.compile(
@@ -91,7 +93,7 @@ def _from_json(text: str, scale: Scale) -> Parsed | None:
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
     """Every complete JSON object that is not inside another one."""
-    decoder, at = json.JSONDecoder(), 0
+    decoder, at = json.JSONDecoder(object_pairs_hook=_object), 0
     while (at := text.find("{", at)) >= 0:
         try:
             found, end = decoder.raw_decode(text, at)
@@ -101,6 +103,12 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
         if isinstance(found, dict):
             yield found
         at = end
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; a score that is given twice is none."""
+    scores = [value for name, value in pairs if name == "score"]
+    return {**dict(pairs), "score": {"given more than once": scores}} if len(scores) > 1 else dict(pairs)
 
 
 def _value(score: Any, scale: Scale) -> Value | None:
@@ -119,7 +127,7 @@ def _number(score: Any, scale: Scale) -> float | None:
     """A number inside the scale: written as one, or as a text that is nothing else."""
     if isinstance(score, str) and re.fullmatch(_NUMBER, score.strip()):
         score = float(score)
-    if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+    if isinstance(score, bool) or not isinstance(score, int | float):
         return None
     return float(score) if scale.least <= score <= scale.most else None
 
@@ -138,7 +146,9 @@ def _from_text(text: str, scale: Scale) -> Parsed:
     bare = re.sub(r"^[\s\"'*`]+|[\s\"'*`]+$", "", text).removesuffix("。").removesuffix("分").strip()
     if re.fullmatch(rf"{_NUMBER}\.?", bare):
         return _judged({float(bare)}, scale)
-    labelled = [match for match in _LABELLED.finditer(text) if _is_of(match["of"], scale)]
+    if any(float(match["most"]) != scale.most for match in _FULL_MARKS.finditer(text)):
+        return Parsed("parse_error", why="the answer is on another scale")
+    labelled = [match for match in _LABELLED.finditer(text) if _is_ours(match, scale)]
     final = {float(match["value"]) for match in labelled if match["final"]}
     said = final or {float(match["value"]) for match in labelled}
     if not said:
@@ -146,9 +156,10 @@ def _from_text(text: str, scale: Scale) -> Parsed:
     return _judged(said, scale)
 
 
-def _is_of(of: str | None, scale: Scale) -> bool:
-    """Whether what follows a slash is the end of our scale; 85/100 is another scale."""
-    return of is None or float(re.sub(r"[^\d]", "", of)) == scale.most
+def _is_ours(match: re.Match[str], scale: Scale) -> bool:
+    """Whether the end of a scale, in brackets or behind a slash, is the end of ours; 85/100 is another scale."""
+    ends = re.findall(r"\d+(?:\.\d+)?", match["hint"] or "")[-1:] + ([match["of"]] if match["of"] else [])
+    return all(float(end) == scale.most for end in ends)
 
 
 def _judged(said: set[float], scale: Scale) -> Parsed:

@@ -27,7 +27,10 @@ def prompt_faults(prompts: Mapping[str, Prompt], categories: Sequence[str]) -> I
     for name in dict.fromkeys(categories):
         if plain_category(name) not in known:
             yield Fault(None, f"the category {name!r} has no prompt")
+    first: dict[str, str] = {}
     for name, prompt in prompts.items():
+        if first.setdefault(plain_category(name), name) != name:
+            yield Fault(None, f"{name!r} and {first[plain_category(name)]!r} are prompts for one category")
         words = _template_fault(prompt.user_prompt_template)
         if words:
             yield Fault(None, f"the template of {name!r}: {words}")

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from truebatch.errors import RunError, TruebatchError
 from truebatch.reports.page import Section, render_page
 from truebatch.reports.tables import Table
-from truebatch.scoring.exporting import read_rows, read_status
-from truebatch.systems.vl_reward.benchmark import Pair, decode_image
-from truebatch.systems.vl_reward.stages import EDITS, PICTURES, SCORES
+from truebatch.scoring.exporting import read_status
+from truebatch.scoring.listing import INPUT
+from truebatch.scoring.manifest import read_manifest
+from truebatch.systems.vl_reward.benchmark import Pair, decode_image, source_hash
+from truebatch.systems.vl_reward.stages import EDITS, PICTURES, SCORES, stage_rows
 from truebatch.systems.vl_reward.statistics import Row, summarise
 from truebatch.training.durable import write_json, write_text
 
 REPORT, MARKDOWN, GALLERY = "report.json", "report.md", "gallery.html"
+AGGREGATION = {
+    "number": "one number",
+    "yes_no": "yes is 1, no is 0",
+    "pair": "the smaller of two numbers",
+}
+"""How an answer becomes a score, by the kind of the metric."""
 _SHOWN = 60
 """Pairs of a gallery at most: the file is to be sent."""
 _SIDE = 220
@@ -23,12 +32,20 @@ _SIDE = 220
 
 def write_reports(pairs: Sequence[Pair], rows: Sequence[Row], run: Path) -> tuple[dict[str, Any], list[Path]]:
     """Write all three; the summary and the files. Equal journals give equal JSON and Markdown."""
-    scores = {row["id"]: row for row in read_rows(run / SCORES)}
-    summary = {**summarise(rows), "std_definition": "of a sample, n - 1", "samples": _details(rows, scores)}
+    require_begun(run)
+    summary = {
+        **summarise(rows), "std_definition": "of a sample, n - 1", **_made_with(run), "samples": _details(pairs, rows, run)
+    }  # fmt: skip
     write_json(run / REPORT, {**summary, "speed": _speed(run)})
     write_text(run / MARKDOWN, markdown(summary))
     write_text(run / GALLERY, gallery(pairs, rows, run))
     return summary, [run / name for name in (REPORT, MARKDOWN, GALLERY)]
+
+
+def require_begun(run: Path) -> None:
+    """Refuse a folder in which nothing was edited."""
+    if not (run / EDITS / INPUT).is_file():
+        raise RunError(f"{run} is no run of this benchmark", seen=f"no {EDITS}/{INPUT} in it", do="run it first")
 
 
 def markdown(summary: dict[str, Any]) -> str:
@@ -45,6 +62,7 @@ def markdown(summary: dict[str, Any]) -> str:
         "",
         f"Micro mean {_number(summary['micro_mean'])}, macro mean {_number(summary['macro_mean'])}; "
         f"std: {summary['std_definition']}.",
+        f"Metric: {summary['metric'].get('kind', '-')}, {summary['metric'].get('aggregation', 'nothing was judged')}.",
         f"Best category: {summary['best_category'] or '-'}; worst: {summary['worst_category'] or '-'}.",
         f"Failures: {summary['failure_rate']:.1%} of the samples; they are in no mean. By status: "
         + ", ".join(f"{name} {number}" for name, number in summary["overall"]["statuses"].items())
@@ -57,41 +75,70 @@ def markdown(summary: dict[str, Any]) -> str:
 def gallery(pairs: Sequence[Pair], rows: Sequence[Row], run: Path) -> str:
     """Source, edit, score and raw answer of the first pairs, failures first, as one HTML page."""
     by_id = {pair.id: pair for pair in pairs}
-    answers = {row["id"]: row for row in read_rows(run / SCORES)}
-    edits = {row["id"]: row for row in read_rows(run / EDITS)}
+    edits, answers = stage_rows(run / EDITS), stage_rows(run / SCORES)
     order = sorted(rows, key=lambda row: row.status == "ok")
     sections = [Section(title="Figures", tables=[_table(summarise(rows))])]
     for row in order[:_SHOWN]:
-        pair, answer, edit = by_id[row.id], answers.get(row.id), edits[row.id]
-        said = str((answer or {}).get("output", {}).get("text", "")) or str((answer or edit).get("message", ""))
-        words = [
-            pair.instruction,
-            f"status: {row.status}" + (f", score: {row.score:g}" if row.score is not None else ""),
-        ]
-        images = [("image/png", _small(decode_image(pair)), "before")] if edit["kind"] != "source_image" else []
-        if edit["status"] == "ok":
-            images.append(("image/png", _small(_opened(run / PICTURES / edit["output"]["file"])), "after"))
-        words += [f"answer: {said}"] if said else []
-        sections.append(Section(title=f"{row.category}: {row.id}", words=words, images=images))
+        edit = edits.get(row.id, {})
+        sections.append(_shown(row, by_id[row.id], edit, answers.get(row.id) or edit, run))
     if len(order) > _SHOWN:
         sections.append(Section(title="More", words=[f"{len(order) - _SHOWN} further pairs are in {REPORT}"]))
     return render_page("Gallery", sections)
 
 
-def _details(rows: Sequence[Row], scores: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": row.id, "category": row.category, "status": row.status, "score": row.score,
-            "answer": scores[row.id]["output"].get("text") if row.id in scores else None,
-        }
-        for row in rows
-    ]  # fmt: skip
+def _shown(row: Row, pair: Pair, edit: Mapping[str, Any], last: Mapping[str, Any], run: Path) -> Section:
+    """One pair: before, after, score, and what was said of it."""
+    said = str(last.get("output", {}).get("text", ""))
+    score = f", score: {row.score:g}" if row.score is not None else ""
+    words = [pair.instruction, f"status: {row.status}{score}"]
+    words += [f"answer: {said}"] if said else []
+    words += [f"why: {last['message']}"] if row.score is None and last.get("message") else []
+    images = []
+    try:
+        images.append(("image/jpeg", _small(decode_image(pair)), "before"))
+        if edit.get("status") == "ok":
+            images.append(("image/jpeg", _small(_opened(run / PICTURES / edit["output"]["file"])), "after"))
+    except (TruebatchError, OSError) as error:  # a page without this picture is better than no page
+        words.append(f"a picture cannot be shown: {' '.join(str(error).split())[:200]}")
+    return Section(title=f"{row.category}: {row.id}", words=words, images=images)
+
+
+def _details(pairs: Sequence[Pair], rows: Sequence[Row], run: Path) -> list[dict[str, Any]]:
+    edits, scores = stage_rows(run / EDITS), stage_rows(run / SCORES)
+    found = []
+    for pair, row in zip(pairs, rows, strict=True):
+        score = scores.get(row.id, {})
+        last = edits.get(row.id, {}) if row.status == "edit_failed" else score
+        found.append(
+            {
+                "id": row.id, "category": row.category, "status": row.status, "score": row.score,
+                "answer": score.get("output", {}).get("text"), "kind": last.get("kind", ""),
+                "message": last.get("message", ""), "source": source_hash(pair)[:16],
+            }
+        )  # fmt: skip
+    return found
+
+
+def _made_with(run: Path) -> dict[str, Any]:
+    """The metric with its rule, the judge and the editor, as the journals' manifests tell them."""
+    editor = dict(read_manifest(run / EDITS).fields)
+    judge = dict(read_manifest(run / SCORES).fields) if (run / SCORES / INPUT).is_file() else {}
+    scale = judge.get("scale", {})
+    metric = {**scale, "aggregation": AGGREGATION[scale["kind"]]} if scale else {}
+    names = ("backend", "model", "weights", "dtype", "readout")
+    return {
+        "metric": {name: value for name, value in metric.items() if name != "pair"},
+        "judge": {name: judge[name] for name in names if name in judge},
+        "editor": {name: value for name, value in editor.items() if name != "sameness"},
+    }
 
 
 def _speed(run: Path) -> dict[str, Any]:
     """Measured, from the journals: seconds spent in batches."""
     found = {}
     for name in (EDITS, SCORES):
+        if not (run / name / INPUT).is_file():
+            continue
         status = read_status(run / name)
         done = status.ok + status.failed
         rate = done / status.seconds if status.seconds else None
@@ -126,5 +173,5 @@ def _opened(path: Path) -> Any:
 def _small(image: Any) -> bytes:
     held = io.BytesIO()
     image.thumbnail((_SIDE, _SIDE))
-    image.save(held, "PNG", optimize=True)
+    image.save(held, "JPEG", quality=85)
     return held.getvalue()

@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
-from truebatch.errors import ConfigError, DataError
-from truebatch.generation.settings import Generation
-from truebatch.scoring.backend import Backend
+from truebatch.config import dump_config
+from truebatch.errors import ConfigError, DataError, RunError
 from truebatch.scoring.batching import Limits
-from truebatch.scoring.opening import open_backend
-from truebatch.scoring.readouts import Generate
 from truebatch.scoring.running import Running
 from truebatch.systems.vl_reward.benchmark import Fault, Pair, image_faults, read_benchmark, require_sound
 from truebatch.systems.vl_reward.editors import DiffusersEditor, Editor, FolderEditor, ScriptedEditor
+from truebatch.systems.vl_reward.judges import check_gpus, check_judge, open_judges
+from truebatch.systems.vl_reward.lines import JUDGE, Say
 from truebatch.systems.vl_reward.parsing import Scale
 from truebatch.systems.vl_reward.prompts import Prompt, prompt_faults
 from truebatch.systems.vl_reward.reporting import write_reports
 from truebatch.systems.vl_reward.settings import RewardConfig
-from truebatch.systems.vl_reward.shapes import PROMPTS, ShapesJudge, edit_picture, make_records
-from truebatch.systems.vl_reward.stages import Judging, edit_all, judge_all_edits, read_results
-from truebatch.training.durable import write_text
+from truebatch.systems.vl_reward.shapes import PROMPTS, edit_picture, make_records
+from truebatch.systems.vl_reward.stages import (
+    PICTURES,
+    SOURCES,
+    Judging,
+    edit_all,
+    judge_all_edits,
+    read_results,
+)
+from truebatch.systems.vl_reward.statistics import Row
+from truebatch.training.durable import remove_drafts, write_text
 
 BENCHMARK = "benchmark.json"
+SETTINGS = "run.yaml"
+"""What a run was last started with; not config.yaml, which may be the user's own file in the same folder."""
 DONE, TOO_MANY_FAILED, SOME_FAILED = 0, 1, 3
 
 
@@ -44,21 +55,62 @@ class Report:
 def run_benchmark(config: RewardConfig, *, say: Callable[[str], None], how: Running | None = None) -> Report:
     """Edit and judge all pairs that are asked for, and write the reports. The same call goes on after any end."""
     run, how = config.evaluation.output_dir, how or Running()
-    pairs, faults = load_pairs(config)
-    if faults:
-        raise DataError(
-            f"the benchmark has {len(faults)} fault(s)", seen="; ".join(map(str, faults[:5])), do="mend them first"
-        )
-    say(f"{len(pairs)} pairs in {len({pair.category for pair in pairs})} categories; run: {run}")
-    edited = edit_all(pairs, make_editors(config), run, seed=config.diffusion_model.params.seed, how=how)
-    say(f"stage 1: {edited.judged} edited now, {_counts(edited.told.results)}")
-    judged = judge_all_edits(pairs, partial(open_judge, config), run, judging_of(config), how)
-    say(f"stage 2: {judged.judged} judged now, {_counts(judged.told.results)}")
-    rows = read_results(pairs, run)
-    summary, files = write_reports(pairs, rows, run)
+    with _owning(run):
+        pairs, faults = load_pairs(config)
+        if faults:
+            raise DataError(
+                f"the benchmark has {len(faults)} fault(s)", seen="; ".join(map(str, faults[:5])), do="mend them first"
+            )
+        editors = make_editors(config)
+        check_judge(config.reward_model)
+        write_text(run / SETTINGS, dump_config(config))
+        names = ", ".join(dict.fromkeys(pair.category for pair in pairs))
+        say(f"{len(pairs)} pairs in {len({pair.category for pair in pairs})} categories; run: {run}")
+        say(f"[阶段1/2] 开始批量图像编辑 - {names} (stage 1 of 2: editing)")
+        edited = edit_all(pairs, editors, run, seed=config.diffusion_model.params.seed, how=how)
+        say(f"stage 1: {edited.judged} edited now, {_counts(read_results(pairs, run), 'edit_failed')}")
+        _judge(config, pairs, names, say, how)
+        rows = read_results(pairs, run)
+        summary, files = write_reports(pairs, rows, run)
+    _say_means(summary, say)
     rate = summary["failure_rate"]
     code = TOO_MANY_FAILED if rate > config.evaluation.max_failure_rate else SOME_FAILED if rate > 0 else DONE
     return Report(summary, files, code)
+
+
+def _judge(config: RewardConfig, pairs: Sequence[Pair], names: str, say: Say, how: Running) -> None:
+    """Stage 2, with the note's lines around it."""
+    run, judging = config.evaluation.output_dir, judging_of(config)
+    number = sum(row.status != "edit_failed" for row in read_results(pairs, run))
+    say(f"[阶段2/2] 开始批量图像评分 - {names} (stage 2 of 2: judging)")
+    say(f"{JUDGE} 准备评分 {number} 张有效图像...")
+    say(f"{JUDGE} Batch scoring {number} images with batch_size={judging.limits.rows}")
+    if number:
+        open_all = partial(open_judges, config.reward_model, config.evaluation.metric)
+        judged = judge_all_edits(pairs, open_all, run, judging, how, say)
+        say(f"stage 2: {judged.judged} judged now")
+
+
+def _say_means(summary: dict[str, Any], say: Say) -> None:
+    for name, found in summary["categories"].items():
+        say(f"[完成] {name} - 共处理 {found['samples']} 个样本")
+        if found["mean"] is not None:
+            say(f"平均分: {found['mean']:.3f}")
+    if summary["micro_mean"] is not None:
+        say(f"✅ 评分完成，平均分: {summary['micro_mean']:.3f}")
+
+
+@contextmanager
+def _owning(run: Path) -> Iterator[None]:
+    """One process a run folder; drafts that a killed one left are removed."""
+    run.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(run / ".run.lock").acquire(timeout=0):
+            for folder in (run, *(run / PICTURES).glob("*"), run / SOURCES):
+                remove_drafts(folder)
+            yield
+    except Timeout as error:
+        raise RunError(f"another process is at work in {run}", seen=".run.lock is taken", do="wait for it") from error
 
 
 def load_pairs(config: RewardConfig, *, with_images: bool = False) -> tuple[Sequence[Pair], list[Fault]]:
@@ -95,32 +147,23 @@ def make_editors(config: RewardConfig) -> list[Editor]:
     settings, params = config.diffusion_model, config.diffusion_model.params
     if settings.type == "folder":
         assert params.folder is not None
-        return [FolderEditor(params.folder)]
+        FolderEditor(params.folder).load()  # whether it is there at all
+        return [FolderEditor(params.folder) for _ in params.device_ids or [0]]
     if settings.type == "scripted":
-        return [ScriptedEditor(_edit_shape, name="shapes")]
-    devices = [f"cuda:{number}" for number in params.device_ids] or ["cuda" if torch.cuda.is_available() else "cpu"]
-    if params.device_ids and torch.cuda.device_count() <= max(params.device_ids):
+        return [ScriptedEditor(_edit_shape, name="shapes") for _ in params.device_ids or [0]]
+    check_gpus(params.device_ids)
+    if not Path(params.model_name).is_dir():
         raise ConfigError(
-            "a GPU of device_ids is not there",
-            seen=f"device_ids={list(params.device_ids)}, {torch.cuda.device_count()} GPU(s)",
-            do="name those that `nvidia-smi` shows",
+            "the folder of the editor is not there",
+            seen=f"diffusion_model.params.model_name={params.model_name!r}",
+            do="name the folder of a saved pipeline; nothing is downloaded",
         )
+    devices = [f"cuda:{number}" for number in params.device_ids] or ["cuda" if torch.cuda.is_available() else "cpu"]
     call = {
         "num_inference_steps": params.num_inference_steps, "true_cfg_scale": params.true_cfg_scale,
         "negative_prompt": params.negative_prompt,
     }  # fmt: skip
     return [DiffusersEditor(params.model_name, settings.class_path, device, params.dtype, call) for device in devices]
-
-
-def open_judge(config: RewardConfig) -> Backend:
-    """The judge, loaded. It answers greedily: a score can be had again."""
-    if config.reward_model.type == "scripted":
-        return ShapesJudge()
-    params = config.reward_model.params
-    readout = Generate(Generation(temperature=0.0, max_new_tokens=params.max_new_tokens))
-    return open_backend(
-        params.model_name, readout, judging_of(config).limits, dtype=params.dtype, device=params.device
-    )  # fmt: skip
 
 
 def _edit_shape(image: Any, instruction: str, seed: int) -> Any:
@@ -137,6 +180,6 @@ def _made(config: RewardConfig) -> Path:
     return path
 
 
-def _counts(results: Any) -> str:
-    failed = sum(outcome.status == "failed" for outcome in results.values())
-    return f"{len(results) - failed} in all, {failed} failed"
+def _counts(rows: Sequence[Row], failure: str) -> str:
+    failed = sum(row.status == failure for row in rows)
+    return f"{len(rows) - failed} in all, {failed} failed"

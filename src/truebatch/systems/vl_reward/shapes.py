@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from truebatch.errors import DataError
 from truebatch.scoring.backend import Answer, Asked, Cost, SampleError
 from truebatch.scoring.pictures import open_picture
 from truebatch.systems.vl_reward.prompts import Prompt
@@ -52,13 +53,22 @@ def make_records(number: int, *, seed: int = 0) -> list[dict[str, Any]]:
 
 def edit_picture(image: Any, instruction: str, *, is_right: bool = True) -> Any:
     """The picture after an instruction of `make_records`; a wrong edit does something else that was not asked for."""
-    words = instruction.rstrip(".").split()
     scene = read_scene(image)
-    kind, target = ("colour", words[-1]) if "Paint" in words else ("place", words[-1])
+    kind, target = read_instruction(instruction)
     choices = list(COLOURS if kind == "colour" else CORNERS)
     wanted = target if is_right else next(c for c in choices if c not in (target, getattr(scene, kind)))
     changed = replace(scene, colour=wanted) if kind == "colour" else replace(scene, place=wanted)
     return draw_scene(changed)
+
+
+def read_instruction(text: str) -> tuple[str, str]:
+    """What an instruction of `make_records` asks for, in either language: (`colour` or `place`, its English name)."""
+    words = text.rstrip(".").split()
+    for kind, names in (("colour", COLOURS), ("place", CORNERS)):
+        for name in names:
+            if name in words or CHINESE[name] in text:
+                return kind, name
+    raise DataError("this is no instruction about shapes", seen=text[:200], do="use those of `make_records`")
 
 
 def draw_scene(scene: Scene) -> Any:
@@ -126,7 +136,7 @@ class ShapesJudge:
             read_scene(edit_picture(images[0], instruction)) if len(images) > 1 else None,
         )
         if wanted is None:
-            is_there = instruction.rstrip(".").split()[-1] in (seen.colour, seen.place)
+            is_there = read_instruction(instruction)[1] in (seen.colour, seen.place)
             return f'{{"score": {10.0 if is_there else 0.0}}}'
         parts = ("shape", "colour", "place")
         wrong = sum(getattr(seen, part) != getattr(wanted, part) for part in parts)
@@ -158,6 +168,6 @@ def _record(index: int, draw: Any) -> dict[str, Any]:
         "original_image_path": f"shapes/{index:04d}.png", "edit_instruction_en": verb, "edit_instruction": chinese,
         "original_description_en": f"A {scene.colour} {scene.shape} at the {scene.place}.",
         "original_description": f"{CHINESE[scene.place]}有一个{CHINESE[scene.colour]}的{CHINESE[scene.shape]}。",
-        "rationale_short_en": "only what was asked for may change", "difficulty": ("easy", "medium", "hard")[index % 3],
-        "tags": ["colour" if is_colour else "place"],
+        "rationale_short_en": "only what was asked for may change", "rationale_short": "只能改变要求的部分",
+        "difficulty": ("easy", "medium", "hard")[index % 3], "tags": ["colour" if is_colour else "place"],
     }  # fmt: skip

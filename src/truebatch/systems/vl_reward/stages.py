@@ -1,6 +1,6 @@
 """Two stages, each a run of its own with a journal: edit everything, then judge everything; never both models at once.
 
-pairs -> edits/ (pictures on disk) -> unload -> judge -> scores/ -> rows
+pairs -> edits/ + pictures/ -> unload -> judges -> scores/ -> rows
 """
 
 from __future__ import annotations
@@ -9,35 +9,40 @@ import hashlib
 import io
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
 
-from truebatch.errors import ConfigError, TruebatchError
+from truebatch.errors import ConfigError, RunError, TruebatchError
 from truebatch.planning.keyed import keyed_hash
 from truebatch.scoring.backend import Answer, Asked, Backend, Cost, SampleError
 from truebatch.scoring.batching import Limits
 from truebatch.scoring.exporting import read_rows
-from truebatch.scoring.listing import list_samples
+from truebatch.scoring.listing import INPUT, list_samples
 from truebatch.scoring.running import Finished, Running, run_samples
-from truebatch.systems.vl_reward.benchmark import Pair, decode_image
+from truebatch.systems.vl_reward.benchmark import Pair, decode_image, source_hash
 from truebatch.systems.vl_reward.editors import Editor
+from truebatch.systems.vl_reward.lines import Lines, Say, SpokenBackend
 from truebatch.systems.vl_reward.parsing import Scale, parse_answer
 from truebatch.systems.vl_reward.prompts import Prompt, build_messages, fill_prompt, prompt_of
 from truebatch.systems.vl_reward.statistics import Row
-from truebatch.training.durable import write_bytes
+from truebatch.training.durable import hash_file, write_bytes
+from truebatch.training.outofmemory import is_out_of_memory
 
-EDITS, SCORES, PICTURES = "edits", "scores", "pictures"
+EDITS, SCORES, PICTURES, SOURCES = "edits", "scores", "pictures", "sources"
 CAPTIONS = ("The original image:", "The edited image:")
 _ONE_AT_A_TIME = Limits(level="plan", rows=1)
-_SAFE = re.compile(r"[\w.()\- ]{1,80}")
+_SAFE = re.compile(r"[\w.()\- ]+")
+_MOST_BYTES = 160
+"""Of a name; a draft of the file has a longer one, and 255 is the most."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EditBackend:
     """An editor as a backend of the scoring room: its answer is a picture on the disk."""
 
@@ -45,6 +50,9 @@ class EditBackend:
     folder: Path
     pairs: Mapping[str, Pair]
     """By id."""
+    loading: Lock = field(default_factory=Lock)
+    """Shared by all editors of a run: one after another is loaded."""
+    is_loaded: bool = False
 
     def describe(self) -> Mapping[str, Any]:
         """What the editor says of itself."""
@@ -62,8 +70,23 @@ class EditBackend:
             raise SampleError("decode", "source_image", f"{error.wrong}: {error.seen}") from error
 
     def judge(self, prepared: Sequence[tuple[Asked, Any]], /) -> Sequence[Answer | SampleError]:
-        """Edit one picture after another; what raises is that pair's own failure."""
+        """Edit one picture after another; what raises is that pair's own failure. The first one loads the editor."""
+        self._load()
         return [self._edit(asked, image) for asked, image in prepared]
+
+    def _load(self) -> None:
+        if self.is_loaded:
+            return
+        with self.loading:
+            self.is_loaded = True  # also when loading fails: what it took until then is given back
+            try:
+                self.editor.load()
+            except ConfigError:
+                raise
+            except Exception as error:  # no pair is to blame for it
+                raise ConfigError(
+                    "the editor cannot be loaded", seen=f"{type(error).__name__}: {str(error)[:300]}", do="see above"
+                ) from error
 
     def _edit(self, asked: Asked, image: Any) -> Answer | SampleError:
         name = str(asked.options["file"])
@@ -72,6 +95,8 @@ class EditBackend:
             held = io.BytesIO()
             edited.convert("RGB").save(held, "PNG")
         except Exception as error:  # an editor of others may raise anything: the pair is then not edited
+            if is_out_of_memory(error):
+                raise
             return SampleError("model", "edit_failed", f"{type(error).__name__}: {error}")
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +104,9 @@ class EditBackend:
         return Answer(score=None, output={"file": name, "sha256": hashlib.sha256(held.getvalue()).hexdigest()})
 
     def close(self) -> None:
-        """The stage unloads the editor itself."""
+        """Unload the editor, if it was loaded."""
+        if self.is_loaded:
+            self.editor.unload()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +139,8 @@ class ParsedBackend:
 
 
 def _parsed(answer: Answer | SampleError, scale: Scale) -> Answer | SampleError:
-    if isinstance(answer, SampleError):
-        return answer
+    if isinstance(answer, SampleError) or answer.score is not None:
+        return answer  # a score that is read from probabilities needs no parser
     text = answer.output.get("text")
     if not isinstance(text, str):
         raise ConfigError(
@@ -129,13 +156,16 @@ def _parsed(answer: Answer | SampleError, scale: Scale) -> Answer | SampleError:
 
 
 def edit_all(pairs: Sequence[Pair], editors: Sequence[Editor], run: Path, *, seed: int, how: Running) -> Finished:
-    """Stage 1: every pair without a picture is edited, by whichever editor is free; each is loaded once.
+    """Stage 1: every pair without a picture is edited, by whichever editor is free; each is loaded once, if needed.
 
     The seed of a pair is its own, else made from the seed and its id: the number of editors does not matter.
     """
     asked = [_edit_of(pair, seed) for pair in pairs]
-    backends = [EditBackend(editor, run / PICTURES, {pair.id: pair for pair in pairs}) for editor in editors]
-    with _loaded(editors):
+    by_id, lock = {pair.id: pair for pair in pairs}, Lock()
+    backends = [EditBackend(editor, run / PICTURES, by_id, lock) for editor in editors]
+    with ExitStack() as after:
+        for backend in backends:
+            after.callback(backend.close)
         return run_samples(list_samples(asked), backends, run / EDITS, _ONE_AT_A_TIME, how)
 
 
@@ -151,23 +181,55 @@ class Judging:
 
 
 def judge_all_edits(
-    pairs: Sequence[Pair], open_judge: Callable[[], Backend], run: Path, judging: Judging, how: Running
+    pairs: Sequence[Pair],
+    open_judges: Callable[[], Backend | list[Backend]],
+    run: Path,
+    judging: Judging,
+    how: Running,
+    say: Say | None = None,
 ) -> Finished:
-    """Stage 2: every edited picture is judged once; a pair without one is not judged. The judge is opened here."""
-    edited = {row["id"]: row["output"]["file"] for row in read_rows(run / EDITS) if row["status"] == "ok"}
-    asked = [_question(pair, run / PICTURES / edited[pair.id], judging) for pair in pairs if pair.id in edited]
-    backend = ParsedBackend(open_judge(), judging.scale)
-    try:
-        return run_samples(list_samples(asked), [backend], run / SCORES, judging.limits, how)
-    finally:
-        backend.close()
+    """Stage 2: every edited picture is judged once; a pair without one is not judged. The judges are opened here.
+
+    Several judges each take the next batch when they are free; batches are planned before, so that scores are the same.
+    """
+    edited = _edited(pairs, run)
+    asked = [_question(pair, edited[pair.id], run, judging) for pair in pairs if pair.id in edited]
+    with ExitStack() as after:
+        opened = open_judges()
+        judges: list[Backend] = []
+        lines = Lines(say) if say is not None else None
+        for judge in opened if isinstance(opened, list) else [opened]:
+            after.callback(judge.close)
+            parsed = ParsedBackend(judge, judging.scale)
+            judges.append(parsed if lines is None else SpokenBackend(parsed, lines))
+        return run_samples(list_samples(asked), judges, run / SCORES, judging.limits, how)
 
 
 def read_results(pairs: Sequence[Pair], run: Path) -> list[Row]:
     """A row for every pair, from the two journals alone."""
-    edits = {row["id"]: row for row in read_rows(run / EDITS)}
-    scores = {row["id"]: row for row in read_rows(run / SCORES)} if (run / SCORES).is_dir() else {}
+    edits, scores = stage_rows(run / EDITS), stage_rows(run / SCORES)
     return [Row(pair.id, pair.category, *_state(edits.get(pair.id), scores.get(pair.id))) for pair in pairs]
+
+
+def stage_rows(folder: Path) -> dict[str, dict[str, Any]]:
+    """The rows of a stage by id; none where it has not begun."""
+    return {row["id"]: row for row in read_rows(folder)} if (folder / INPUT).is_file() else {}
+
+
+def _edited(pairs: Sequence[Pair], run: Path) -> dict[str, Mapping[str, Any]]:
+    """What was edited, by id, with file and hash; a picture that is not the one of the journal is refused."""
+    wanted = {pair.id for pair in pairs}
+    rows = stage_rows(run / EDITS)
+    found = {name: row["output"] for name, row in rows.items() if row["status"] == "ok" and name in wanted}
+    for name, output in found.items():
+        path = run / PICTURES / output["file"]
+        if not path.is_file() or hash_file(path).sha256 != output["sha256"]:
+            raise RunError(
+                f"the picture of {name!r} is not the one that was edited",
+                seen=f"{path} {'was changed' if path.is_file() else 'is gone'}",
+                do="bring it back, or begin anew in another folder: evaluation.output_dir",
+            )
+    return found
 
 
 def _state(edit: Mapping[str, Any] | None, score: Mapping[str, Any] | None) -> tuple[str, float | None]:
@@ -175,7 +237,8 @@ def _state(edit: Mapping[str, Any] | None, score: Mapping[str, Any] | None) -> t
         return "pending", None
     if edit["status"] == "failed":
         return "edit_failed", None
-    if score is None or score["status"] == "pending":
+    is_judged = score is not None and score["meta"].get("picture") == edit["output"]["sha256"]
+    if score is None or not is_judged or score["status"] == "pending":
         return "pending", None
     if score["status"] == "ok":
         return "ok", score["score"]
@@ -185,7 +248,7 @@ def _state(edit: Mapping[str, Any] | None, score: Mapping[str, Any] | None) -> t
 def picture_name(pair: Pair) -> str:
     """Where a pair's picture is kept: `<category>/<id>.png`, made safe where a name could lead elsewhere."""
     parts = [pair.category, pair.id]
-    if all(_SAFE.fullmatch(part) and part.strip(". ") for part in parts):
+    if all(_SAFE.fullmatch(part) and part.strip(". ") and len(part.encode()) <= _MOST_BYTES for part in parts):
         return f"{parts[0]}/{parts[1]}.png"
     return f"other/{hashlib.blake2b(os.fsencode('/'.join(parts)), digest_size=12).hexdigest()}.png"
 
@@ -200,42 +263,25 @@ def pair_seed(pair: Pair, seed: int) -> int:
 
 
 def _edit_of(pair: Pair, seed: int) -> Asked:
-    source = pair.image if not pair.is_path else hashlib.sha256(Path(pair.image).read_bytes()).hexdigest()
-    options = {
-        "seed": pair_seed(pair, seed),
-        "file": picture_name(pair),
-        "source": hashlib.sha256(source.encode()).hexdigest(),
-    }
+    options = {"seed": pair_seed(pair, seed), "file": picture_name(pair), "source": source_hash(pair)}
     return Asked(id=pair.id, user=pair.instruction, options=options, meta={"category": pair.category})
 
 
-def _question(pair: Pair, picture: Path, judging: Judging) -> Asked:
-    prompt = prompt_of(judging.prompts, pair.category)
-    images = [_source_file(pair, picture), str(picture)] if judging.compare_with_original else [str(picture)]
+def _question(pair: Pair, edited: Mapping[str, Any], run: Path, judging: Judging) -> Asked:
+    prompt, picture = prompt_of(judging.prompts, pair.category), str(run / PICTURES / edited["file"])
+    images = [str(_source_file(pair, run)), picture] if judging.compare_with_original else [picture]
     captions = CAPTIONS if judging.compare_with_original else ("",)
     messages = build_messages(prompt.system_prompt, fill_prompt(prompt, pair), captions)
-    return Asked(id=pair.id, messages=messages, images=images, meta={"category": pair.category})
+    meta = {"category": pair.category, "picture": edited["sha256"]}
+    return Asked(id=pair.id, messages=messages, images=images, meta=meta)
 
 
-def _source_file(pair: Pair, picture: Path) -> str:
-    """The source picture beside the edited one, as RGB: what the judge sees is what the editor saw."""
-    path = picture.with_name(f"{picture.stem}.source.png")
+def _source_file(pair: Pair, run: Path) -> Path:
+    """The source picture as RGB, named by its content: what the judge sees is what the editor saw."""
+    path = run / SOURCES / f"{source_hash(pair)[:32]}.png"
     if not path.is_file():
         held = io.BytesIO()
         decode_image(pair).save(held, "PNG")
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(path, held.getvalue())
-    return str(path)
-
-
-@contextmanager
-def _loaded(editors: Sequence[Editor]) -> Iterator[None]:
-    """Every editor loaded once and given back, whatever happens in between."""
-    ready: list[Editor] = []
-    try:
-        for editor in editors:
-            ready.append(editor)
-            editor.load()
-        yield
-    finally:
-        for editor in ready:
-            editor.unload()
+    return path

@@ -76,7 +76,7 @@ def summarise(rows: Sequence[Row]) -> dict[str, Any]:
         "overall": asdict(overall),
         "micro_mean": overall.mean,
         "macro_mean": statistics.fmean(means.values()) if means else None,
-        "failure_rate": 1 - overall.valid / overall.samples if overall.samples else 0.0,
+        "failure_rate": (overall.samples - overall.valid) / overall.samples if overall.samples else 0.0,
         "best_category": max(means, key=lambda name: (means[name], name)) if means else None,
         "worst_category": min(means, key=lambda name: (means[name], name)) if means else None,
         "categories": {name: asdict(found) for name, found in categories.items()},
