@@ -84,7 +84,7 @@ def sentences_of(path: Path, *, raised_only: bool = False) -> Iterator[str]:
 
 def is_sentence(text: str) -> bool:
     """Two words at least; a path, a key or a flag is none."""
-    bare = re.sub(r"\b\w+=\S*", " ", text).replace("\0", " ")
+    bare = re.sub(r"\b[\w.]+=\S*", " ", text).replace("\0", " ")
     if re.search(r"\\[bdsSwW]|\{%|[\u4e00-\u9fff]", text):  # a pattern, a template, or both languages at once
         return False
     return len(WORDS.findall(bare)) >= 2 and bool(re.search(r"[A-Za-z,;:)'`]\s+[(`'A-Za-z]", text))
