@@ -59,10 +59,12 @@ def show_lint(
 
 
 def _print(found: Lint, fit: dict[str, float | int]) -> None:
-    lines = [f"{found.num_texts:,} texts, {found.num_dialogues:,} of them dialogues of 用户 and 助手"]
+    lines = [f"{found.num_texts:,} texts, {found.num_dialogues:,} of them dialogues"]
     if found.characters:
-        lines.append("characters: least {}, median {}, nine tenths below {}, most {}".format(*found.characters))
-        lines.append("tokens (BOS and EOS counted): {}, {}, {}, {}".format(*found.tokens))
+        least, median, high, most = found.characters
+        lines.append(f"characters: least {least}, median {median}, nine tenths below {high}, most {most}")
+        least, median, high, most = found.tokens
+        lines.append(f"tokens (BOS and EOS counted): {least}, {median}, {high}, {most}")
     lines.append(
         f"vocabulary: {fit['words']:,} words for {fit['tokens']:,} tokens; "
         f"{fit['unknown']} unknown, {fit['never_used']:,} words never used"
