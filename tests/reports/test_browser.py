@@ -31,7 +31,7 @@ def page(tmp_path_factory) -> Path:
     lines = {"one by one": ([1, 2, 3], [3.0, 2.0, 1.0]), "真批次": ([1, 2, 3], [3.0, 2.0, 1.0])}
     grid = heat_map([[1.0, 2.0], [3.0, 4.0]], title="Cuts", rows=["a", "b"], columns=["1", "2"])
     sections = [
-        Section(title="Loss 损失", drawn=[curves(lines, title="loss", x="step", y="loss"), grid]),
+        Section(title="Loss 损失", drawn=[lambda: curves(lines, title="loss", x="step", y="loss"), lambda: grid]),
         Section(title="Hostile", tables=[Table(("words", "again"), tuple((word, word) for word in HOSTILE))]),
     ]
     path = tmp_path_factory.mktemp("page") / "report.html"

@@ -72,7 +72,8 @@ def test_everything_a_run_holds_is_in_its_report(run):
     (run / "evaluation").mkdir()
     (run / "evaluation" / "figures.json").write_text(json.dumps({"auroc": 0.8123, "cut": {"24h": 0.7}}))
     point = {"cells": 10, "pairs": 100, "samples": 1, "num_bytes": 2**20}
-    fit = {"points": [point], "uncertainty": 0.01, "fixed": 0.0, "per_cell": 1.0, "per_pair": 0.0, "per_sample": 0.0}
+    prices = {"floor": 0.0, "fixed": 0.0, "per_cell": 1.0, "per_pair": 0.0, "per_sample": 0.0}
+    fit = {"points": [point], "uncertainty": 0.01, **prices, "resident_bytes": 1, "optimiser_bytes": 1, "facts": {}}
     (run / "fit.json").write_text(json.dumps(fit))
     text = write_report([run]).read_text()
     for words in (

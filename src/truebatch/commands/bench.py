@@ -319,27 +319,3 @@ def show_vl_reward(
 
     run_reward_bench(make_config(device=device, seconds=seconds, quick=quick), out=json_file, say=typer.echo)
     return 0
-
-
-@bench_app.command("vl_reward", short_help="Judging edited pictures through the whole pipeline, by batch.")
-def show_vl_reward(
-    device: Annotated[str, typer.Option(help="cpu (a tiny judge, one thread) or cuda (a Qwen3-VL of 8B).")] = "cpu",
-    seconds: Annotated[float | None, typer.Option(help="Nothing begins after this time.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A tiny judge and few pairs: a dry run.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows as JSON.")] = None,
-) -> int:
-    """Judge 270 edited pictures at batch 1, 2, 4, 8 and a budget of cells; say where the time goes.
-
-    The judge has random weights and the whole pipeline around it: listing, planning, decoding, parsing, the journal.
-
-    Examples:
-
-      truebatch bench vl_reward --quick
-
-      truebatch bench vl_reward --device cuda --json docs/results/vl_reward_cuda.json
-    """
-    # Imported here so that `truebatch --help` answers at once.
-    from truebatch.bench.vl_reward import make_config, run_reward_bench
-
-    run_reward_bench(make_config(device=device, seconds=seconds, quick=quick), out=json_file, say=typer.echo)
-    return 0

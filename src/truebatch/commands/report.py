@@ -1,4 +1,4 @@
-"""`truebatch report`: what runs hold, as one HTML file to look at or to send."""
+"""`truebatch report`: one HTML file about runs, or the same tables in the terminal."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from typing import Annotated
 
 import typer
 
+from truebatch.language.saying import say
+
 
 def show_report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are compared.", metavar="RUN...")],
     out: Annotated[Path | None, typer.Option(help="The file to write. Default: report.html in the run.")] = None,
+    text: Annotated[bool, typer.Option("--text", help="Print the tables here; write no file, draw nothing.")] = False,
 ) -> int:
     """Write one self-contained HTML file about a run, or about several with their curves on top of each other.
+
+    It shows whatever a run has: a training (curves, lengths, padding, evaluation), a scoring run (scores, failures, a
+    gallery), what `fit` and `verify` have left there, pictures of `show`.
 
     Exit code 0: written. 2: a folder is no run, or a file in it is damaged.
 
@@ -22,10 +28,15 @@ def show_report(
       truebatch report runs/chinese_gpt
 
       truebatch report runs/one_by_one runs/true_batch --out compared.html
+
+      truebatch report runs/score-pairs --text
     """
     # Imported here so that `truebatch --help` answers at once.
-    from truebatch.reports.report import write_report
+    from truebatch.reports.report import print_report, write_report
 
+    if text:
+        print_report(runs, sys.stdout)
+        return 0
     path = write_report(runs, out)
-    sys.stdout.write(f"report: {path} ({path.stat().st_size / 1e6:.2f} MB)\n")
+    say(f"report: {path} ({path.stat().st_size / 1e6:.2f} MB)")
     return 0

@@ -10,13 +10,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from html import escape
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from truebatch.errors import DataError, PlanError
+from truebatch.notebook import html_table
 from truebatch.planning.cutting import cut_steps, form_steps, keyed_sample_order
 from truebatch.planning.dealing import Cut, deal_units, units_of_step
 from truebatch.planning.forming import form_units
@@ -146,9 +146,7 @@ class Plan:
         )
 
     def _repr_html_(self) -> str:
-        values = [("plan", str(self)), *self.statistics.to_dict().items()]
-        cells = "".join(f"<tr><th>{escape(str(k))}</th><td>{escape(str(v))}</td></tr>" for k, v in values)
-        return f"<table>{cells}</table>"
+        return html_table(self.statistics.to_dict().items(), title=str(self))
 
     def _measured_lengths(self) -> Any:
         lengths = self.samples.lengths

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from truebatch.notebook import html_lines, html_table
 from truebatch.proof.arrangements import Arrangement
 from truebatch.proof.comparing import Difference, Whole
 from truebatch.proof.probes import Leak
@@ -108,15 +108,25 @@ class VerifyReport:
     def __str__(self) -> str:
         lines = [_headline(self)]
         lines += [f"  {mark(r)} {r.name:<46} {describe(r)}" for r in self.results]
-        if self.first_module is not None:
-            lines.append(f"first difference: {self.first_module}")
-        lines += [f"leak: {x.arrangement}: changing sample {x.changed} moves sample {x.moved}" for x in self.leaks[:3]]
-        for cause in self.causes:
-            lines += [f"likely cause: {cause.words}", f"  do: {cause.fix}"]
+        lines += [*_module_words(self), *_leak_words(self), *_cause_words(self)]
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        rows = [(mark(r), r.name, describe(r)) for r in self.results]
+        words = [*_module_words(self), *_leak_words(self), *_cause_words(self), *(f"note: {n}" for n in self.notes)]
+        return html_table(rows, header=("", "arrangement", "differences"), title=_headline(self)) + html_lines(words)
+
+
+def _module_words(report: VerifyReport) -> list[str]:
+    return [] if report.first_module is None else [f"first difference: {report.first_module}"]
+
+
+def _leak_words(report: VerifyReport) -> list[str]:
+    return [f"leak: {x.arrangement}: changing sample {x.changed} moves sample {x.moved}" for x in report.leaks[:3]]
+
+
+def _cause_words(report: VerifyReport) -> list[str]:
+    return [line for cause in report.causes for line in (f"likely cause: {cause.words}", f"  do: {cause.fix}")]
 
 
 def _headline(report: VerifyReport) -> str:

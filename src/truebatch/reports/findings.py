@@ -1,4 +1,4 @@
-"""What a run has found, kept beside it for its report: tables as JSON, pictures as SVG, in the order of their names.
+"""What a run has found, kept beside it for its report: tables and galleries as JSON, pictures as SVG, in order of names.
 
 runs/<name>/findings/{10-padding.json, 20-curves.svg, ...}
 """
@@ -6,16 +6,27 @@ runs/<name>/findings/{10-padding.json, 20-curves.svg, ...}
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from truebatch.errors import ConfigError, DataError
+from truebatch.reports.galleries import Exhibit, plain_exhibit, read_exhibit
 from truebatch.reports.tables import Table
 from truebatch.training.durable import read_json, write_json, write_text
 
 FOLDER = "findings"
+
+
+@dataclass(frozen=True, slots=True)
+class Gallery:
+    """Samples that were kept to be looked at."""
+
+    title: str
+    exhibits: Sequence[Exhibit]
+
+
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 _MOST_BYTES = 1 << 22
 
@@ -34,12 +45,21 @@ def keep_picture(run: Path, name: str, svg: str) -> Path:
     return path
 
 
-def kept_findings(run: Path) -> Iterator[tuple[str, Table | str]]:
-    """Tables, and pictures as SVG text, in the order of their names."""
+def keep_gallery(run: Path, name: str, exhibits: Sequence[Exhibit], *, title: str) -> Path:
+    """Keep samples with their pictures, which are files of the run named relative to its folder."""
+    path = _place(run, name, ".json")
+    write_json(path, {"title": title, "gallery": [plain_exhibit(exhibit) for exhibit in exhibits]})
+    return path
+
+
+def kept_findings(run: Path) -> Iterator[tuple[str, Table | Gallery | str]]:
+    """Tables, galleries, and pictures as SVG text, in the order of their names."""
     folder = run / FOLDER
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.suffix == ".json":
-            yield path.stem, _table(path, read_json(path, max_bytes=_MOST_BYTES))
+            values = read_json(path, max_bytes=_MOST_BYTES)
+            is_gallery = isinstance(values, dict) and "gallery" in values
+            yield path.stem, _gallery(run, path, values) if is_gallery else _table(path, values)
         elif path.suffix == ".svg":
             yield path.stem, path.read_text(encoding="utf-8", errors="replace")[:_MOST_BYTES]
 
@@ -55,6 +75,17 @@ def _table(path: Path, values: Any) -> Table:
     if uneven:
         raise _not_a_table(path, f"row {uneven[0]} has {len(rows[uneven[0]])} cells, the header {len(header)}")
     return Table(header, rows, title)
+
+
+def _gallery(run: Path, path: Path, values: Any) -> Gallery:
+    try:
+        return Gallery(str(values["title"]), [read_exhibit(one, run) for one in values["gallery"]])
+    except (TypeError, KeyError, AttributeError) as error:
+        raise DataError(
+            f"{path} does not hold a gallery",
+            seen=f"{type(error).__name__}: {error}",
+            do="remove the file; the report does not need it",
+        ) from error
 
 
 def _not_a_table(path: Path, seen: str) -> DataError:

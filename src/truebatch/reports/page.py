@@ -3,47 +3,77 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from truebatch import __version__
+from truebatch.notebook import shown_text
 from truebatch.reports.tables import Table
 
 MOST_BYTES = 1_500_000
 """A report is something to send: larger ones leave pictures out and say so."""
 
+Drawing = Callable[[], str]
+"""Draws a picture as SVG text, when the page is made."""
+Image = tuple[str, bytes, str]
+"""Media type, bytes and caption of a picture."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Card:
+    """One sample of a gallery."""
+
+    title: str
+    words: Sequence[str] = ()
+    images: Sequence[Image] = ()
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """A part of a report: words, then a table, then pictures; any of them may be absent."""
+    """A part of a report: words, then tables, then pictures, then a gallery; any of them may be absent."""
 
     title: str
     words: Sequence[str] = ()
     tables: Sequence[Table] = ()
-    drawn: Sequence[str] = ()
-    """SVG text that this process has drawn itself: it goes into the page as it is."""
+    drawn: Sequence[Drawing] = ()
+    """Pictures that this process draws itself: their SVG goes into the page as it is."""
     found: Sequence[str] = field(default=())
     """SVG text from a file: it is shown as an image, in which nothing can run."""
-    images: Sequence[tuple[str, bytes, str]] = ()
-    """Media type, bytes and caption of pictures."""
+    images: Sequence[Image] = ()
+    cards: Sequence[Card] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A section with its pictures drawn."""
+
+    section: Section
+    svgs: Sequence[str]
+
+    @property
+    def weight(self) -> int:
+        """Bytes of all its pictures."""
+        own = sum(len(svg) for svg in (*self.svgs, *self.section.found))
+        images = [*self.section.images, *(image for card in self.section.cards for image in card.images)]
+        return own + sum(len(data) for _, data, _ in images)
 
 
 def render_page(title: str, sections: Sequence[Section]) -> str:
     """The text of the page. Where it would be too large, the largest pictures are left out and their section says so."""
-    kept = list(sections)
-    text = _render(title, kept)
-    while len(text.encode()) > MOST_BYTES and any(_weight(section) for section in kept):
-        heaviest = max(range(len(kept)), key=lambda number: _weight(kept[number]))
-        kept[heaviest] = _without_pictures(kept[heaviest])
-        text = _render(title, kept)
+    ready = [_Ready(section, [draw() for draw in section.drawn]) for section in sections]
+    text = _render(title, ready)
+    while len(text.encode()) > MOST_BYTES and any(one.weight for one in ready):
+        heaviest = max(range(len(ready)), key=lambda number: ready[number].weight)
+        ready[heaviest] = _without_pictures(ready[heaviest])
+        text = _render(title, ready)
     return text
 
 
-def _render(title: str, sections: Sequence[Section]) -> str:
+def _render(title: str, ready: Sequence[_Ready]) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -53,26 +83,20 @@ def _render(title: str, sections: Sequence[Section]) -> str:
     )
     environment.filters["inline"] = Markup
     environment.filters["image"] = _as_image
-    environment.filters["clean"] = _clean
-    text = environment.get_template("page.html.jinja").render(title=title, sections=sections, version=__version__)
+    environment.filters["clean"] = shown_text
+    text = environment.get_template("page.html.jinja").render(title=title, parts=ready, version=__version__)
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _weight(section: Section) -> int:
-    return sum(len(svg) for svg in (*section.drawn, *section.found)) + sum(len(data) for _, data, _ in section.images)
-
-
-def _without_pictures(section: Section) -> Section:
-    number = len(section.drawn) + len(section.found) + len(section.images)
+def _without_pictures(ready: _Ready) -> _Ready:
+    section = ready.section
+    shown = sum(len(card.images) for card in section.cards)
+    number = len(ready.svgs) + len(section.found) + len(section.images) + shown
     note = f"{number} picture(s) left out: the report would be larger than {MOST_BYTES / 1e6:g} MB"
-    return Section(title=section.title, words=(*section.words, note), tables=section.tables)
+    cards = [replace(card, images=()) for card in section.cards]
+    return _Ready(replace(section, words=(*section.words, note), drawn=(), found=(), images=(), cards=cards), svgs=())
 
 
 def _as_image(data: str | bytes, media: str = "image/svg+xml") -> str:
     raw = data.encode("utf-8", "replace") if isinstance(data, str) else data
     return f"data:{media};base64,{base64.b64encode(raw).decode()}"
-
-
-def _clean(text: str) -> str:
-    """Text without control characters: some of them are not allowed in HTML, none can be seen."""
-    return "".join(c if c.isprintable() or c == "\n" else "�" for c in str(text))

@@ -27,7 +27,14 @@ Points = tuple[Sequence[float], Sequence[float]]
 
 
 def curves(
-    lines: Mapping[str, Points], *, title: str, x: str, y: str, log_y: bool = False, marks: Mapping[str, float] = {}
+    lines: Mapping[str, Points],
+    *,
+    title: str,
+    x: str,
+    y: str,
+    log_x: bool = False,
+    log_y: bool = False,
+    marks: Mapping[str, float] = {},
 ) -> str:
     """Lines over one axis, by name. Points that are not finite are left out; `marks` are vertical lines with a name.
 
@@ -44,9 +51,24 @@ def curves(
             axes.annotate(_plain(name), (place, 1), xycoords=("data", "axes fraction"), fontsize=7, color=_INK)
         if log_y:
             axes.set_yscale("log")
-        if all(float(place).is_integer() for xs, _ in lines.values() for place in xs):
+        if log_x:
+            _powers_of_two(axes, [place for xs, _ in lines.values() for place in xs])
+        elif all(float(place).is_integer() for xs, _ in lines.values() for place in xs):
             axes.locator_params(axis="x", integer=True)
         _legend(axes, len(lines))
+    return finished[0]
+
+
+def dots(points: Mapping[str, Points], *, title: str, x: str, y: str) -> str:
+    """The first name as points, the others as lines through theirs: what was measured, and what is thought of it."""
+    with _figure(title, x, y) as (axes, finished):
+        for number, (name, pair) in enumerate(points.items()):
+            xs, ys = _finite(pair)
+            style = (
+                {"marker": "o", "linestyle": ""} if number == 0 else {"marker": "x", "linestyle": "--", "linewidth": 1}
+            )
+            axes.plot(xs, ys, **style, color=COLOURS[number % len(COLOURS)], label=_plain(name))
+        _legend(axes, len(points))
     return finished[0]
 
 
@@ -64,6 +86,23 @@ def histogram(values: Sequence[float], *, title: str, x: str, y: str = "samples"
     """How often values fall into each of `bins` equal ranges."""
     with _figure(title, x, y) as (axes, finished):
         axes.hist([value for value in values if math.isfinite(value)], bins=bins, color=COLOURS[0])
+    return finished[0]
+
+
+def histograms(values: Mapping[str, Sequence[float]], *, title: str, x: str, bins: int = 30) -> str:
+    """Several histograms over the same ranges, as outlines on top of each other; shares, as their numbers may differ."""
+    finite = {name: [one for one in all_ if math.isfinite(one)] for name, all_ in values.items()}
+    every = [one for all_ in finite.values() for one in all_]
+    low, high = min(every), max(every)
+    edges = [low + (high - low or 1.0) * at / bins for at in range(bins + 1)]
+    with _figure(title, x, "share of the samples") as (axes, finished):
+        for number, (name, all_) in enumerate(finite.items()):
+            colour = COLOURS[number % len(COLOURS)]
+            shares = [1 / len(all_)] * len(all_)
+            axes.hist(
+                all_, bins=edges, weights=shares, histtype="step", linewidth=1.8, color=colour, label=_plain(name)
+            )
+        _legend(axes, len(finite))
     return finished[0]
 
 
@@ -153,6 +192,16 @@ def _svg(figure: Any) -> str:
     text = held.getvalue()
     text = text[text.index("<svg") :]
     return re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL).strip() + "\n"
+
+
+def _powers_of_two(axes: Any, places: Sequence[float]) -> None:
+    """Doublings at equal distances, each named by its number."""
+    from matplotlib.ticker import NullLocator
+
+    axes.set_xscale("log", base=2)
+    shown = sorted(set(places))
+    axes.set_xticks(shown, [f"{place:g}" for place in shown])
+    axes.xaxis.set_minor_locator(NullLocator())
 
 
 def _legend(axes: Any, number: int) -> None:

@@ -1,15 +1,19 @@
-"""`report`: one HTML file about one run, or about several beside each other."""
+"""`report`: one HTML file about one run, or about several beside each other; or its tables in the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TextIO
 
 from truebatch.errors import ConfigError, RunError
+from truebatch.notebook import shown_text
 from truebatch.reports.page import Section, render_page
-from truebatch.reports.runsections import log_sections, read_log, run_sections
+from truebatch.reports.runsections import is_run, log_sections, read_log, run_sections
+from truebatch.reports.scores import compared_sections, read_scored, stages_of
+from truebatch.reports.tables import print_table
 from truebatch.training.durable import write_text
-from truebatch.training.runs import CONFIG, METRICS, STATUS
 
 REPORT = "report.html"
 
@@ -17,36 +21,57 @@ REPORT = "report.html"
 def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
     """Write the report of runs and return its path: `report.html` in the run, or `out`.
 
-    Several runs get their curves on top of each other first, then a part each.
+    Several runs get their figures and curves beside each other first, then a part each.
     """
-    if not runs:
-        raise ConfigError("a report needs a run", seen="no folder", do="name the folder of a run")
-    for run in runs:
-        if not any((run / name).is_file() for name in (CONFIG, METRICS, STATUS)):
-            raise RunError(
-                f"{run} is not a run", seen="no settings, log or status in it", do="give the folder of a run"
-            )
-    names = _names(runs)
-    sections: list[Section] = []
-    if len(runs) > 1:
-        sections += log_sections([read_log(run, name) for run, name in zip(runs, names, strict=True)])
-    for run, name in zip(runs, names, strict=True):
-        parts = run_sections(run)
-        sections += [_titled(part, name) for part in parts] if len(runs) > 1 else list(parts)
+    names, sections = _checked_names(runs), list(report_sections(runs))
     target = out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
     target.parent.mkdir(parents=True, exist_ok=True)
     write_text(target, render_page(", ".join(names), sections))
     return target
 
 
-def _names(runs: Sequence[Path]) -> list[str]:
-    """The names of the folders, or their whole paths where two are called the same."""
+def print_report(runs: Sequence[Path], out: TextIO) -> None:
+    """The words and tables of the same report, without its pictures."""
+    _checked_names(runs)
+    for section in report_sections(runs):
+        if not (section.words or section.tables or section.cards):
+            continue
+        out.write(f"\n== {shown_text(section.title)}\n")
+        for line in section.words:
+            out.write(f"{shown_text(line)}\n")
+        for table in section.tables:
+            out.write("\n")
+            print_table(table, file=out)
+        for card in section.cards:
+            out.write("\n" + "\n  ".join(shown_text(line) for line in (card.title, *card.words)) + "\n")
+
+
+def report_sections(runs: Sequence[Path]) -> Iterator[Section]:
+    """All parts of a report, in reading order."""
+    names = _checked_names(runs)
+    if len(runs) == 1:
+        yield from run_sections(runs[0])
+        return
+    yield from log_sections([read_log(run, name) for run, name in zip(runs, names, strict=True)])
+    stages = [(name, stage) for run, name in zip(runs, names, strict=True) for stage in stages_of(run)]
+    if stages:
+        scored = [read_scored(stage, name if stage in runs else f"{name}/{stage.name}") for name, stage in stages]
+        yield from compared_sections(scored)
+    for run, name in zip(runs, names, strict=True):
+        for section in run_sections(run):
+            yield replace(section, title=f"{name}: {section.title}")
+
+
+def _checked_names(runs: Sequence[Path]) -> list[str]:
+    """The names of the folders, or their whole paths where two are called the same; what is no run is refused."""
+    if not runs:
+        raise ConfigError("a report needs a run", seen="no folder", do="name the folder of a run")
+    for run in runs:
+        if not is_run(run):
+            raise RunError(
+                f"{run} is not a run",
+                seen="no settings, log, status, scores, fit or verification in it",
+                do="give the folder of a run",
+            )
     short = [run.resolve().name for run in runs]
     return short if len(set(short)) == len(short) else [str(run) for run in runs]
-
-
-def _titled(section: Section, name: str) -> Section:
-    return Section(
-        title=f"{name}: {section.title}", words=section.words, tables=section.tables, drawn=section.drawn,
-        found=section.found, images=section.images,
-    )  # fmt: skip

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from truebatch.errors import DataError
-from truebatch.reports.findings import kept_findings
-from truebatch.reports.page import Section
+from truebatch.reports.findings import FOLDER, Gallery, kept_findings
+from truebatch.reports.fits import fit_sections
+from truebatch.reports.galleries import make_card
+from truebatch.reports.lengths import length_sections
+from truebatch.reports.page import Drawing, Section
 from truebatch.reports.pictures import curves
-from truebatch.reports.tables import Table
-from truebatch.training.durable import read_json
-from truebatch.training.runs import CONFIG, METRICS, read_status
+from truebatch.reports.proofs import VERIFICATION, proof_sections
+from truebatch.reports.scores import read_scored, scoring_sections, stages_of
+from truebatch.reports.tables import Table, figures_table
+from truebatch.training.durable import damage_named, read_json
+from truebatch.training.memoryfit import FIT
+from truebatch.training.runs import CONFIG, METRICS, STATUS, read_status
 from truebatch.yamlfiles import read_yaml
 
 _MOST_POINTS = 1500
@@ -34,6 +41,16 @@ class Log:
         both = [(r[x], r[key]) for r in self.records if _is_number(r.get(x)) and _is_number(r.get(key))]
         kept = both[:: max(1, len(both) // _MOST_POINTS)]
         return [float(a) for a, _ in kept], [float(b) for _, b in kept]
+
+    def numbers(self, key: str) -> list[float]:
+        """All values of one column that are numbers."""
+        return [float(r[key]) for r in self.records if _is_number(r.get(key))]
+
+
+def is_run(folder: Path) -> bool:
+    """Whether there is anything in a folder that a report could show."""
+    files = (CONFIG, METRICS, STATUS, FIT, VERIFICATION)
+    return any((folder / name).is_file() for name in files) or (folder / FOLDER).is_dir() or bool(stages_of(folder))
 
 
 def read_log(run: Path, name: str | None = None) -> Log:
@@ -63,15 +80,18 @@ def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 def run_sections(run: Path) -> Iterator[Section]:
     """Every part of one run's report, in reading order."""
-    yield from _overview(run)
+    settings = read_yaml(run / CONFIG).values if (run / CONFIG).is_file() else {}
+    yield from _overview(run, settings)
     yield from log_sections([read_log(run)])
-    yield from _fit(run)
+    stages = stages_of(run)
+    for stage in stages:
+        for section in scoring_sections(read_scored(stage)):
+            yield section if stage == run else replace(section, title=f"{stage.name}: {section.title}")
+    yield from proof_sections(run)
+    yield from length_sections(run, settings)
+    yield from fit_sections(run)
     yield from _evaluation(run)
-    for name, finding in kept_findings(run):
-        if isinstance(finding, Table):
-            yield Section(title=finding.title or name, tables=[Table(finding.header, finding.rows)])
-        else:
-            yield Section(title=name.lstrip("0123456789-").replace("_", " ").replace("-", " "), found=[finding])
+    yield from _findings(run)
 
 
 def log_sections(logs: Sequence[Log]) -> Iterator[Section]:
@@ -84,69 +104,74 @@ def log_sections(logs: Sequence[Log]) -> Iterator[Section]:
     drawn = [_curve(logs, key, "loss") for key in shown]
     held = sorted({key for log in logs for r in log.records for key in r if key.startswith("validation")})
     drawn += [_curve(logs, key, key) for key in held]
-    yield Section(title="Loss", drawn=[svg for svg in drawn if svg])
+    yield Section(title="Loss", tables=[runs_table(logs)], drawn=[draw for draw in drawn if draw])
     rest = ["tokens_per_second", "fill", "memory_gib", *_named(logs, "grad_norm/"), *_named(logs, "learning_rate/")]
-    yield Section(title="Speed, fill and memory", drawn=[svg for key in rest if (svg := _curve(logs, key, key))])
+    pictures = [draw for key in rest if (draw := _curve(logs, key, key))]
+    if pictures:
+        yield Section(title="Speed, fill and memory", drawn=pictures)
+
+
+def runs_table(logs: Sequence[Log]) -> Table:
+    """Where every run began and ended, one a row."""
+    held = sorted({key for log in logs for r in log.records for key in r if key.startswith("validation")})
+    header = ("run", "steps", "first loss", "last loss", *(f"lowest {key}" for key in held), "tokens/s", "fill")
+    return Table(header, tuple(_run_row(log, held) for log in logs))
+
+
+def _run_row(log: Log, held: Sequence[str]) -> tuple[str, ...]:
+    losses, steps = log.numbers("loss"), log.numbers("step")
+    seconds, tokens = sum(log.numbers("seconds")), sum(log.numbers("tokens"))
+    fills = log.numbers("fill")
+    return (
+        log.name,
+        f"{steps[-1]:,.0f}" if steps else "-",
+        *((f"{losses[0]:.4f}", f"{losses[-1]:.4f}") if losses else ("-", "-")),
+        *(f"{min(values):.4f}" if (values := log.numbers(key)) else "-" for key in held),
+        f"{tokens / seconds:,.0f}" if seconds else "-",
+        f"{sum(fills) / len(fills):.1%}" if fills else "-",
+    )
 
 
 def _named(logs: Sequence[Log], start: str) -> list[str]:
     return sorted({key for log in logs for r in log.records for key in r if key.startswith(start)})
 
 
-def _curve(logs: Sequence[Log], key: str, y: str) -> str:
+def _curve(logs: Sequence[Log], key: str, y: str) -> Drawing | None:
     lines = {log.name: line for log in logs if (line := log.line(key))[0]}
-    return curves(lines, title=key, x="step", y=y) if lines else ""
+    return partial(curves, lines, title=key, x="step", y=y) if lines else None
 
 
-def _overview(run: Path) -> Iterator[Section]:
-    status = read_status(run)
-    rows = [
-        (name, str(status[name]))
-        for name in ("state", "step", "exit_code", "message", "time")
-        if status.get(name) not in (None, "")
-    ]
-    tables = [Table(("run", run.name), tuple(rows))]
-    if (run / CONFIG).is_file():
-        values = read_yaml(run / CONFIG).values
-        tables.append(Table(("setting", "value"), tuple(flat_rows(values)), "Settings"))
-    yield Section(title="Run", tables=tables)
-
-
-def flat_rows(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """A nested mapping as rows of dotted names and texts."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flat_rows(value, f"{before}{name}.")
-        elif value is not None:
-            yield f"{before}{name}", f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _fit(run: Path) -> Iterator[Section]:
-    if not (run / "fit.json").is_file():
-        return
-    fit = read_json(run / "fit.json", max_bytes=_MOST_BYTES)
-    points = sorted(fit["points"], key=lambda point: point["cells"])
-    cells = [float(point["cells"]) for point in points]
-    measured = [point["num_bytes"] / 2**30 for point in points]
-    fitted = [_predicted(fit, point) / 2**30 for point in points]
-    lines = {"measured": (cells, measured), "fitted": (cells, fitted)}
-    words = [f"the fit is off by at most {fit['uncertainty']:.1%} on its own points"]
-    picture = curves(lines, title="Memory a forward and backward pass adds", x="cells", y="GiB")
-    yield Section(title="Memory fit", words=words, drawn=[picture])
-
-
-def _predicted(fit: Mapping[str, Any], point: Mapping[str, Any]) -> float:
-    grown = sum(fit[f"per_{name}"] * point[f"{name}s"] for name in ("cell", "pair", "sample"))
-    return float(max(fit.get("floor", 0.0), fit["fixed"] + grown))
+def _overview(run: Path, settings: Mapping[str, Any]) -> Iterator[Section]:
+    tables = []
+    if (run / STATUS).is_file():
+        status = read_status(run)
+        names = ("state", "step", "exit_code", "message", "time")
+        rows = [(name, str(status[name])) for name in names if status.get(name) not in (None, "")]
+        tables.append(Table(("run", run.resolve().name), tuple(rows)))
+    if settings:
+        tables.append(figures_table(settings, title="Settings", name="setting"))
+    if tables:
+        yield Section(title="Run", tables=tables)
 
 
 def _evaluation(run: Path) -> Iterator[Section]:
     folder = run / "evaluation"
     if not (folder / "figures.json").is_file():
         return
-    figures = read_json(folder / "figures.json", max_bytes=_MOST_BYTES)
+    with damage_named(folder / "figures.json", do="evaluate again: `truebatch evaluate RUN`"):
+        figures = dict(read_json(folder / "figures.json", max_bytes=_MOST_BYTES))
     pictures = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("*.svg"))]
-    yield Section(title="Evaluation", tables=[Table(("figure", "value"), tuple(flat_rows(figures)))], found=pictures)
+    yield Section(title="Evaluation", tables=[figures_table(figures)], found=pictures)
+
+
+def _findings(run: Path) -> Iterator[Section]:
+    for name, finding in kept_findings(run):
+        if isinstance(finding, Table):
+            yield Section(title=finding.title or name, tables=[Table(finding.header, finding.rows)])
+        elif isinstance(finding, Gallery):
+            yield Section(title=finding.title, cards=[make_card(one) for one in finding.exhibits])
+        else:
+            yield Section(title=name.lstrip("0123456789-").replace("_", " ").replace("-", " "), found=[finding])
 
 
 def _is_number(value: object) -> bool:

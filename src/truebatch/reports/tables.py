@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.cells import cell_len
+
+from truebatch.language.translating import in_words
+from truebatch.notebook import html_table, shown_text
 
 GAP = "  "
 
@@ -22,12 +25,48 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
     title: str = ""
 
+    def _repr_html_(self) -> str:
+        return html_table(self.rows, header=self.header, title=self.title)
+
+
+def figures_table(figures: Mapping[str, Any], *, title: str = "", name: str = "figure") -> Table:
+    """A nested mapping as rows of dotted names and texts; what is None is left out."""
+    return Table((name, "value"), tuple((key, figure_text(value)) for key, value in flat(figures)), title)
+
+
+def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of a nested mapping, without what is None."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{before}{name}.")
+        elif value is not None:
+            yield f"{before}{name}", value
+
+
+def figure_text(value: Any) -> str:
+    """Four digits that matter, thousands apart; two values are a range, more are a list."""
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    if isinstance(value, list | tuple):
+        texts = [figure_text(one) for one in value]
+        return " to ".join(texts) if len(texts) == 2 else ", ".join(texts)
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
 
 def print_table(table: Table, *, file: TextIO | None = None) -> None:
-    """Write the table as wide as it is, or as one block a row where the terminal is too narrow for it."""
+    """Write the table as wide as it is, or as one block a row where the terminal is too narrow for it.
+
+    What would steer the terminal is not written: a name or an answer may hold anything.
+    """
     out = file or sys.stdout
-    for line in render_table(table, width=terminal_width(out)):
+    for line in render_table(_plain(_in_words(table)), width=terminal_width(out)):
         out.write(line + "\n")
+
+
+def _in_words(table: Table) -> Table:
+    """In the language of the person; a value of one word may be a name to be typed, and stays."""
+    rows = tuple(tuple(in_words(cell) if " " in cell else cell for cell in row) for row in table.rows)
+    return Table(tuple(map(in_words, table.header)), rows, in_words(table.title))
 
 
 def render_table(table: Table, *, width: int) -> list[str]:
@@ -45,6 +84,15 @@ def terminal_width(file: TextIO) -> int:
     if not file.isatty() and not os.environ.get("COLUMNS", "").isdigit():
         return 1000
     return shutil.get_terminal_size().columns
+
+
+def _plain(table: Table) -> Table:
+    rows = tuple(tuple(_one_line(cell) for cell in row) for row in table.rows)
+    return Table(tuple(_one_line(cell) for cell in table.header), rows, _one_line(table.title))
+
+
+def _one_line(text: str) -> str:
+    return shown_text(text).replace("\n", " ")
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from truebatch.errors import RunError, TruebatchError
 from truebatch.planning.measured import Measured
-from truebatch.training.durable import damage_named, read_json, write_json
+from truebatch.training.durable import damage_named, read_json, write_bytes, write_json
 from truebatch.training.reducing import num_ranks, rank
 from truebatch.training.runs import Run, open_run
 from truebatch.training.settings import TrainConfig
@@ -24,7 +25,9 @@ MAY_CHANGE = ("devices", "workers", "keep", "epochs", "max_steps", "track", "sav
 
 Learning rates of a schedule follow the number of steps; the run says so when that has changed.
 """
-DATA = "data.json"
+DATA, LENGTHS = "data.json", "lengths.npy"
+MOST_LENGTHS = 50_000
+"""That are kept of a dataset, evenly chosen, for pictures of it."""
 
 
 @contextmanager
@@ -73,6 +76,7 @@ def check_data(run: Run, measured: Measured, *, content: str = "") -> None:
     file = run.plan / DATA
     if not file.exists():
         run.plan.mkdir(exist_ok=True)
+        _keep_lengths(run.plan / LENGTHS, measured)
         write_json(file, now)
         return
     with damage_named(file):
@@ -86,6 +90,15 @@ def check_data(run: Run, measured: Measured, *, content: str = "") -> None:
             seen=f"{now['samples']:,} samples now, {then.get('samples', 0):,} then, or other content or lengths",
             do="bring the data (and its tokenizer) back, give another folder (--out), or begin anew (--fresh)",
         )
+
+
+def _keep_lengths(path: Path, measured: Measured) -> None:
+    """What the run's report draws: lengths alone, without what samples hold."""
+    number = len(measured.lengths)
+    chosen = np.linspace(0, max(number - 1, 0), min(number, MOST_LENGTHS)).astype(np.int64)
+    held = io.BytesIO()
+    np.save(held, measured.lengths[chosen], allow_pickle=False)
+    write_bytes(path, held.getvalue())
 
 
 def _tell(problem: str) -> None:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from truebatch.errors import ConfigError
+from truebatch.notebook import html_table
 from truebatch.planning.rows import Ints, Layout
 from truebatch.system import System
 from truebatch.tensors.noise import name_purposes
 from truebatch.training.budget import largest_cells, shape_of_lengths
+from truebatch.training.durable import write_json
 from truebatch.training.fitting import fit_memory, make_batch, run_batch, untouched
 from truebatch.training.law import refuse_couplings
 from truebatch.training.loop import default_group
 from truebatch.training.memory import free_bytes_of, usable_bytes
-from truebatch.training.memoryfit import MemoryFit
+from truebatch.training.memoryfit import FIT, MemoryFit
 from truebatch.training.optimising import make_groups
 from truebatch.training.place import find_place, move_model
 from truebatch.training.starting import system_data
@@ -72,6 +75,33 @@ class Sizing:
             return None
         low, high = max(known[1:], key=lambda one: one[1])
         return low / known[0][1], high / known[0][0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; the memory fit apart."""
+        return {
+            "layout": self.layout,
+            "limits": dict(self.limits),
+            "cells": dict(self.cells),
+            "longest": self.longest,
+            "shortest": self.shortest,
+            "speedup": self.speedup,
+            "sizes": [
+                {**asdict(s), "fits": {name: s.worst_bytes <= limit for name, limit in self.limits.items()}}
+                for s in self.sizes
+            ],
+        }
+
+    def _repr_html_(self) -> str:
+        rows = [(s.samples, s.samples_per_second, s.typical_bytes, s.worst_bytes) for s in self.sizes]
+        header = ("batch size", "samples/s", "bytes, typical", "bytes, longest")
+        return html_table(rows, header=header) + html_table(self.cells.items(), title="largest safe cells=")
+
+
+def save_sizing(sizing: Sizing, folder: Path) -> Path:
+    """Write `fit.json` into a run's folder: the memory fit, where training finds it, and the batch sizes beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / FIT, {**sizing.fit.to_dict(), **sizing.to_dict()})
+    return folder / FIT
 
 
 def size_system(
