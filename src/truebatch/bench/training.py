@@ -41,7 +41,7 @@ from truebatch.bench.training_timing import (
     time_rounds,
     time_update,
 )
-from truebatch.bench.training_ways import Way, all_ways, compare_gradients, trl_way
+from truebatch.bench.training_ways import Way, all_ways, compare_gradients, liger_ways, trl_way
 from truebatch.bench.training_work import Work, make_work
 from truebatch.errors import ConfigError
 from truebatch.hf.heads import head_of
@@ -200,10 +200,8 @@ def _measure_case(
     if case.all_ways:
         result["equality"] = compare_gradients(model, work, device)
     ways = all_ways(model, work, device=device, backend=config.backend)
-    peer = trl_way(model, work, device=device) if case.all_ways and not shape.masked else None
-    if case.all_ways and peer is None:
-        result["left_out"].append("TRL padding-free: trl is not installed")
-    for way in [*ways, *([peer] if peer else [])]:
+    peers = _peers(model, work, device, result) if case.all_ways and not shape.masked else []
+    for way in [*ways, *peers]:
         if not case.all_ways and way.name not in EVERY_CASE:
             continue
         if time.monotonic() - began > config.seconds:
@@ -213,6 +211,16 @@ def _measure_case(
         if found is not None:
             found.share_of_peak = _share(model, shape, work, found, result["peak_tflops"])
             yield found
+
+
+def _peers(model: Any, work: Work, device: torch.device, result: dict[str, Any]) -> list[Way]:
+    """Other libraries, where they are installed; Liger last, as the model keeps its kernels."""
+    trl, liger = trl_way(model, work, device=device), liger_ways(model, work, device=device)
+    if trl is None:
+        result["left_out"].append("TRL padding-free: trl is not installed")
+    if not liger:
+        result["left_out"].append("Liger: liger-kernel is not installed")
+    return [*([trl] if trl else []), *liger]
 
 
 def _kept(measure: Callable[[], Any], result: dict[str, Any], name: str = "attention") -> Any:

@@ -94,6 +94,28 @@ def trl_way(model: Any, work: Work, *, device: torch.device) -> Way | None:
     return Way(name="TRL padding-free, 8", batches=batches, run=run, tokens=count, cells=count)
 
 
+def liger_ways(model: Any, work: Work, *, device: torch.device) -> list[Way]:
+    """Liger's kernels and fused loss in the ways of Hugging Face, where it is installed; the model keeps them after."""
+    try:
+        from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
+    except ImportError:
+        return []
+
+    @contextmanager
+    def with_kernels() -> Iterator[None]:
+        _apply_liger_kernel_to_instance(model=model)
+        yield
+
+    known: dict[str, Any] = {
+        "tokens": _num_tokens, "cells": lambda b: b.rows().segments.num_cells, "around": with_kernels
+    }  # fmt: skip
+    theirs, packed = _hf_step(model, device), _hf_packed_step(model, device)
+    return [
+        Way(name="Liger, HF default, 8", batches=lambda: work.chunks(8, by_length=False), run=theirs, most=6, **known),
+        Way(name="Liger, HF packed", batches=work.flattened, run=packed, most=3, **known),
+    ]
+
+
 def _num_tokens(batch: MicroBatch) -> int:
     return sum(batch.rows().lengths)
 
@@ -188,11 +210,26 @@ def compare_gradients(model: Any, work: Work, device: torch.device) -> dict[str,
     del exact
     one = _gradient(model, step, alone)
     packed = _gradient(model, step, [work.collate(rows)])
+    with _whole_reductions():
+        careful = _gradient(model, step, alone)
     return {
         "gradient": _distance(packed.values(), one.values()), "samples": len(alone),
         "packed to fp32": _distance(packed.values(), wanted.values()),
         "one by one to fp32": _distance(one.values(), wanted.values()),
+        "one by one, products added up in fp32, to fp32": _distance(careful.values(), wanted.values()),
     }  # fmt: skip
+
+
+@contextmanager
+def _whole_reductions() -> Iterator[None]:
+    """A card may cut a product of few rows along its inner axis and add the parts in half precision; not in here."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = before
 
 
 def _gradient(model: Any, step: Callable[..., None], batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
