@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 import numpy as np
 
@@ -29,13 +30,31 @@ def measure_images(
     return np.array(sizes, dtype=np.int64).reshape(len(sizes), 2)
 
 
+@contextmanager
+def opened_image(
+    source: Path | IO[bytes], *, max_pixels: int = MAX_PIXELS, formats: tuple[str, ...] = FORMATS
+) -> Iterator[Any]:
+    """An image whose header is read and whose pixels are not yet; for code that decodes it inside the block.
+
+    Only `formats` are tried: some others that Pillow knows start programs. What is no such image, claims more than
+    `max_pixels`, or is a pipe raises an error of Pillow, `OSError` or `ValueError`.
+    """
+    if isinstance(source, Path) and source.exists() and not source.is_file():
+        raise OSError("a folder, a pipe or a device")
+    library = _pillow()
+    with warnings.catch_warnings():
+        # Pillow warns about (or refuses) large claims at its own limit; ours is checked here instead.
+        warnings.simplefilter("ignore", library.DecompressionBombWarning)
+        with library.open(source, formats=formats) as opened:
+            if opened.width * opened.height > max_pixels:
+                raise ValueError(f"{opened.width:,} x {opened.height:,} pixels; at most {max_pixels:,}")
+            yield opened
+
+
 def _size(image: Any, path: Path, max_pixels: int, formats: tuple[str, ...]) -> tuple[int, int]:
     try:
-        with warnings.catch_warnings():
-            # Pillow warns about (or refuses) large claims at its own limit; ours is checked below instead.
-            warnings.simplefilter("ignore", image.DecompressionBombWarning)
-            with image.open(path, formats=formats) as opened:
-                width, height = opened.size
+        with opened_image(path, max_pixels=2**62, formats=formats) as opened:
+            width, height = opened.size
     except image.DecompressionBombError as error:
         _refuse_pixels(path, str(error), max_pixels)
     except FileNotFoundError as error:

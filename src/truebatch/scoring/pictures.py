@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from truebatch.errors import ConfigError
-from truebatch.planning.imagesizes import FORMATS, MAX_PIXELS
+from truebatch.planning.imagesizes import MAX_PIXELS, opened_image
 from truebatch.scoring.backend import SampleError
 
 
@@ -40,15 +39,10 @@ def _size(image: Any) -> tuple[int, int]:
 @contextmanager
 def _opened(image: Any) -> Iterator[Any]:
     source = io.BytesIO(image) if isinstance(image, bytes | bytearray | memoryview) else Path(image)
-    library = _pillow()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", library.DecompressionBombWarning)
-        with library.open(source, formats=FORMATS) as opened:
-            if opened.width * opened.height > MAX_PIXELS:
-                raise SampleError(
-                    "decode", "too_many_pixels", f"{_name(image)}: {opened.width} x {opened.height} pixels"
-                )
-            yield opened
+    with opened_image(source, max_pixels=2**62) as opened:
+        if opened.width * opened.height > MAX_PIXELS:
+            raise SampleError("decode", "too_many_pixels", f"{_name(image)}: {opened.width} x {opened.height} pixels")
+        yield opened
 
 
 @contextmanager

@@ -80,8 +80,11 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[str, Any]]:
     before = csv.field_size_limit(MAX_LINE_BYTES)
     try:
         header = next(reader, [])
-        for row in reader:
+        while (row := _next_row(reader)) is not None:
             place = f"{path}:{reader.line_num}"
+            if isinstance(row, str):
+                yield place, Broken(id="", kind="invalid_csv", message=f"{place}: {row}", raw=row + place)
+                continue
             if row and len(row) != len(header):
                 message = f"{place} has {len(row)} cells, the header has {len(header)}"
                 yield place, Broken(id="", kind="wrong_cells", message=message, raw=delimiter.join(row))
@@ -89,6 +92,14 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[str, Any]]:
                 yield place, {name: cell for name, cell in zip(header, row, strict=True) if cell}
     finally:
         csv.field_size_limit(before)
+
+
+def _next_row(reader: Any) -> list[str] | str | None:
+    """The next row, the words of what is wrong with it, or None at the end."""
+    try:
+        return next(reader, None)
+    except csv.Error as error:
+        return str(error)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

@@ -86,6 +86,10 @@ def _read_file(file: Path) -> list[Text]:
         values = json.loads(source)
     except json.JSONDecodeError as error:
         raise _broken(file, source, error) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{file} holds JSON that cannot be read", seen=str(error)[:200], do="remove the deep nesting or the number"
+        ) from error
     if not isinstance(values, list):
         raise DataError(
             f"{file} is not an array of strings",
@@ -93,6 +97,7 @@ def _read_file(file: Path) -> list[Text]:
             do='write ["first sample", "second sample"]; one JSON object a line is for `truebatch train hf`',
         )
     _check_strings(file, values)
+    _check_characters(file, values)
     return [Text(value, str(file), number) for number, value in enumerate(values, start=1)]
 
 
@@ -106,6 +111,18 @@ def _check_strings(file: Path, values: Sequence[object]) -> None:
             + (f", and {len(wrong) - 1} more entries" if len(wrong) > 1 else ""),
             do="write every sample as one string, a dialogue as 用户：...助手：...",
         )
+
+
+def _check_characters(file: Path, values: Sequence[str]) -> None:
+    for number, value in enumerate(values, start=1):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{file}, entry {number} holds half a character (a lone surrogate)",
+                seen=f"{value[error.start]!r} at character {error.start}",
+                do="write the text again: a character such as an emoji was cut in two",
+            ) from error
 
 
 def _broken(file: Path, source: str, error: json.JSONDecodeError) -> DataError:

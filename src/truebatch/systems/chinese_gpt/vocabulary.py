@@ -127,7 +127,9 @@ class Vocab:
             saved = json.loads(read_text(file, max_bytes=MAX_BYTES))
             vocab = cls.from_dict(saved)
             is_whole = saved["hash"] == vocab.hash
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except DataError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _damaged(file, f"{type(error).__name__}: {error}") from error
         if not is_whole:
             raise _damaged(file, f"hash {vocab.hash}, the file says {saved['hash']}")

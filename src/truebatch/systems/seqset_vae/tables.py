@@ -191,7 +191,7 @@ def _set_index(path: Path, table: dict[str, NDArray[Any]], name: str) -> Ints | 
     if name not in table:
         return None
     numbers = _numbers(table[name])
-    wrong = np.flatnonzero(~np.isfinite(numbers))
+    wrong = np.flatnonzero(~(np.abs(numbers) < 2**53))  # NaN too
     if len(wrong):
         raise DataError(
             f"{path} row {int(wrong[0])}: an event without a set",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from truebatch.errors import ConfigError, DataError
-from truebatch.planning.imagesizes import MAX_PIXELS
+from truebatch.planning.imagesizes import MAX_PIXELS, opened_image
 from truebatch.textfiles import nearest, read_text
 
 Language = Literal["en", "zh"]
@@ -137,9 +137,7 @@ def decode_image(pair: Pair, *, max_pixels: int = MAX_PIXELS) -> Any:
 
     try:
         source = Path(pair.image) if pair.is_path else io.BytesIO(_raw(pair.image))
-        with Image.open(source) as opened:
-            if opened.width * opened.height > max_pixels:
-                raise ValueError(f"{opened.width} x {opened.height} pixels, more than {max_pixels:,}")
+        with opened_image(source, max_pixels=max_pixels) as opened:
             opened.load()
             return to_rgb(opened)
     except (OSError, ValueError, SyntaxError, binascii.Error, Image.DecompressionBombError) as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from truebatch.errors import ConfigError, DataError
+from truebatch.planning.imagesizes import opened_image
 from truebatch.systems.vl_reward.benchmark import to_rgb
 
 
@@ -48,12 +49,10 @@ class FolderEditor:
 
     def edit(self, image: Any, instruction: str, *, seed: int, name: str) -> Any:
         """The picture of that name, as PNG or JPEG."""
-        from PIL import Image
-
         for suffix in (".png", ".jpg", ".jpeg", ".webp"):
             path = (self.folder / name).with_suffix(suffix)
             if path.is_file():
-                with Image.open(path) as opened:
+                with opened_image(path) as opened:
                     return to_rgb(opened)
         raise DataError("there is no edited picture", seen=str(self.folder / name), do="edit it, or leave it as failed")
 

@@ -77,8 +77,12 @@ def build_messages(system: str, user: str, captions: Sequence[str]) -> list[dict
 
 def _template_fault(template: str) -> str:
     try:
-        fields = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+        parsed = [part for part in string.Formatter().parse(template) if part[1] is not None]
     except ValueError as error:
         return f"{error}; literal braces are written twice"
+    fields = [str(name) for _, name, _, _ in parsed]
+    shaped = next((name for _, name, shape, turned in parsed if shape or turned), None)
+    if shaped in VARIABLES:
+        return f"{{{shaped}}} takes no format; literal braces are written twice"
     unknown = [name for name in fields if name not in VARIABLES]
     return f"unknown variable {{{unknown[0]}}}; literal braces are written twice" if unknown else ""

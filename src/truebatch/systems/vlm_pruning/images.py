@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from truebatch.errors import DataError
+from truebatch.planning.imagesizes import opened_image
 
 Bytes = NDArray[np.uint8]
 
@@ -28,9 +29,9 @@ def _open(image: Any, sample: str) -> Image.Image:
     if isinstance(image, Image.Image):
         return image.convert("RGB")
     try:
-        with Image.open(Path(image)) as opened:
+        with opened_image(Path(image)) as opened:
             return opened.convert("RGB")
-    except (OSError, UnidentifiedImageError, TypeError, Image.DecompressionBombError) as error:
+    except (OSError, SyntaxError, ValueError, ArithmeticError, TypeError, Image.DecompressionBombError) as error:
         raise DataError(
             f"sample {sample!r} has an image that cannot be opened",
             seen=f"{str(image)[:200]!r} ({type(error).__name__}: {str(error)[:120]})",
