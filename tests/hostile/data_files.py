@@ -128,7 +128,7 @@ DATA = [
     ),
     Hostile("npy: 10^13 numbers", planned("a.npy", _npy(HUGE)), "a.npy"),
     Hostile("npy: code for a header", planned("a.npy", _npy("__import__('os').mkdir('CODE_WAS_RUN')\n")), "a.npy"),
-    Hostile("npy: a header of brackets", planned("a.npy", _npy("(" * 9000 + "\n")), "a.npy is not a .npy file"),
+    Hostile("npy: a header of brackets", planned("a.npy", _npy("(" * 2000 + "\n")), "a.npy is not a .npy file"),
     Hostile("npy: a zip in its place", planned("a.npy", _npz_bomb()), "a.npy"),
     Hostile("tokenizer: not one", planned("a.jsonl", '{"text": "a"}', "--tokenizer", "a.jsonl"), "is not a tokenizer"),
     Hostile("a kind nobody reads", planned("a.pkl", pickled()), "a.pkl is of a kind that is not read"),

@@ -13,10 +13,11 @@ from tests.hostile.making import CANARY, Hostile
 from tests.hostile.model_folders import MODELS
 from tests.hostile.run_folders import RUNS
 from tests.hostile.settings_files import SETTINGS
+from tests.hostile.system_files import SYSTEMS
 from truebatch.cli import run
 from truebatch.errors import TruebatchError, exit_code_of
 
-CASES = [*SETTINGS, *DATA, *RUNS, *MODELS]
+CASES = [*SETTINGS, *DATA, *RUNS, *MODELS, *SYSTEMS]
 _heard: list[tuple[str, tuple[object, ...]]] = []
 _listening = [False]
 
