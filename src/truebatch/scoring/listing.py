@@ -6,7 +6,7 @@ With it an export is a function of the run folder alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,20 @@ class Listed:
 
 def list_samples(source: Path | str | Iterable[Any]) -> list[Listed]:
     """The samples of a file or of Python values with their keys. Images are read for their hash, not decoded."""
-    return [_listed(index, one) for index, one in enumerate(read_asked(source))]
+    return list(iter_samples(source))
+
+
+def iter_samples(source: Path | str | Iterable[Any]) -> Iterator[Listed]:
+    """The same, one by one: a source may have no end."""
+    return (_listed(index, one) for index, one in enumerate(read_asked(source)))
+
+
+def by_key(listed: Iterable[Listed]) -> dict[str, list[Listed]]:
+    """Samples by their keys: those of equal content stand together."""
+    found: dict[str, list[Listed]] = {}
+    for one in listed:
+        found.setdefault(one.key, []).append(one)
+    return found
 
 
 def save_list(run: Path, listed: Sequence[Listed]) -> None:

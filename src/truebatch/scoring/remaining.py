@@ -35,8 +35,14 @@ class Left:
     """Samples that ended the interpreter whenever they were judged alone."""
 
 
-def find_left(batches: Batches, told: Told, *, retry: Collection[str] = (), shard: tuple[int, int] = (0, 1)) -> Left:
-    """Batches of this shard without a result, suspects first; failures of a kind in `retry` are run again."""
+def find_left(
+    batches: Batches, told: Told, *, asked: Collection[str], retry: Collection[str] = (),
+    shard: tuple[int, int] = (0, 1),
+) -> Left:  # fmt: skip
+    """Batches of this shard without a result, suspects first; failures of a kind in `retry` are run again.
+
+    Only keys in `asked` count: a sample that failed may be gone from the data by now.
+    """
     deaths = _deaths(told.suspects)
     work: list[Work] = []
     crashed: list[Outcome] = []
@@ -44,7 +50,7 @@ def find_left(batches: Batches, told: Told, *, retry: Collection[str] = (), shar
         if number % shard[1] != shard[0]:
             continue
         for keys, died in _cut(batch, deaths):
-            open_keys = tuple(key for key in keys if not _is_done(key, told, retry))
+            open_keys = tuple(key for key in keys if key in asked and not _is_done(key, told, retry))
             if open_keys and died >= DEATHS:
                 crashed.append(_crash(open_keys[0], died))
             elif open_keys:

@@ -9,8 +9,8 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -70,6 +70,8 @@ class Running:
     """Called with outcomes as soon as they are on the disk, first with those that were there before; an error ends the run."""
     engine: Engine | None = None
     """Who judges, where it is not the backends in this process: see `scoring.rayengine`."""
+    stop: StopFlag | None = None
+    """Asks the run to stop after the batches that are being judged; None: signals do."""
 
     def __post_init__(self) -> None:
         at, number = self.shard
@@ -90,6 +92,12 @@ class Finished:
     judged: int
     """Samples of this call."""
 
+    def and_then(self, other: Finished) -> Finished:
+        """What both did, one after the other; what is told is of the last."""
+        trouble = replace(self.trouble)
+        trouble.add(other.trouble)
+        return Finished(other.told, trouble, self.seconds + other.seconds, self.judged + other.judged)
+
 
 def run_samples(
     listed: Sequence[Listed], backends: Sequence[Backend], run: Path, limits: Limits, how: Running
@@ -104,21 +112,27 @@ def run_samples(
         asked = {one.key: one.asked for one in listed if one.asked is not None}
         batches = _settle(listed, asked, backends[0], run, limits, how)
         told = read_journals(run)
-        left = find_left(batches, told, retry=how.retry, shard=how.shard)
+        left = find_left(batches, told, asked=asked, retry=how.retry, shard=how.shard)
         following = _following(listed, batches, told, how)
         following.begin()
         _tell_known(listed, told, how)
         if left.crashed:
             _record(run, left.crashed, how, following)
-        with catch_signals() as stop:
+        with catch_signals() if how.stop is None else nullcontext(how.stop) as stop:
             judged, trouble = _judge_left(left.work, asked, backends, run, how, (following, stop))
-        if stop.requested is not None and judged < sum(len(work.keys) for work in left.work):
-            raise RestartError(
-                f"{stop.requested}; {judged:,} samples were judged by this call and are kept",
-                seen=str(run),
-                do="give the same command again: it goes on",
-            )
+        if judged < sum(len(work.keys) for work in left.work):
+            end_early(stop, run, judged)
     return Finished(read_journals(run), trouble, time.monotonic() - began, judged)
+
+
+def end_early(stop: StopFlag, run: Path, judged: int) -> None:
+    """Raise `RestartError` if the run was asked to stop."""
+    if stop.requested is not None:
+        raise RestartError(
+            f"{stop.requested}; {judged:,} samples were judged by this call and are kept",
+            seen=str(run),
+            do="give the same command again: it goes on",
+        )
 
 
 @contextmanager

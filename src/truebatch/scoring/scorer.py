@@ -5,9 +5,10 @@ Scorer(model, readout).score(samples, "runs/a") -> ScoreRun: scores, errors, row
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,19 @@ from truebatch.scoring.ahead import attempt
 from truebatch.scoring.backend import Asked, Backend, SampleError
 from truebatch.scoring.batching import Limits, plan_batches
 from truebatch.scoring.checking import IdentityReport, check_identity, refuse
-from truebatch.scoring.exporting import Row, Status, export, read_rows, read_status
+from truebatch.scoring.exporting import Row, Status, export, make_row, read_rows, read_status
 from truebatch.scoring.faults import Trouble, failure, judge_ready
 from truebatch.scoring.functions import FunctionBackend
 from truebatch.scoring.inprocess import model_backend
-from truebatch.scoring.listing import Listed, list_samples
+from truebatch.scoring.listing import Listed, by_key, list_samples
 from truebatch.scoring.opening import open_backend
 from truebatch.scoring.readouts import Readout
 from truebatch.scoring.records import Outcome
-from truebatch.scoring.running import Finished, Running, cost_all, run_samples
+from truebatch.scoring.running import Finished, Running, cost_all, end_early, run_samples
+from truebatch.scoring.streaming import Give, stream
+from truebatch.scoring.windows import WINDOW, end_windows, iter_windows, note_window, window_folder
 from truebatch.training.durable import damage_named, read_json, write_json
+from truebatch.training.signals import catch_signals
 
 Model = str | Path | nn.Module | Callable[..., Any] | Backend | Sequence[Backend]
 Samples = Path | str | Iterable[Any]
@@ -144,23 +148,82 @@ class Scorer:
         check: bool | float = True,
         checked: int = CHECKED,
         how: Running | None = None,
+        window: int = WINDOW,
     ) -> ScoreRun:
         """Judge all samples that have no result in the run folder yet.
 
         Interrupted, the same call goes on; another configuration is refused by the name of what differs. `check` judges
         `checked` samples alone and together first and refuses above the tolerance (or the one given); False leaves it out.
+        Samples may be a generator of any length: they are planned and judged `window` at a time, and memory holds one.
         """
-        folder = Path(run)
-        listed = list_samples(samples)
-        if not listed:
+        report, finished = self._run(samples, Path(run), (check, checked), how or Running(), window)
+        return ScoreRun(Path(run), report, finished, _reused(self.backends))
+
+    def stream(
+        self,
+        samples: Samples,
+        run: str | Path | None = None,
+        *,
+        check: bool | float = True,
+        checked: int = CHECKED,
+        how: Running | None = None,
+        window: int = WINDOW,
+    ) -> Iterator[Row]:
+        """The row of every sample as soon as it is judged, in no order; each has its `index` and `id`.
+
+        It is `score` that goes on while you read: rows of an earlier call come first, and who stops reading stops the
+        run after the batches that are being judged; the same call goes on. Without a run folder nothing is kept.
+        """
+        if run is None:
+            with tempfile.TemporaryDirectory() as place:
+                yield from self.stream(samples, place, check=check, checked=checked, how=how, window=window)
+            return
+        folder, places = Path(run), dict[str, list[Listed]]()
+
+        def work(give: Give) -> None:
+            def told(outcomes: Sequence[Outcome]) -> None:
+                give([make_row(place, one, self.limits.level) for one in outcomes for place in places.get(one.key, ())])
+
+            self._run(samples, folder, (check, checked), replace(how or Running(), told=told), window, places)
+
+        yield from stream(work)
+
+    def _run(
+        self, samples: Samples, folder: Path, checks: tuple[bool | float, int], how: Running, window: int,
+        places: dict[str, list[Listed]] | None = None,
+    ) -> tuple[IdentityReport | None, Finished]:  # fmt: skip
+        """Window after window; `places` holds the samples of the present one by their keys."""
+        report, finished, number = None, None, 0
+        with catch_signals() if how.stop is None else nullcontext(how.stop) as stop:
+            how = replace(how, stop=stop)
+            for number, listed in enumerate(iter_windows(samples, window), start=1):
+                if finished is None:
+                    report = self._refuse_unequal(folder, listed, checks)
+                else:
+                    end_early(stop, folder, finished.judged)
+                if places is not None:
+                    places.clear()
+                    places.update(by_key(listed))
+                note_window(folder, number - 1, window)
+                done = run_samples(listed, self.backends, window_folder(folder, number - 1), self.limits, how)
+                finished = done if finished is None else finished.and_then(done)
+        if finished is None:
             raise DataError("there are no samples", seen=str(samples)[:100], do="name data with at least one")
-        report = None
-        if check is not False:
-            with _survived(folder, listed, checked) as sound:
-                report = _check(self.backends[0], sound, checked, None if check is True else float(check))
-            refuse(report)
-        finished = run_samples(listed, self.backends, folder, self.limits, how or Running())
-        return ScoreRun(folder, report, finished, _reused(self.backends))
+        end_windows(folder, number, window)
+        return report, finished
+
+    def _refuse_unequal(
+        self, folder: Path, listed: Sequence[Listed], checks: tuple[bool | float, int]
+    ) -> IdentityReport | None:
+        """The report of the check before a run, which raises where batches would change answers."""
+        check, number = checks
+        folder.mkdir(parents=True, exist_ok=True)
+        if check is False:
+            return None
+        with _survived(folder, listed, number) as sound:
+            report = _check(self.backends[0], sound, number, None if check is True else float(check))
+        refuse(report)
+        return report
 
     def judge(self, samples: Samples) -> list[Outcome]:
         """Outcomes in the order of the samples, without a run folder: for few samples, and inside of other programs."""

@@ -1,0 +1,68 @@
+"""Inputs of any length: planned and judged in windows, each a run folder of its own, so that memory holds one window.
+
+run/ is the first window; run/window-000001/ and so on are the next, with a plan, a list and a journal of their own.
+Samples of equal content are judged once a window; a plan is longest first inside a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from truebatch.errors import ConfigError, RunError
+from truebatch.scoring.listing import Listed, iter_samples
+from truebatch.training.durable import read_json, write_json
+
+WINDOW = 100_000
+"""Samples of a window; what is not longer has one."""
+WINDOWS = "windows.json"
+
+
+def iter_windows(source: Path | str | Iterable[Any], size: int) -> Iterator[list[Listed]]:
+    """The samples of a source, `size` at a time, each with its place in the whole."""
+    if size < 1:
+        raise ConfigError("a window holds at least one sample", seen=f"window={size}", do="give 1 or more")
+    listed = iter_samples(source)
+    while window := list(islice(listed, size)):
+        yield window
+
+
+def window_folder(run: Path, number: int) -> Path:
+    """The run folder of a window."""
+    return run if number == 0 else run / f"window-{number:06d}"
+
+
+def window_folders(run: Path) -> list[Path]:
+    """The folders of all windows of a run, in order; a run that is not cut has one."""
+    return [window_folder(run, number) for number in range(_known(run).get("windows", 1))]
+
+
+def note_window(run: Path, number: int, size: int) -> None:
+    """Note that a window is begun. Another size would cut the samples elsewhere and lose what was done: it is refused."""
+    known = _known(run)
+    if known and known["size"] != size:
+        raise RunError(
+            f"the run {run} was cut into other windows",
+            seen=f"{known['size']:,} samples a window, now {size:,}",
+            do=f"use --window {known['size']}, or name another run folder with --out",
+        )
+    if number >= known.get("windows", 1):
+        write_json(run / WINDOWS, {"windows": number + 1, "size": size})
+
+
+def end_windows(run: Path, number: int, size: int) -> None:
+    """Note how many windows there are, when the last is judged; data may have become shorter."""
+    if _known(run).get("windows", 1) != number:
+        write_json(run / WINDOWS, {"windows": number, "size": size})
+
+
+def window_size(run: Path) -> int:
+    """Samples of a window of this run."""
+    return _known(run).get("size", WINDOW)
+
+
+def _known(run: Path) -> dict[str, int]:
+    found: dict[str, int] = read_json(run / WINDOWS) if (run / WINDOWS).is_file() else {}
+    return found
