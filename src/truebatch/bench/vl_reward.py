@@ -32,7 +32,7 @@ from truebatch.bench.commandline import command_line
 from truebatch.bench.keeping import keep_result
 from truebatch.bench.scoring_work import make_qwen
 from truebatch.bench.training_timing import peak_gib, reset_peak_memory
-from truebatch.bench.vl_reward_work import Clock, clocked, make_pairs, make_processor, turn_around
+from truebatch.bench.vl_reward_work import Clock, clocked, make_pairs, turn_around
 from truebatch.generation.settings import Generation
 from truebatch.scoring.batching import Limits, load_batches
 from truebatch.scoring.exporting import read_rows
@@ -43,6 +43,7 @@ from truebatch.systems.vl_reward.benchmark import Pair
 from truebatch.systems.vl_reward.editors import ScriptedEditor
 from truebatch.systems.vl_reward.shapes import PROMPTS
 from truebatch.systems.vl_reward.stages import SCORES, Judging, edit_all, judge_all_edits
+from truebatch.systems.vl_reward.tinyjudge import make_processor
 
 Say = Callable[[str], None]
 UNLIMITED = 10**7
