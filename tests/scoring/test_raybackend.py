@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -117,26 +116,28 @@ def cluster(monkeypatch):
     ray.shutdown()
 
 
-def kill_one(killed):
-    """SIGKILL for one actor of the pool, as soon as there is one."""
-    while not killed:
-        for process in psutil.Process().children(recursive=True):
-            if "JudgeBatches" in " ".join(process.cmdline()) and not killed:
-                process.kill()
-                killed.append(process.pid)
-        time.sleep(0.1)
+def kill_one():
+    """SIGKILL for one actor of the pool."""
+    found = [p for p in psutil.Process().children(recursive=True) if "JudgeBatches" in " ".join(p.cmdline())]
+    found[0].kill()
+    return found[0].pid
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 @pytest.mark.filterwarnings("ignore")
 def test_two_workers_of_ray_data_one_of_them_killed_make_the_export_of_one_process(cluster, tmp_path):
-    data = [{"id": f"s{n}", "user": f"{n:03d}" + "x" * (n % 9)} for n in range(120)]
+    data = [{"id": f"s{n}", "user": f"{n:03d}", "options": {"seconds": 0.2}} for n in range(120)]
     run_samples(list_samples(data), [ScriptedBackend()], tmp_path / "one", LIMITS, Running())
-    engine = ray_engine(ScoreCall(model="scripted", workers=2, timeout=120))
+    engine = ray_engine(ScoreCall(model="scripted", workers=2, timeout=600))
     killed = []
-    threading.Thread(target=kill_one, args=(killed,), daemon=True).start()
-    run_samples(list_samples(data), [engine.backend], tmp_path / "pool", LIMITS, Running(engine=engine))
+
+    def watch(progress):
+        if progress.done and not killed:
+            killed.append(kill_one())
+
+    how = Running(engine=engine, watch=watch)
+    run_samples(list_samples(data), [engine.backend], tmp_path / "pool", LIMITS, how)
     assert killed
     assert exported(tmp_path / "pool") == exported(tmp_path / "one")
     data += [{"user": "bad", "options": {"fail": "exit"}}]
@@ -146,7 +147,7 @@ def test_two_workers_of_ray_data_one_of_them_killed_make_the_export_of_one_proce
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.filterwarnings("ignore")
 def test_an_actor_that_is_killed_is_replaced(cluster):
     backend = RayBackend(CALL)

@@ -1,6 +1,7 @@
 """A backend that plays a part written beforehand: for tests of everything around a model, and to try a pipeline out.
 
-A sample's `options` say how it behaves: {"score": 0.5}, {"fail": "raise" | "exit" | "nan" | "too_long" | "memory"}
+A sample's `options` say how it behaves: {"score": 0.5}, {"seconds": 0.1},
+{"fail": "raise" | "exit" | "nan" | "too_long" | "memory" | "hang"}
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class ScriptedBackend:
 
 def _play(sample: Asked) -> Answer | SampleError:
     way = sample.options.get("fail")
+    time.sleep(float(sample.options.get("seconds", 0.0)))
     if way == "exit":
         os._exit(EXIT_CODE)
     if way == "raise":
