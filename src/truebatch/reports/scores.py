@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -21,6 +22,7 @@ from truebatch.scoring.keys import sample_key
 from truebatch.scoring.listing import load_list
 from truebatch.scoring.manifest import CALL, MANIFEST, read_manifest
 from truebatch.scoring.reading import read_asked
+from truebatch.scoring.windows import window_folders
 from truebatch.training.durable import read_json
 
 SHOWN, SHOWN_FAILED = 30, 9
@@ -35,12 +37,12 @@ class Scored:
     name: str
     run: Path
     status: Status
-    rows: Sequence[Row]
-
-    @property
-    def scores(self) -> list[float]:
-        """Those there are."""
-        return [row["score"] for row in self.rows if row["score"] is not None]
+    scores: Sequence[float]
+    """Those there are, in the order of the samples."""
+    first_failed: Mapping[str, Row]
+    """By stage/kind."""
+    shown: Sequence[Row]
+    """For the gallery."""
 
 
 def is_scoring_run(folder: Path) -> bool:
@@ -57,8 +59,22 @@ def stages_of(folder: Path) -> list[Path]:
 
 
 def read_scored(run: Path, name: str | None = None) -> Scored:
-    """Everything a report needs of one run."""
-    return Scored(name or run.name, run, read_status(run), list(read_rows(run)))
+    """Everything a report needs of one run; of its rows no more than are shown are held."""
+    scores, places, other, failed = array("d"), array("q"), array("q"), array("q")
+    first_failed: dict[str, Row] = {}
+    for row in read_rows(run):
+        if row["status"] == "failed":
+            first_failed.setdefault(f"{row['stage']}/{row['kind']}", row)
+            failed.append(row["index"])
+        elif row["score"] is not None:
+            scores.append(row["score"])
+            places.append(row["index"])
+        elif row["status"] == "ok":
+            other.append(row["index"])
+    wanted = choose_shown(scores, places) or other[:SHOWN].tolist()
+    wanted = [*failed[:SHOWN_FAILED], *wanted]
+    rows = {row["index"]: row for row in read_rows(run) if row["index"] in set(wanted)} if wanted else {}
+    return Scored(name or run.name, run, read_status(run), scores, first_failed, [rows[index] for index in wanted])
 
 
 def scoring_sections(scored: Scored) -> Iterator[Section]:
@@ -109,10 +125,7 @@ def _status_row(scored: Scored) -> tuple[str, ...]:
 
 def failures_table(scored: Scored) -> Table:
     """What went wrong: how often, and the first sample it happened to."""
-    first: dict[str, Row] = {}
-    for row in scored.rows:
-        if row["status"] == "failed":
-            first.setdefault(f"{row['stage']}/{row['kind']}", row)
+    first = scored.first_failed
     rows = [
         (kind, f"{number:,}", str(first[kind]["id"]), str(first[kind]["message"])[:200])
         for kind, number in sorted(scored.status.kinds.items(), key=lambda item: -item[1])
@@ -135,23 +148,22 @@ def _spread(scores: Sequence[float]) -> tuple[str, ...]:
 
 
 def _gallery(scored: Scored) -> Iterator[Section]:
-    chosen = choose_shown(scored.rows)
-    if not chosen:
+    if not scored.shown:
         return
-    asked = _asked_of(scored.run, chosen)
-    cards = [make_card(_exhibit(row, asked.get(row["index"]))) for row in chosen]
-    words = [f"{len(cards)} of {len(scored.rows):,} samples: failures first, then from the lowest score to the highest"]
+    asked = _asked_of(scored.run, scored.shown)
+    cards = [make_card(_exhibit(row, asked.get(row["index"]))) for row in scored.shown]
+    words = [
+        f"{len(cards)} of {scored.status.samples:,} samples: failures first, then from the lowest score to the highest"
+    ]
     yield Section(title="Gallery", words=words, cards=cards)
 
 
-def choose_shown(rows: Sequence[Row]) -> list[Row]:
-    """A few failures, then samples at equal distances from the lowest score to the highest; without scores as they come."""
-    bad = [row for row in rows if row["status"] == "failed"][:SHOWN_FAILED]
-    good = [row for row in rows if row["status"] == "ok"]
-    good.sort(key=lambda row: (row["score"] is None, row["score"] or 0.0, row["index"]))
-    if len(good) > SHOWN:
-        good = [good[at * (len(good) - 1) // (SHOWN - 1)] for at in range(SHOWN)]
-    return bad + good
+def choose_shown(scores: Sequence[float], places: Sequence[int]) -> list[int]:
+    """The places of samples at equal distances from the lowest score to the highest."""
+    order = sorted(range(len(scores)), key=lambda at: (scores[at], places[at]))
+    if len(order) > SHOWN:
+        order = [order[at * (len(order) - 1) // (SHOWN - 1)] for at in range(SHOWN)]
+    return [places[at] for at in order]
 
 
 def _exhibit(row: Row, asked: Asked | None) -> Exhibit:
@@ -186,8 +198,8 @@ def _asked_of(run: Path, rows: Sequence[Row]) -> dict[int, Asked]:
     file = Path(str(read_json(run / CALL)["data"])) if (run / CALL).is_file() else None
     if file is None or not file.is_file():
         return {}
-    keys = {one.index: one.key for one in load_list(run)}
     wanted = {row["index"] for row in rows}
+    keys = {x.index: x.key for folder in window_folders(run) for x in load_list(folder) if x.index in wanted}
     last = max(wanted)
     found = {}
     for index, asked in enumerate(islice(read_asked(file), last + 1)):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from truebatch.errors import ConfigError, DataError
+from truebatch.notebook import html_table
 from truebatch.scoring.batching import load_batches
 from truebatch.scoring.journal import Told, read_journals
 from truebatch.scoring.listing import Listed, load_list
@@ -61,6 +62,9 @@ class Status:
     """Batches in which a worker died, not yet judged again."""
     disagreements: tuple[str, ...]
     """Keys with two different results under one configuration: this must not be."""
+
+    def _repr_html_(self) -> str:
+        return html_table([(name, getattr(self, name)) for name in self.__dataclass_fields__])
 
 
 def read_rows(run: Path) -> Iterator[Row]:

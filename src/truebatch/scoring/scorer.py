@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from truebatch.errors import ConfigError, DataError
+from truebatch.notebook import html_table
 from truebatch.scoring.ahead import attempt
 from truebatch.scoring.backend import Asked, Backend, SampleError
 from truebatch.scoring.batching import Limits, plan_batches
@@ -40,6 +42,8 @@ Samples = Path | str | Iterable[Any]
 Ask = Callable[[Any, Any, dict[str, Any]], Any]
 """(prompt, completion, the other columns of the row) -> a sample: a dict, messages, or `Asked`."""
 CHECK = "check.json"
+SHOWN = 20
+"""Rows that a notebook shows."""
 CHECKED = 8
 """Samples that are judged alone and together before a run."""
 
@@ -100,6 +104,13 @@ class ScoreRun:
     def export(self, file: str | Path) -> int:
         """Write all rows as .jsonl, .csv or .parquet."""
         return export(self.folder, Path(file))
+
+    def _repr_html_(self) -> str:
+        names = ("index", "id", "status", "score", "kind", "message")
+        rows = [tuple(row[name] for name in names) for row in islice(self.rows(), SHOWN)]
+        told = self.status
+        title = f"{told.samples:,} samples: {told.ok:,} done, {told.failed:,} failed, {told.pending:,} pending"
+        return html_table(rows, header=names, title=title)
 
 
 class Scorer:

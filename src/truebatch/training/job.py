@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from truebatch.notebook import html_table
 from truebatch.planning.measured import Measured
 from truebatch.training.law import Coupling
 from truebatch.training.metrics import MetricsLog
@@ -40,6 +41,15 @@ class TrainResult:
     def exit_code(self) -> int:
         """0 when done; 1 when a check stopped the run; 75 when interrupted and a second start goes on."""
         return exit_code_of_end(self.why)
+
+    def _repr_html_(self) -> str:
+        shown = [record for record in self.records if "loss" in record]
+        step = max(1, len(shown) // 10)
+        rows = [
+            (r["step"], r["loss"], r.get("tokens", ""), r.get("seconds", "")) for r in [*shown[:-1:step], *shown[-1:]]
+        ]
+        title = f"after step {self.step}: {self.why}"
+        return html_table(rows, header=("step", "loss", "tokens", "seconds"), title=title)
 
 
 def exit_code_of_end(why: str) -> int:

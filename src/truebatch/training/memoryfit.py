@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from truebatch.errors import DataError
+from truebatch.notebook import html_table
 from truebatch.training.durable import read_json, write_json
 
 Floats = NDArray[np.float64]
@@ -89,6 +90,13 @@ class MemoryFit:
     def fingerprint(self) -> str:
         """Changes when a fact does."""
         return hashlib.blake2b(json.dumps(dict(self.facts), sort_keys=True).encode(), digest_size=16).hexdigest()
+
+    def _repr_html_(self) -> str:
+        header = ("cells", "pairs", "samples", "bytes measured", "off by")
+        points = zip(self.points, self.residuals, strict=True)
+        rows = [(p.cells, p.pairs, p.samples, p.num_bytes, f"{error:+.1%}") for p, error in points]
+        title = f"{self.fixed:,.0f} bytes, {self.per_cell:,.1f} a cell, {self.per_pair:,.2f} a pair, +-{self.uncertainty:.1%}"
+        return html_table(rows, header=header, title=title)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, with the residuals and the fingerprint beside."""
