@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +19,15 @@ from truebatch.systems.vlm_pruning.fullsize import clip_processor, llava_7b, ran
 from truebatch.systems.vlm_pruning.measuring import measure_tokens
 from truebatch.systems.vlm_pruning.model import Pass, PrunedVLM
 from truebatch.systems.vlm_pruning.objective import PruningObjective
+from truebatch.systems.vlm_pruning.optimisers import PruningTrain, pruning_groups
 from truebatch.systems.vlm_pruning.settings import BackboneSettings, MethodSettings, MllmSettings
 from truebatch.systems.vlm_pruning.stream import Stream
-from truebatch.systems.vlm_pruning.system import PruningTrain, make_groups
 from truebatch.systems.vlm_pruning.tiny import IMAGE, tiny_config
 from truebatch.systems.vlm_pruning.vision import ImageReader
 from truebatch.tensors.loader import LoadedStep, LoaderConfig, load_steps
 from truebatch.tensors.noise import name_purposes
-from truebatch.training.optimising import make_groups as checked_groups
-from truebatch.training.step import Engine
+from truebatch.training.optimising import make_groups
+from truebatch.training.step import Engine, apply_update, step_counts, take_gradients
 
 TINY_METHOD = MethodSettings(
     pruning_layers=(1, 3),
@@ -39,6 +39,8 @@ TINY_METHOD = MethodSettings(
     target_sparsity=0.6,
 )
 LARGE_METHOD = MethodSettings(use_token_num_target=False, target_sparsity=0.7)
+Before = Callable[[Any], None]
+"""What is done to the samples of a micro-batch inside a step, before the model sees it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,14 +54,14 @@ class Work:
     lengths: Any
 
 
-def make_work(device: torch.device, *, is_large: bool, number: int, even: int | None = None) -> Work:
-    """Build the model in bf16 on a card (fp32 on a CPU); `even` gives every question so many words."""
+def make_work(device: torch.device, *, is_large: bool, number: int) -> Work:
+    """Build the model in bf16 on a card (fp32 on a CPU)."""
     config = llava_7b() if is_large else tiny_config("tiny-llava")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     backbone = random_llava(config, device, dtype)
     encoder = encoder_for(config)
     model = PrunedVLM(backbone, encoder.family, LARGE_METHOD if is_large else TINY_METHOD).to(device)
-    samples = make_samples(number, even=even)
+    samples = make_samples(number)
     return Work(model, engine_of(model, device), encoder, samples, measure_tokens(encoder, samples))
 
 
@@ -74,21 +76,26 @@ def encoder_for(config: Any) -> Encoder:
 
 def engine_of(model: PrunedVLM, device: torch.device) -> Engine:
     """The training room's own step: two optimisers, bf16 autocast on a card."""
-
-    class _Settings:
-        train = PruningTrain()
-        method_settings = model.method
-
     name_purposes(model)
     model.train()
     is_card = device.type == "cuda"
     return Engine(
         model=model,
         objective=PruningObjective(method=model.method),
-        groups=checked_groups(make_groups(_Settings, model), model),
+        groups=make_groups(pruning_groups(model, PruningTrain()), model),
         device=device,
         autocast=lambda: torch.autocast(device.type, torch.bfloat16, enabled=is_card),
     )
+
+
+def run_steps(engine: Engine, steps: Any, before: Before | None = None) -> None:
+    """The training room's own step: gradients of all micro-batches, then the updates."""
+    for step in steps:
+        if before is not None:
+            for batch in step.batches:
+                before(batch)
+        counts = step_counts(step.batches, engine.objective, step.counts, device=engine.device)
+        apply_update(engine, take_gradients(engine, step.batches, counts, epoch=0))
 
 
 class TwoWholeForwards(PrunedVLM):
@@ -99,8 +106,31 @@ class TwoWholeForwards(PrunedVLM):
         return super().unpruned(stream, wanted=wanted)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class NoteImages:
+    """What the note's step does to images: all of them through transformers' processor, then one by one again.
+
+    The second time is for the place of the answer, which it finds by preprocessing each sample once more.
+    """
+
+    work: Work
+    processor: Any
+
+    def __call__(self, batch: Any) -> None:
+        images = [self.work.samples[int(at)]["image"] for at in batch.sample_ids]
+        pixels = self.processor(images, return_tensors="pt")["pixel_values"]
+        pixels.to(self.work.engine.device)
+        for image in images:
+            self.processor([image], return_tensors="pt")
+
+
+def note_images(work: Work) -> NoteImages:
+    """The note's preprocessing for the samples of some work."""
+    return NoteImages(work, clip_processor(work.encoder.images.config.vision_config.image_size))
+
+
 def make_samples(number: int, *, even: int | None = None) -> list[dict[str, Any]]:
-    """Photographs' sizes of noise, and questions of log-normal lengths around thirty words."""
+    """Photographs' sizes of noise, and questions of log-normal lengths around thirty words, or of `even` words each."""
     draw = np.random.default_rng(0)
     pixels = draw.integers(0, 256, (480, 640, 3), dtype=np.uint8)
     words = np.clip(draw.lognormal(3.2, 0.6, number).round(), 3, 120).astype(int)
@@ -122,16 +152,16 @@ def planned_steps(work: Work, *, samples: int | None, cells: int | None, per_ste
     return load_steps(plan, dataset, encoded_fields(work.encoder.family), config=loading)
 
 
-def collected(steps: Any) -> list[LoadedStep]:
-    """All steps, made before anything is timed."""
-    return list(steps)
+def widest_and_narrowest(steps: Sequence[LoadedStep]) -> list[LoadedStep]:
+    """The micro-batches with most and fewest cells, each as a step: run once before anything is timed."""
+    batches = sorted((b for step in steps for b in step.batches), key=lambda b: b.segments.num_cells)
+    return [LoadedStep(0, (batch,), {}) for batch in (batches[-1], batches[0])]
 
 
 def preprocessing_seconds(work: Work, number: int) -> dict[str, float]:
     """CPU seconds a sample: ours to bytes, and transformers' own image processor to floats."""
     ours = _seconds(work.encoder.encode, work.samples[:number])
-    side = work.encoder.images.config.vision_config.image_size
-    made = clip_processor(side)
+    made = note_images(work).processor
     theirs = _seconds(lambda sample: made([sample["image"]], return_tensors="np"), work.samples[:number])
     return {"ours": ours, "transformers": theirs}
 

@@ -21,11 +21,11 @@ def test_a_dry_run_measures_every_row_and_writes_them(tmp_path):
     torch.set_num_threads(threads)
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["ratios"] == pytest.approx(result["ratios"])
-    assert len(written["rows"]) == 8
+    assert len(written["rows"]) == 12
     assert not written["left_out"]
     assert set(written["generation"]) == {"origin", "hard"}
     assert written["generation"]["hard"]["cache_bytes"] < written["generation"]["origin"]["cache_bytes"]
-    assert written["ratios"] == ratios(written["rows"])
+    assert written["ratios"].items() >= ratios(written["rows"]).items()
 
 
 @pytest.mark.parametrize("number", [1, 4])

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from truebatch.hf.finetuning.models import without_chatter
 from truebatch.hf.inputs import inner_model
+from truebatch.systems.vlm_pruning.optimisers import PruningTrain
 from truebatch.systems.vlm_pruning.patches import CLIP_MEAN, CLIP_STD
 from truebatch.systems.vlm_pruning.settings import BackboneSettings, DatasetSettings, MethodSettings
 from truebatch.systems.vlm_pruning.shapes import COLOURS, EDGES, SHAPES, Scene, draw_scene, edge_of, make_scene
-from truebatch.systems.vlm_pruning.system import VLM_PRUNING, PruningTrain
+from truebatch.systems.vlm_pruning.system import VLM_PRUNING
 from truebatch.systems.vlm_pruning.tiny import tiny_model, tiny_tokenizer
 from truebatch.training.starting import MODEL, Start, settings_type, train_system
 

@@ -16,6 +16,8 @@ from truebatch.errors import ConfigError
 from truebatch.systems.vlm_pruning.settings import AUTO, MllmSettings
 
 RESAMPLE = Image.Resampling.LANCZOS
+_GAP = 3.0
+"""An image many times larger is first reduced by whole factors, to no less than so many times its new size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -39,7 +41,8 @@ def resize_image(image: Image.Image, settings: MllmSettings, rule: SizeRule) -> 
     if side is None:
         return shrunk
     rows, columns = _grid(shrunk, side, rule.unit, keeps_aspect=settings.image_aspect == "keep")
-    return shrunk.resize((columns * rule.unit, rows * rule.unit), RESAMPLE)
+    size = (columns * rule.unit, rows * rule.unit)
+    return shrunk.resize(size, RESAMPLE, reducing_gap=_GAP)
 
 
 def shrink_image(image: Image.Image, longest: int | None) -> Image.Image:

@@ -123,7 +123,7 @@ def run_layer(layer: nn.Module, hidden: Tensor, given: LayerInputs, *, recompute
     """One decoder layer; with `recompute` its activations are computed again in backward."""
 
     def call(states: Tensor, bias: Tensor | None) -> Tensor:
-        with _kernels_for(bias):
+        with _kernels_for(states, bias):
             out = layer(
                 states, attention_mask=bias, position_embeddings=given.rotary, position_ids=None,
                 past_key_values=given.cache, use_cache=given.cache is not None,
@@ -141,11 +141,12 @@ def run_layer(layer: nn.Module, hidden: Tensor, given: LayerInputs, *, recompute
     return after if given.deepstack is None else after + given.deepstack
 
 
-def _kernels_for(bias: Tensor | None) -> AbstractContextManager[Any]:
-    """On a card only some kernels have a gradient for the bias, and it is asked for here."""
-    if bias is None or not bias.is_cuda or not bias.requires_grad:
+def _kernels_for(states: Tensor, bias: Tensor | None) -> AbstractContextManager[Any]:
+    """On a card: kernels that need no plan for every new shape, and that have a gradient for the bias."""
+    if not states.is_cuda:
         return nullcontext()
-    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    plain = [] if bias is not None else [SDPBackend.FLASH_ATTENTION]
+    return sdpa_kernel([*plain, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def final_norm(backbone: nn.Module, hidden: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,33 +25,15 @@ from truebatch.systems.vlm_pruning.encoding import EncodedSamples, encoded_field
 from truebatch.systems.vlm_pruning.evaluation import evaluate
 from truebatch.systems.vlm_pruning.measuring import fixed_image_tokens, measure_tokens
 from truebatch.systems.vlm_pruning.model import PrunedVLM
-from truebatch.systems.vlm_pruning.objective import (
-    ADVERSARIAL,
-    DISCRIMINATOR,
-    DISTILLATION,
-    TASK,
-    PruningObjective,
-)
+from truebatch.systems.vlm_pruning.objective import PruningObjective
+from truebatch.systems.vlm_pruning.optimisers import PruningTrain, pruning_groups
 from truebatch.systems.vlm_pruning.settings import PruningConfig
 from truebatch.systems.vlm_pruning.showing import show
 from truebatch.training.loop import default_group
 from truebatch.training.optimising import Group
-from truebatch.training.schedules import Shape
-from truebatch.training.settings import TrainConfig
 from truebatch.training.tensorfiles import write_tensors
 
 WEIGHTS, ABOUT = "pruning.safetensors", "pruning.json"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PruningTrain(TrainConfig):
-    """Settings of a training run, with the defaults of vlm_pruning."""
-
-    samples_per_step: int | None = 10
-    learning_rate: float = 1e-4
-    """Of the pruner heads; the discriminator and the merger have their own."""
-    schedule: Shape = "cosine"
-    min_learning_rate: float = 1e-6
 
 
 def _samples(config: Any, split: Any) -> EncodedSamples | None:
@@ -86,36 +68,11 @@ def build_model(config: Any) -> PrunedVLM:
 
 
 def make_groups(config: Any, model: nn.Module) -> Sequence[Group]:
-    """An optimiser each for pruners, merger and discriminator; all gradients are taken before any of them updates."""
+    """One optimiser for a backbone that learns; else one each for pruners, merger and discriminator."""
     assert isinstance(model, PrunedVLM)
     if model.method.stage == "backbone":
         return [default_group(model, config.train)]
-    schedule, clip = config.train.lr_schedule(), config.train.max_grad_norm
-    terms = PruningObjective(method=model.method).terms
-    parts: dict[str, tuple[nn.Module | None, float, tuple[str, ...]]] = {
-        "layer_pruners": (model.pruners, config.train.learning_rate, tuple(t for t in terms if t != DISCRIMINATOR)),
-        "token_merger": (
-            model.merger,
-            model.method.merger_learning_rate,
-            tuple(t for t in terms if t in (TASK, ADVERSARIAL, DISTILLATION)),
-        ),
-        "discriminator": (model.discriminator, model.method.disc_learning_rate, (DISCRIMINATOR,)),
-    }
-    groups = {
-        name: Group(
-            name=name, optimiser=_optimiser(part, rate, config), terms=follows, max_grad_norm=clip, schedule=schedule
-        )
-        for name, (part, rate, follows) in parts.items()
-        if part is not None
-    }
-    if "discriminator" in groups:
-        model.judges_optimiser = groups["discriminator"].optimiser
-    return list(groups.values())
-
-
-def _optimiser(part: nn.Module, rate: float, config: Any) -> torch.optim.Optimizer:
-    learned = [p for p in part.parameters() if p.requires_grad]
-    return torch.optim.AdamW(learned, lr=rate, weight_decay=config.train.weight_decay)
+    return pruning_groups(model, config.train)
 
 
 def num_steps(config: Any, num_samples: int) -> int:
