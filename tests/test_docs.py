@@ -19,7 +19,7 @@ ENGLISH = [file.with_name(file.name.replace(".zh-CN", "")) for file in CHINESE]
 MADE = {"benchmarks.md", "census.md", "config.md", "lab.md", "notes.md"}
 """Tables written by commands, and the lab book: in English only."""
 PAGES = [*sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("*.md"))]
-FIGURE = re.compile(r"([\d,.]*\d)[^\d|<]*<!-- (\w+\.json) ([^>]+?)(?: x([\de.-]+))? -->")
+FIGURE = re.compile(r"(\d[\d,.]*(?:e-\d+)?)(?<![,.])[^\d|<]*<!-- (\w+\.json) ([^>]+?)(?: x([\de.-]+))? -->")
 """A number and, in a comment behind it, where it is kept: `1,000 <!-- reliability.json sweeps/random kills/trials -->`."""
 
 
@@ -67,14 +67,17 @@ def test_links_lead_somewhere(page):
     assert [link for link in links if not link.startswith("http") and not (page.parent / link).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_files_that_are_named_exist(page):
+    named = re.findall(r"`((?:tests|src|docs|benchmarks)/[\w/.-]+\.\w+)`", text_of(page))
+    assert [name for name in named if not (ROOT / name.replace("NAME", "chinese_gpt")).exists()] == []
+
+
 def kept(name: str, path: str) -> float:
     """A value of a kept result: names and positions with `/` between them; `#` counts the entries."""
     found: Any = json.loads((DOCS / "results" / name).read_text(encoding="utf-8"))
     for part in path.split("/"):
-        if part == "#":
-            found = len(found)
-        else:
-            found = found[int(part) if isinstance(found, list) else part]
+        found = len(found) if part == "#" else found[int(part) if isinstance(found, list) else part]
     return float(found)
 
 
@@ -82,12 +85,13 @@ def kept(name: str, path: str) -> float:
 def test_figures_are_those_of_the_kept_results(page):
     wrong = []
     for shown, name, path, factor in FIGURE.findall(text_of(page)):
-        digits = len(shown.partition(".")[2])
-        value = round(kept(name, path) * float(factor or 1), digits)
-        if value != float(shown.replace(",", "")):
-            wrong.append(f"{shown} is {value} in {name} {path}")
+        value = kept(name, path) * float(factor or 1)
+        mantissa = shown.partition("e")[0]
+        kind = f"{len(mantissa.partition('.')[2])}{'e' if 'e' in shown else 'f'}"
+        if f"{value:,.{kind}}".replace(",", "") != shown.replace(",", ""):
+            wrong.append(f"{shown} is {value:,.{kind}} in {name} {path}")
     assert wrong == []
-    assert len(FIGURE.findall(text_of(page))) == text_of(page).count(".json ")  # none escapes the pattern
+    assert len(FIGURE.findall(text_of(page))) == len(re.findall(r"<!-- \w+\.json ", text_of(page)))  # none escapes
 
 
 def test_sphinx_builds_the_pages_without_a_warning(tmp_path):

@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 import typer
 
+from truebatch import cli, errors
 from truebatch.cli import app, run
+from truebatch.hf.samples import make_samples
+from truebatch.hf.tiny import tiny_model
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -31,6 +34,7 @@ def blocks(file: Path, language: str) -> list[str]:
 def commands(file: Path) -> list[str]:
     """Lines of the shell blocks."""
     lines = [line.partition(" #")[0].strip() for block in blocks(file, "sh") for line in block.splitlines()]
+    lines = [re.sub(r"^torchrun .* -m truebatch ", "truebatch ", line) for line in lines]
     return [line for line in lines if line.startswith("truebatch ")]
 
 
@@ -58,7 +62,7 @@ def leaf_of(words: list[str]) -> tuple[Any, list[str]]:
 def test_a_command_is_understood_with_all_its_options(line):
     """Nothing is run: every word finds its place, or the parser would refuse it."""
     command, words = leaf_of(shlex.split(line)[1:])
-    if "--help" in words or not words and hasattr(command, "commands"):
+    if "--help" in words or (not words and hasattr(command, "commands")):
         return
     command.make_context(line, words).close()
 
@@ -70,6 +74,19 @@ def test_a_command_that_is_mentioned_exists_with_its_options(line):
     known = {name for one in command.params for name in (*one.opts, *one.secondary_opts)} | {"--help"}
     assert command is not TREE or words[0] in known
     assert {word for word in rest if word.startswith("--")} <= known
+
+
+@pytest.mark.slow  # two processes that import torch
+@pytest.mark.parametrize("page", [page for page in ENGLISH if "torchrun --nproc-per-node 2 " in page.read_text()])
+def test_files_for_torchrun_run_in_two_processes(page, tmp_path):
+    for code in blocks(page, "python"):
+        if named := OWN_FILE.match(code):
+            (tmp_path / named[1]).write_text(code, encoding="utf-8")
+    for line in re.findall(r"^torchrun (--nproc-per-node 2 .*)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+        command = [sys.executable, "-m", "torch.distributed.run", *shlex.split(line)]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        assert "2 steps, loss" in done.stdout
 
 
 @pytest.mark.parametrize("line", WITH_SETTINGS)
@@ -90,27 +107,53 @@ def test_starting_files_are_written(line, tmp_path, monkeypatch):
     assert any(tmp_path.rglob("*.py"))
 
 
-def in_process(code: str, folder: Path) -> str:
-    (folder / "task.py").write_text(code, encoding="utf-8")
-    done = subprocess.run([sys.executable, "task.py"], cwd=folder, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_the_guide_is_one_file_that_runs_and_its_commands_train_it(tmp_path, monkeypatch, capsys):
     guide = DOCS / "batchable.md"
-    told = in_process("\n\n".join(blocks(guide, "python")), tmp_path)
+    code = "\n\n".join(blocks(guide, "python"))
+    exec(compile(code, str(guide), "exec"), {"__name__": "__main__"})
+    told = capsys.readouterr().out
     assert told.startswith("BROKEN")
     assert "= right padded" in told
     assert "x packed" in told
     monkeypatch.chdir(tmp_path)
+    Path("task.py").write_text(code, encoding="utf-8")
     for line in (line for line in commands(guide) if TASK in line or "runs/tagger" in line):
         assert run(shlex.split(line)[1:]) == 0, capsys.readouterr().err
     assert (tmp_path / "runs/tagger/report.html").exists()
 
 
+def yours(page: Path) -> dict[str, Any]:
+    """What a page calls yours."""
+    if page.name != "migration.md":
+        return {}
+    pytest.importorskip("lightning")
+    sft = pytest.importorskip("tests.adapters.test_sft", exc_type=ImportError)
+    model = tiny_model("llama")
+    dataset = make_samples(model, [3, 9, 4, 7, 5, 12, 6])
+    return {"model": model, "dataset": dataset, "tokenizer": sft.tokenizer(), "pairs": sft.pairs(6)}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("page", [p for p in ENGLISH if RUN_HERE[p] and p.name != "batchable.md"], ids=lambda p: p.name)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = "\n\n".join(RUN_HERE[page])
-    exec(compile(code, str(page), "exec"), {"__name__": "__main__"})
+    exec(compile(code, str(page), "exec"), {"__name__": "__main__", **yours(page)})
+
+
+def test_the_codes_and_kinds_of_failure_are_those_of_the_program(capsys):
+    text = (DOCS / "codes.md").read_text(encoding="utf-8")
+    classes = {n: c for n, c in vars(errors).items() if isinstance(c, type) and issubclass(c, errors.TruebatchError)}
+    del classes["TruebatchError"]
+    codes = {name: str(errors.exit_code_of(kind("", seen="", do=""))) for name, kind in classes.items()}
+    assert dict(re.findall(r"^\| `(\w+Error)` \|.*\| (\d+) \|$", text, re.MULTILINE)) == codes
+    told = set(re.findall(r"^\| (\d+) \|", text, re.MULTILINE))
+    assert told == set(re.findall(r"\b(\d+) [a-z]", cli.__doc__ or ""))
+    files = [file.read_text(encoding="utf-8") for file in (ROOT / "src/truebatch/scoring").glob("*.py")]
+    made = {kind for file in files for kind in re.findall(r'SampleError\(\s*"\w+", "(\w+)"', file)}
+    listed = set(re.findall(r"`(\w+)`", text.partition("| stage | kinds |")[2].partition("\n\n")[0]))
+    assert made <= listed
+    assert all(any(f'"{kind}"' in file for file in files) for kind in listed)
+    message = re.search(r"```text\n(.*?  seen: (.*?)\n.*?)```", text, re.DOTALL)
+    assert run(shlex.split(message[2])[1:]) == 2
+    assert capsys.readouterr().err == message[1]
