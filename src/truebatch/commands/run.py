@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from truebatch.commands.vl_reward import export_benchmark, is_benchmark_run, retry_benchmark, stage_folders
+from truebatch.errors import ConfigError
+from truebatch.language.saying import say
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 run_app = typer.Typer(
     help="Look at a scoring run, export it, retry its failures.", no_args_is_help=True, rich_markup_mode=None
 )
 
-Folder = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a scoring run, such as runs/score-pairs.")]
+Folder = Annotated[
+    Path, typer.Argument(metavar="RUN", help="The folder of a scoring run, such as runs/score-pairs, or of vl_reward.")
+]
 
 
 @run_app.callback()
@@ -38,9 +43,12 @@ def show_status(
     from truebatch.commands.score import tell
     from truebatch.scoring.exporting import read_status
 
-    status = read_status(run)
-    code = tell(status, run, as_json=as_json)
-    return 1 if status.disagreements else code
+    codes = []
+    for folder in stage_folders(run) if is_benchmark_run(run) else [run]:
+        status = read_status(folder)
+        code = tell(status, folder, as_json=as_json)
+        codes.append(1 if status.disagreements else code)
+    return 1 if 1 in codes else max(codes, default=0)
 
 
 @run_app.command("export", short_help="All rows of a run as .jsonl, .csv or .parquet.")
@@ -56,7 +64,8 @@ def show_export(
     """
     from truebatch.scoring.exporting import export
 
-    sys.stdout.write(f"{export(run, to):,} rows written to {to}\n")
+    rows = export_benchmark(run, to) if is_benchmark_run(run) else export(run, to)
+    say(f"{rows:,} rows written to {to}")
     return 0
 
 
@@ -84,8 +93,16 @@ def show_retry(
     from truebatch.commands.score import run_call
     from truebatch.scoring.calling import load_call
 
+    kinds = [name.rpartition("/")[2] for name in kind]
+    if is_benchmark_run(run):
+        if cells is not None or as_json:
+            raise ConfigError(
+                "a benchmark is run again as it was",
+                seen="--cells or --json",
+                do="leave them away: it has its settings",
+            )
+        return retry_benchmark(run, kinds)
     call = load_call(run)
     if cells is not None:
         call = replace(call, limits={**call.limits, "cells": cells})
-    kinds = [name.rpartition("/")[2] for name in kind]
     return run_call(call, run, shard=(0, 1), retry=kinds, checked=0, as_json=as_json)

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from truebatch.errors import RunError
 from truebatch.language.saying import say
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
+    from truebatch.systems.vl_reward.running import Report
     from truebatch.systems.vl_reward.settings import RewardConfig
-    from truebatch.systems.vl_reward.statistics import Row
 
 CHECK_FAILED = 1
 vl_reward_app = typer.Typer(help="The edit-then-judge benchmark.", no_args_is_help=True, rich_markup_mode=None)
@@ -34,10 +33,14 @@ def _load(config: Path | None, set_: list[str] | None) -> RewardConfig:
 
 def run_reward(config: Path | None, set_: list[str] | None) -> int:
     """Edit, judge, report; what `truebatch score vl_reward` and `truebatch vl_reward run` do."""
-    from truebatch.systems.vl_reward.reporting import markdown
     from truebatch.systems.vl_reward.running import run_benchmark
 
-    report = run_benchmark(_load(config, set_), say=_say)
+    return _tell_report(run_benchmark(_load(config, set_), say=_say))
+
+
+def _tell_report(report: Report) -> int:
+    from truebatch.systems.vl_reward.reporting import markdown
+
     say("\n" + markdown(report.summary))
     for file in report.files:
         _say(f"wrote {file}")
@@ -84,16 +87,20 @@ def show_compare(
 ) -> int:
     """Compare the scores of two runs by sample id, over the samples that are valid in both.
 
+    Runs over different benchmarks or with different metrics are refused with exit code 2.
+
     Examples:
 
       truebatch vl_reward compare runs/before runs/after
     """
-    from truebatch.systems.vl_reward.statistics import compare
+    from truebatch.systems.vl_reward.comparing import compare_runs
 
-    found = compare(_rows(first), _rows(second))
+    found, note = compare_runs(first, second)
     if as_json:
-        sys.stdout.write(json.dumps(asdict(found)) + "\n")
+        sys.stdout.write(json.dumps({**asdict(found), "note": note}) + "\n")
         return 0
+    if note:
+        _say(note)
     if found.difference is None:
         _say("no sample is valid in both runs")
         return 0
@@ -114,28 +121,50 @@ def show_gallery(config: Config = None, set_: Set = None) -> int:
 
       truebatch vl_reward gallery --config config.yaml
     """
-    from truebatch.systems.vl_reward.reporting import write_reports
+    from truebatch.systems.vl_reward.reporting import require_begun, write_reports
     from truebatch.systems.vl_reward.running import load_pairs
     from truebatch.systems.vl_reward.stages import read_results
 
     settings = _load(config, set_)
     run = settings.evaluation.output_dir
+    require_begun(run)
     pairs, _ = load_pairs(settings)
     for file in write_reports(pairs, read_results(pairs, run), run)[1]:
         _say(f"wrote {file}")
     return 0
 
 
-def _rows(run: Path) -> list[Row]:
-    from truebatch.systems.vl_reward.reporting import REPORT
-    from truebatch.systems.vl_reward.statistics import Row
-    from truebatch.training.durable import damage_named, read_json
+def is_benchmark_run(run: Path) -> bool:
+    """Whether a folder is a run of this benchmark: two scoring runs and their settings."""
+    return (run / "run.yaml").is_file() and (run / "edits").is_dir()
 
-    if not (run / REPORT).is_file():
-        raise RunError(f"{run} has no {REPORT}", seen="not a finished run of this system", do="run it first")
-    with damage_named(run / REPORT, do="write it again with `truebatch vl_reward gallery`"):
-        samples = read_json(run / REPORT, max_bytes=1 << 30)["samples"]
-        return [Row(one["id"], one["category"], one["status"], one["score"]) for one in samples]
+
+def stage_folders(run: Path) -> list[Path]:
+    """The scoring runs inside of a benchmark's folder that have begun: edits, then scores."""
+    from truebatch.systems.vl_reward.stages import EDITS, SCORES, has_begun
+
+    return [run / name for name in (EDITS, SCORES) if has_begun(run / name)]
+
+
+def export_benchmark(run: Path, to: Path) -> int:
+    """What `truebatch run export` writes of a benchmark: a row a pair, that of its score, else that of its edit."""
+    from truebatch.scoring.exporting import write_rows
+    from truebatch.systems.vl_reward.stages import EDITS, SCORES, stage_rows
+
+    scores = stage_rows(run / SCORES)
+    rows = [{**scores.get(name, edit), "index": edit["index"]} for name, edit in stage_rows(run / EDITS).items()]
+    return write_rows(rows, to)
+
+
+def retry_benchmark(run: Path, kinds: list[str]) -> int:
+    """Edit and judge the failures of these kinds again, with the settings of the run."""
+    from truebatch.config import load_config
+    from truebatch.scoring.running import Running
+    from truebatch.systems.vl_reward.running import SETTINGS, run_benchmark
+    from truebatch.systems.vl_reward.settings import RewardConfig
+
+    config = load_config(RewardConfig, run / SETTINGS, overrides=[f"evaluation.output_dir={json.dumps(str(run))}"])
+    return _tell_report(run_benchmark(config, say=_say, how=Running(retry=tuple(kinds))))
 
 
 def _say(line: str) -> None:

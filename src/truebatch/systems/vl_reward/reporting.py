@@ -11,10 +11,9 @@ from truebatch.errors import RunError, TruebatchError
 from truebatch.reports.page import Section, render_page
 from truebatch.reports.tables import Table
 from truebatch.scoring.exporting import read_status
-from truebatch.scoring.listing import INPUT
 from truebatch.scoring.manifest import read_manifest
 from truebatch.systems.vl_reward.benchmark import Pair, decode_image, source_hash
-from truebatch.systems.vl_reward.stages import EDITS, PICTURES, SCORES, stage_rows
+from truebatch.systems.vl_reward.stages import EDITS, PICTURES, SCORES, has_begun, stage_rows
 from truebatch.systems.vl_reward.statistics import Row, summarise
 from truebatch.training.durable import write_json, write_text
 
@@ -44,8 +43,8 @@ def write_reports(pairs: Sequence[Pair], rows: Sequence[Row], run: Path) -> tupl
 
 def require_begun(run: Path) -> None:
     """Refuse a folder in which nothing was edited."""
-    if not (run / EDITS / INPUT).is_file():
-        raise RunError(f"{run} is no run of this benchmark", seen=f"no {EDITS}/{INPUT} in it", do="run it first")
+    if not has_begun(run / EDITS):
+        raise RunError(f"{run} is no run of this benchmark", seen=f"no {EDITS} in it", do="run it first")
 
 
 def markdown(summary: dict[str, Any]) -> str:
@@ -122,7 +121,7 @@ def _details(pairs: Sequence[Pair], rows: Sequence[Row], run: Path) -> list[dict
 def _made_with(run: Path) -> dict[str, Any]:
     """The metric with its rule, the judge and the editor, as the journals' manifests tell them."""
     editor = dict(read_manifest(run / EDITS).fields)
-    judge = dict(read_manifest(run / SCORES).fields) if (run / SCORES / INPUT).is_file() else {}
+    judge = dict(read_manifest(run / SCORES).fields) if has_begun(run / SCORES) else {}
     scale = judge.get("scale", {})
     metric = {**scale, "aggregation": AGGREGATION[scale["kind"]]} if scale else {}
     names = ("backend", "model", "weights", "dtype", "readout")
@@ -137,7 +136,7 @@ def _speed(run: Path) -> dict[str, Any]:
     """Measured, from the journals: seconds spent in batches."""
     found = {}
     for name in (EDITS, SCORES):
-        if not (run / name / INPUT).is_file():
+        if not has_begun(run / name):
             continue
         status = read_status(run / name)
         done = status.ok + status.failed

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from filelock import FileLock, Timeout
 from truebatch.config import dump_config
 from truebatch.errors import ConfigError, DataError, RunError
 from truebatch.scoring.batching import Limits
+from truebatch.scoring.following import Progress, Watch
 from truebatch.scoring.running import Running
 from truebatch.systems.vl_reward.benchmark import Fault, Pair, image_faults, read_benchmark, require_sound
 from truebatch.systems.vl_reward.editors import DiffusersEditor, Editor, FolderEditor, ScriptedEditor
@@ -40,6 +42,7 @@ from truebatch.training.durable import remove_drafts, write_text
 BENCHMARK = "benchmark.json"
 SETTINGS = "run.yaml"
 """What a run was last started with; not config.yaml, which may be the user's own file in the same folder."""
+_SECONDS = 10.0
 DONE, TOO_MANY_FAILED, SOME_FAILED = 0, 1, 3
 
 
@@ -67,7 +70,8 @@ def run_benchmark(config: RewardConfig, *, say: Callable[[str], None], how: Runn
         names = ", ".join(dict.fromkeys(pair.category for pair in pairs))
         say(f"{len(pairs)} pairs in {len({pair.category for pair in pairs})} categories; run: {run}")
         say(f"[阶段1/2] 开始批量图像编辑 - {names} (stage 1 of 2: editing)")
-        edited = edit_all(pairs, editors, run, seed=config.diffusion_model.params.seed, how=how)
+        watched = replace(how, watch=how.watch or _every_few_seconds(say))
+        edited = edit_all(pairs, editors, run, seed=config.diffusion_model.params.seed, how=watched)
         say(f"stage 1: {edited.judged} edited now, {_counts(read_results(pairs, run), 'edit_failed')}")
         _judge(config, pairs, names, say, how)
         rows = read_results(pairs, run)
@@ -98,6 +102,18 @@ def _say_means(summary: dict[str, Any], say: Say) -> None:
             say(f"平均分: {found['mean']:.3f}")
     if summary["micro_mean"] is not None:
         say(f"✅ 评分完成，平均分: {summary['micro_mean']:.3f}")
+
+
+def _every_few_seconds(say: Say) -> Watch:
+    """A line on how far editing is, now and then."""
+    last = [time.monotonic()]
+
+    def watch(progress: Progress) -> None:
+        if time.monotonic() - last[0] >= _SECONDS:
+            last[0] = time.monotonic()
+            say(f"  {progress.line()}")
+
+    return watch
 
 
 @contextmanager

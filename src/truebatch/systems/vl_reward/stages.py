@@ -24,6 +24,7 @@ from truebatch.scoring.backend import Answer, Asked, Backend, Cost, SampleError
 from truebatch.scoring.batching import Limits
 from truebatch.scoring.exporting import read_rows
 from truebatch.scoring.listing import INPUT, list_samples
+from truebatch.scoring.manifest import MANIFEST
 from truebatch.scoring.running import Finished, Running, run_samples
 from truebatch.systems.vl_reward.benchmark import Pair, decode_image, source_hash
 from truebatch.systems.vl_reward.editors import Editor
@@ -213,7 +214,12 @@ def read_results(pairs: Sequence[Pair], run: Path) -> list[Row]:
 
 def stage_rows(folder: Path) -> dict[str, dict[str, Any]]:
     """The rows of a stage by id; none where it has not begun."""
-    return {row["id"]: row for row in read_rows(folder)} if (folder / INPUT).is_file() else {}
+    return {row["id"]: row for row in read_rows(folder)} if has_begun(folder) else {}
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether a stage has a journal and a list of its samples."""
+    return (folder / INPUT).is_file() and (folder / MANIFEST).is_file()
 
 
 def _edited(pairs: Sequence[Pair], run: Path) -> dict[str, Mapping[str, Any]]:
