@@ -18,9 +18,14 @@ from truebatch.language.choosing import language
 
 CATALOGUES = Path(__file__).parent / "zh"
 HOLE = re.compile(r"\{(\d+)\}")
+_PLACE = re.compile(r"((?<=[^\x00-\x7f]) |)\{(\d+)\}( (?=[^\x00-\x7f])|)")
+"""A hole, with the space that parts it from Chinese on either side."""
+_SIGNS = "（，。；："
 WORD = re.compile(r"[A-Za-z]+")
 JOINTS = (("; ", "；"), (": ", "："), (", ", "，"))
 """Where a message was put together from sentences, each of them may be known."""
+MOST_JOINTS = 40
+"""More of them part a list of values, not sentences."""
 DEEPEST = 3
 """Messages in holes of messages: what was wrong inside of what was being done."""
 
@@ -64,16 +69,18 @@ def in_words(text: str) -> str:
 
 def in_chinese(text: str) -> str:
     """Every line that is known, in Chinese; spaces around it and all other lines as they are."""
-    whole = _known(text, depth=0)
-    return whole if whole is not None else "\n".join(_line(line) for line in text.split("\n"))
+    said = "\n".join(_spaced(line, depth=0) for line in text.split("\n"))
+    whole = _known(text, depth=0) if said == text else None
+    return said if whole is None else whole
 
 
-def _line(line: str) -> str:
-    said = line.strip()
-    if not said:
-        return line
-    start = line.index(said)
-    return line[:start] + _sentence(said, depth=0) + line[start + len(said) :]
+def _spaced(text: str, *, depth: int) -> str:
+    """A sentence in Chinese; spaces around it as they are, but none before a full-width sign."""
+    core = text.strip()
+    if not core:
+        return text
+    start, said = text.index(core), _sentence(core, depth=depth)
+    return (text[:start] if said[0] not in _SIGNS or not depth else "") + said + text[start + len(core) :]
 
 
 def _sentence(text: str, *, depth: int) -> str:
@@ -81,12 +88,28 @@ def _sentence(text: str, *, depth: int) -> str:
     if known is not None:
         return known
     for joint, chinese in JOINTS:
-        parts = text.split(joint)
-        said = [_known(part, depth=depth + 1) if len(parts) > 1 else None for part in parts]
-        if any(said):
-            both = zip(parts, said, strict=True)
-            return chinese.join(_sentence(part, depth=depth + 1) if new is None else new for part, new in both)
+        first, *rest = text.split(joint)
+        if len(rest) > MOST_JOINTS:
+            continue
+        parts = [_words(first, depth=depth + 1), *(_joined(part, joint, chinese, depth=depth + 1) for part in rest)]
+        if any(parts):
+            texts = zip([first, *rest], ["", *[chinese] * len(rest)], parts, strict=True)
+            return "".join(new or sign + _sentence(old, depth=depth + 1) for old, sign, new in texts)
     return text
+
+
+def _joined(part: str, joint: str, chinese: str, *, depth: int) -> str | None:
+    """What follows a joint, with its sign: a sentence, or a fragment that is known with the joint before it."""
+    fragment = _known(joint + part, depth=depth)
+    if fragment is not None:
+        return fragment
+    words = _words(part, depth=depth)
+    return None if words is None else chinese + words
+
+
+def _words(text: str, *, depth: int) -> str | None:
+    """One word is a value: names of settings are typed as they are."""
+    return _known(text, depth=depth) if " " in text.strip() else None
 
 
 def _known(text: str, *, depth: int) -> str | None:
@@ -104,13 +127,16 @@ def _known(text: str, *, depth: int) -> str | None:
     )
     if sentence is None or found is None:
         return None
-    values = {hole: _value(value, depth=depth + 1) for hole, value in zip(sentence.holes, found, strict=True)}
-    return HOLE.sub(lambda hole: values[int(hole[1])], sentence.chinese)
+    given = dict(zip(sentence.holes, found, strict=True))
+    return _PLACE.sub(lambda place: _filled(place, given[int(place[2])], depth=depth + 1), sentence.chinese)
 
 
-def _value(value: str, *, depth: int) -> str:
-    """A value as it is; a sentence in Chinese. One word is a value: names of settings are typed as they are."""
-    return _sentence(value, depth=depth) if " " in value.strip() else value
+def _filled(place: re.Match[str], value: str, *, depth: int) -> str:
+    """A value as it is, with the spaces around its hole; where it became Chinese, without them."""
+    said = _spaced(value, depth=depth) if " " in value.strip() else value
+    is_chinese = said != value
+    before, after = is_chinese and not said[0].isascii(), is_chinese and not said[-1].isascii()
+    return ("" if before else place[1]) + said + ("" if after else place[3])
 
 
 @cache
