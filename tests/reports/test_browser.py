@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.reports.test_report import HOSTILE
+from tests.reports.hostile import HOSTILE
 from truebatch.reports.page import Section, render_page
 from truebatch.reports.pictures import curves, heat_map
 from truebatch.reports.tables import Table

@@ -48,7 +48,7 @@ def curves(
             axes.plot(xs, ys, style, color=COLOURS[number % len(COLOURS)], linewidth=width, label=_plain(name))
         for name, place in marks.items():
             axes.axvline(place, color=_INK, linestyle=":", linewidth=1)
-            axes.annotate(_plain(name), (place, 1), xycoords=("data", "axes fraction"), fontsize=7, color=_INK)
+            axes.annotate(_plain(name), (place, 1), xycoords=("data", "axes fraction"), fontsize=9, color=_INK)
         if log_y:
             axes.set_yscale("log")
         if log_x:
@@ -77,7 +77,7 @@ def bars(values: Mapping[str, float], *, title: str, y: str) -> str:
     with _figure(title, "", y) as (axes, finished):
         names = [_plain(name) for name in values]
         drawn = axes.bar(range(len(names)), list(values.values()), color=COLOURS[0])
-        axes.bar_label(drawn, fmt="{:.3g}", fontsize=8, color=_INK)
+        axes.bar_label(drawn, fmt="{:.3g}", fontsize=10, color=_INK)
         axes.set_xticks(range(len(names)), names, rotation=20 if len(names) > 5 else 0)
     return finished[0]
 
@@ -86,6 +86,7 @@ def histogram(values: Sequence[float], *, title: str, x: str, y: str = "samples"
     """How often values fall into each of `bins` equal ranges."""
     with _figure(title, x, y) as (axes, finished):
         axes.hist([value for value in values if math.isfinite(value)], bins=bins, color=COLOURS[0])
+        axes.locator_params(axis="y", integer=True)
     return finished[0]
 
 
@@ -163,13 +164,13 @@ def _look() -> dict[str, Any]:
         "svg.fonttype": "none",
         "svg.hashsalt": "truebatch",
         "font.family": list(FONTS),
-        "font.size": 9,
+        "font.size": 11,
         "axes.grid": True,
         "grid.color": _INK,
         "grid.alpha": 0.25,
         "axes.spines.top": False,
         "axes.spines.right": False,
-        "axes.titlesize": 10,
+        "axes.titlesize": 12,
         "figure.facecolor": "none",
         "axes.facecolor": "none",
         "savefig.facecolor": "none",
@@ -206,7 +207,7 @@ def _powers_of_two(axes: Any, places: Sequence[float]) -> None:
 
 def _legend(axes: Any, number: int) -> None:
     if number > 1:
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=10)
 
 
 def _write_cells(axes: Any, values: Sequence[Sequence[float]]) -> None:
@@ -215,7 +216,7 @@ def _write_cells(axes: Any, values: Sequence[Sequence[float]]) -> None:
     for i, row in enumerate(values):
         for j, value in enumerate(row):
             ink = "black" if math.isfinite(value) and value > middle else "white"
-            axes.text(j + 0.5, i + 0.5, f"{value:.3g}", ha="center", va="center", fontsize=7, color=ink)
+            axes.text(j + 0.5, i + 0.5, f"{value:.3g}", ha="center", va="center", fontsize=9, color=ink)
 
 
 def _finite(points: Points) -> Points:

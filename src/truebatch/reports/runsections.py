@@ -83,10 +83,12 @@ def run_sections(run: Path) -> Iterator[Section]:
     settings = read_yaml(run / CONFIG).values if (run / CONFIG).is_file() else {}
     yield from _overview(run, settings)
     yield from log_sections([read_log(run)])
-    stages = stages_of(run)
-    for stage in stages:
+    for stage in stages_of(run):
         for section in scoring_sections(read_scored(stage)):
-            yield section if stage == run else replace(section, title=f"{stage.name}: {section.title}")
+            if stage == run:
+                yield section
+            elif not section.cards:  # what a stage was about, the run itself knows how to show
+                yield replace(section, title=f"{stage.name}: {section.title}")
     yield from proof_sections(run)
     yield from length_sections(run, settings)
     yield from fit_sections(run)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from truebatch.errors import RunError, TruebatchError
+from truebatch.reports.findings import keep_gallery, keep_table
+from truebatch.reports.galleries import Exhibit, make_card
 from truebatch.reports.page import Section, render_page
 from truebatch.reports.tables import Table
 from truebatch.scoring.exporting import read_status
 from truebatch.scoring.manifest import read_manifest
-from truebatch.systems.vl_reward.benchmark import Pair, decode_image, source_hash
-from truebatch.systems.vl_reward.stages import EDITS, PICTURES, SCORES, has_begun, stage_rows
+from truebatch.systems.vl_reward.benchmark import Pair, source_hash
+from truebatch.systems.vl_reward.stages import EDITS, PICTURES, SCORES, has_begun, source_file, stage_rows
 from truebatch.systems.vl_reward.statistics import Row, summarise
 from truebatch.training.durable import write_json, write_text
 
@@ -26,11 +28,13 @@ AGGREGATION = {
 """How an answer becomes a score, by the kind of the metric."""
 _SHOWN = 60
 """Pairs of a gallery at most: the file is to be sent."""
-_SIDE = 220
 
 
 def write_reports(pairs: Sequence[Pair], rows: Sequence[Row], run: Path) -> tuple[dict[str, Any], list[Path]]:
-    """Write all three; the summary and the files. Equal journals give equal JSON and Markdown."""
+    """Write all three; the summary and the files. Equal journals give equal JSON and Markdown.
+
+    What `truebatch report` shows of the run is kept beside them.
+    """
     require_begun(run)
     summary = {
         **summarise(rows), "std_definition": "of a sample, n - 1", **_made_with(run), "samples": _details(pairs, rows, run)
@@ -38,6 +42,7 @@ def write_reports(pairs: Sequence[Pair], rows: Sequence[Row], run: Path) -> tupl
     write_json(run / REPORT, {**summary, "speed": _speed(run)})
     write_text(run / MARKDOWN, markdown(summary))
     write_text(run / GALLERY, gallery(pairs, rows, run))
+    keep_for_report(pairs, rows, run)
     return summary, [run / name for name in (REPORT, MARKDOWN, GALLERY)]
 
 
@@ -73,19 +78,35 @@ def markdown(summary: dict[str, Any]) -> str:
 
 def gallery(pairs: Sequence[Pair], rows: Sequence[Row], run: Path) -> str:
     """Source, edit, score and raw answer of the first pairs, failures first, as one HTML page."""
+    exhibits = _exhibits(pairs, rows, run)
+    more = [f"{len(rows) - len(exhibits)} further pairs are in {REPORT}"] if len(rows) > len(exhibits) else []
+    figures = Section(title="Figures", tables=[_table(summarise(rows))])
+    return render_page(
+        "Gallery", [figures, Section(title="Pairs", words=more, cards=[make_card(one) for one in exhibits])]
+    )
+
+
+def keep_for_report(pairs: Sequence[Pair], rows: Sequence[Row], run: Path) -> None:
+    """What `truebatch report` shows of this run beside its two stages: figures by category, and the pairs themselves."""
+    keep_table(run, "50-scores-by-category", replace(_table(summarise(rows)), title="Scores by category"))
+    exhibits = [
+        replace(one, images=[(path.relative_to(run), caption) for path, caption in one.images])
+        for one in _exhibits(pairs, rows, run)
+    ]
+    keep_gallery(run, "60-gallery", exhibits, title="Gallery")
+
+
+def _exhibits(pairs: Sequence[Pair], rows: Sequence[Row], run: Path) -> list[Exhibit]:
     by_id = {pair.id: pair for pair in pairs}
     edits, answers = stage_rows(run / EDITS), stage_rows(run / SCORES)
-    order = sorted(rows, key=lambda row: row.status == "ok")
-    sections = [Section(title="Figures", tables=[_table(summarise(rows))])]
-    for row in order[:_SHOWN]:
-        edit = edits.get(row.id, {})
-        sections.append(_shown(row, by_id[row.id], edit, answers.get(row.id) or edit, run))
-    if len(order) > _SHOWN:
-        sections.append(Section(title="More", words=[f"{len(order) - _SHOWN} further pairs are in {REPORT}"]))
-    return render_page("Gallery", sections)
+    order = sorted(rows, key=lambda row: row.status == "ok")[:_SHOWN]
+    return [
+        _exhibit(row, by_id[row.id], edits.get(row.id, {}), answers.get(row.id) or edits.get(row.id, {}), run)
+        for row in order
+    ]
 
 
-def _shown(row: Row, pair: Pair, edit: Mapping[str, Any], last: Mapping[str, Any], run: Path) -> Section:
+def _exhibit(row: Row, pair: Pair, edit: Mapping[str, Any], last: Mapping[str, Any], run: Path) -> Exhibit:
     """One pair: before, after, score, and what was said of it."""
     said = str(last.get("output", {}).get("text", ""))
     score = f", score: {row.score:g}" if row.score is not None else ""
@@ -94,12 +115,12 @@ def _shown(row: Row, pair: Pair, edit: Mapping[str, Any], last: Mapping[str, Any
     words += [f"why: {last['message']}"] if row.score is None and last.get("message") else []
     images = []
     try:
-        images.append(("image/jpeg", _small(decode_image(pair)), "before"))
-        if edit.get("status") == "ok":
-            images.append(("image/jpeg", _small(_opened(run / PICTURES / edit["output"]["file"])), "after"))
+        images.append((source_file(pair, run), "before"))
     except (TruebatchError, OSError) as error:  # a page without this picture is better than no page
         words.append(f"a picture cannot be shown: {' '.join(str(error).split())[:200]}")
-    return Section(title=f"{row.category}: {row.id}", words=words, images=images)
+    if edit.get("status") == "ok":
+        images.append((run / PICTURES / edit["output"]["file"], "after"))
+    return Exhibit(title=f"{row.category}: {row.id}", words=words, images=images)
 
 
 def _details(pairs: Sequence[Pair], rows: Sequence[Row], run: Path) -> list[dict[str, Any]]:
@@ -160,17 +181,3 @@ def _line(name: str, found: dict[str, Any]) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else str(value) if isinstance(value, int) else f"{value:.3f}"
-
-
-def _opened(path: Path) -> Any:
-    from PIL import Image
-
-    with Image.open(path) as opened:
-        return opened.convert("RGB")
-
-
-def _small(image: Any) -> bytes:
-    held = io.BytesIO()
-    image.thumbnail((_SIDE, _SIDE))
-    image.save(held, "JPEG", quality=85)
-    return held.getvalue()

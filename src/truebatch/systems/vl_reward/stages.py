@@ -275,14 +275,14 @@ def _edit_of(pair: Pair, seed: int) -> Asked:
 
 def _question(pair: Pair, edited: Mapping[str, Any], run: Path, judging: Judging) -> Asked:
     prompt, picture = prompt_of(judging.prompts, pair.category), str(run / PICTURES / edited["file"])
-    images = [str(_source_file(pair, run)), picture] if judging.compare_with_original else [picture]
+    images = [str(source_file(pair, run)), picture] if judging.compare_with_original else [picture]
     captions = CAPTIONS if judging.compare_with_original else ("",)
     messages = build_messages(prompt.system_prompt, fill_prompt(prompt, pair), captions)
     meta = {"category": pair.category, "picture": edited["sha256"]}
     return Asked(id=pair.id, messages=messages, images=images, meta=meta)
 
 
-def _source_file(pair: Pair, run: Path) -> Path:
+def source_file(pair: Pair, run: Path) -> Path:
     """The source picture as RGB, named by its content: what the judge sees is what the editor saw."""
     path = run / SOURCES / f"{source_hash(pair)[:32]}.png"
     if not path.is_file():
