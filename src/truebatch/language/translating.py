@@ -84,7 +84,9 @@ def _spaced(text: str, *, depth: int) -> str:
 
 
 def _sentence(text: str, *, depth: int) -> str:
-    known = _known(text, depth=depth)
+    if depth and " " not in text.strip():
+        return text
+    known = _one_after_another(text, depth=depth) or _known(text, depth=depth)
     if known is not None:
         return known
     for joint, chinese in JOINTS:
@@ -96,6 +98,23 @@ def _sentence(text: str, *, depth: int) -> str:
             texts = zip([first, *rest], ["", *[chinese] * len(rest)], parts, strict=True)
             return "".join(new or sign + _sentence(old, depth=depth + 1) for old, sign, new in texts)
     return text
+
+
+def _one_after_another(text: str, *, depth: int) -> str | None:
+    """Sentences joined by `; `, where they are known better alone: a hole of one must not swallow the others."""
+    parts = text.split("; ")
+    if not 1 < len(parts) <= MOST_JOINTS:
+        return None
+    certain = [_certain(part) for part in parts]
+    if not all(certain) or sum(certain) <= _certain(text):
+        return None
+    return "；".join(_sentence(part, depth=depth + 1) for part in parts)
+
+
+def _certain(text: str) -> int:
+    """How much of a text is known, in letters."""
+    sentence, _ = _best(text)
+    return len(text) if text in catalogue()[0] else sentence.letters if sentence is not None else 0
 
 
 def _joined(part: str, joint: str, chinese: str, *, depth: int) -> str | None:
@@ -113,22 +132,27 @@ def _words(text: str, *, depth: int) -> str | None:
 
 
 def _known(text: str, *, depth: int) -> str | None:
-    exact, open_ones = catalogue()
+    exact, _ = catalogue()
     if text in exact:
         return exact[text]
     if depth > DEEPEST:
         return None
-    words = set(WORD.findall(text))
-    matching = ((sentence, sentence.match(text)) for sentence in open_ones if sentence.words <= words)
-    sentence, found = max(
-        ((one, values) for one, values in matching if values is not None),
-        key=lambda pair: pair[0].letters,
-        default=(None, None),
-    )
+    sentence, found = _best(text)
     if sentence is None or found is None:
         return None
     given = dict(zip(sentence.holes, found, strict=True))
     return _PLACE.sub(lambda place: _filled(place, given[int(place[2])], depth=depth + 1), sentence.chinese)
+
+
+def _best(text: str) -> tuple[Sentence | None, list[str] | None]:
+    """Of the sentences with holes that a text can be, the one with most letters, and what stands in its holes."""
+    words = set(WORD.findall(text))
+    matching = ((sentence, sentence.match(text)) for sentence in catalogue()[1] if sentence.words <= words)
+    return max(
+        ((one, values) for one, values in matching if values is not None),
+        key=lambda pair: pair[0].letters,
+        default=(None, None),
+    )
 
 
 def _filled(place: re.Match[str], value: str, *, depth: int) -> str:
