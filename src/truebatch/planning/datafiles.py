@@ -168,15 +168,33 @@ def _read_parquet(path: Path, columns: Sequence[str] | None) -> Iterator[Placed]
         with parquet.ParquetFile(path) as file:
             wanted = [c for c in columns if c in file.schema_arrow.names] if columns is not None else None
             for batch in file.iter_batches(batch_size=4096, columns=wanted):
+                _refuse_long_cells(batch, path, row)
                 for sample in _arrow_rows(batch):
                     yield f"{path} row {row}", sample
                     row += 1
     except (arrow.ArrowException, OSError) as error:
         raise DataError(
             f"{path} cannot be read as Parquet; it stopped at row {row}",
-            seen=str(error).splitlines()[0][:200],
+            seen=next(iter(str(error).splitlines()), type(error).__name__)[:200],
             do="write or copy the file again, it is damaged or incomplete",
         ) from error
+
+
+def _refuse_long_cells(batch: Any, path: Path, first: int) -> None:
+    """The same limit as a line of text has: compressed, a few bytes can claim any length."""
+    from pyarrow import compute, types
+
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if not (types.is_string(column.type) or types.is_large_string(column.type)):
+            continue
+        most = compute.max(compute.binary_length(column)).as_py() or 0
+        if most > MAX_LINE_BYTES:
+            raise DataError(
+                f"{path} holds a text that is too long to be one sample",
+                seen=f"column {name!r}, rows {first:,} to {first + len(column) - 1:,}: {most:,} bytes in one cell, "
+                f"at most {MAX_LINE_BYTES:,}",
+                do="write one sample a row",
+            )
 
 
 def _arrow_rows(batch: Any) -> Iterator[dict[str, Any]]:
