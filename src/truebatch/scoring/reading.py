@@ -79,7 +79,9 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[str, Any]]:
     reader = csv.reader((line for _, line in _lines(path)), delimiter=delimiter)
     before = csv.field_size_limit(MAX_LINE_BYTES)
     try:
-        header = next(reader, [])
+        header = _next_row(reader) or []
+        if isinstance(header, str):
+            raise DataError(f"{path}:1 is no header of a CSV file", seen=header, do="write the names of the columns first")
         while (row := _next_row(reader)) is not None:
             place = f"{path}:{reader.line_num}"
             if isinstance(row, str):
