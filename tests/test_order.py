@@ -406,6 +406,7 @@ ORDER = [
     "bench.vlm_pruning_parts",
     "bench.scripts",
     "bench.note_tables",
+    "bench.figures",
     "bench.tables",
     "bench.scoring_work",
     "bench.scoring",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
+from truebatch.bench.figures import FIGURES, figure_rows
 from truebatch.bench.note_tables import CLAIMS, NOT_YET, note_tables
+from truebatch.bench.scripts import FOLDER
 from truebatch.bench.tables import MADE_BY, missing_origin, page, read_results, write_page
 from truebatch.cli import run
+from truebatch.commands.bench import SCRIPTS, bench_app
 from truebatch.errors import DataError
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -103,3 +107,29 @@ def test_the_command_names_what_is_missing(tmp_path, capsys, results):
 def test_a_folder_without_results_is_refused(tmp_path):
     with pytest.raises(DataError, match="no kept results"):
         write_page(folder=tmp_path, out=tmp_path / "page.md")
+
+
+def test_every_figure_is_made_by_one_command_that_exists_and_knows_its_options():
+    commands = {one.name: one for one in bench_app.registered_commands}
+    for figure in FIGURES:
+        name, *rest = figure.command.split()
+        assert name in commands, figure.command
+        if name in SCRIPTS:
+            known = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+        else:
+            known = inspect.getsource(commands[name].callback)
+        for option in (word.removeprefix("--") for word in rest if word.startswith("--")):
+            assert re.search(rf"\b{option}\b", known), (figure.command, option)
+
+
+def test_every_kept_result_belongs_to_a_figure_and_a_figure_is_kept_or_says_it_is_not(results):
+    named = [name for figure in FIGURES for name in figure.kept]
+    assert len(named) == len(set(named))
+    assert sorted(set(results) - set(named)) == []
+    kept = {row[0]: row[2] for row in figure_rows({"planning"})}
+    assert kept["seconds of a proof of a tiny model"] == "not kept"
+
+
+def test_every_benchmark_makes_a_figure():
+    made = {figure.command.split()[0] for figure in FIGURES}
+    assert {one.name for one in bench_app.registered_commands} - made == {"tables"}

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from truebatch.bench.census_tables import markdown_table
+from truebatch.bench.figures import figure_rows
 from truebatch.bench.note_tables import note_tables
 from truebatch.errors import DataError
 
@@ -83,6 +84,10 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     parts = [HEAD.format(made_by=MADE_BY, folder=RESULTS), "## The tables of the notes"]
     for claim, header, rows in note_tables(results):
         parts += [f"### {claim.title}", markdown_table(header, rows), *([claim.remark] if claim.remark else [])]
+    parts += [
+        "## Which command makes which figure",
+        markdown_table(["figure", "command", "kept"], figure_rows(results)),
+    ]
     parts.append("## Results")
     for name, result in results.items():
         parts += [f"### {name}", _origin(name, result), *_tables(name, result)]

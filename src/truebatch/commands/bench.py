@@ -19,6 +19,9 @@ SCRIPTS = {
     "reliability": "The long sweeps of kills, damaged checkpoints and NaN, counted.",
     "vl_reward_editing": "Editing and judging with an editor that takes its time, on 1, 2 and 6 workers.",
     "trainer_accumulation": "The gradient of a Hugging Face Trainer, with and without truebatch, against one by one.",
+    "deepspeed": "The gradient of a step under DeepSpeed ZeRO in two processes, against one by one.",
+    "stitched_llm_deepspeed": "A stitched model under DeepSpeed ZeRO in two processes, against one by one.",
+    "stitched_llm_quality": "What stitched models reach, over tiny donors and over real weights.",
     "trainer_reliability": "The Hugging Face Trainer beside truebatch: resumed, and killed inside a save.",
 }
 """Benchmarks that are files of the repository, not of the package, and what each measures."""
@@ -159,6 +162,23 @@ def show_seqset_vae(
     return 0
 
 
+@bench_app.command("seqset_quality", short_help="What seqset_vae reaches: collapse found, risk foreseen, controls.")
+def show_seqset_quality(
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows as JSON.")] = None,
+) -> int:
+    """Train on stays whose risk is known, and put the collapse detector to its truth table; many minutes.
+
+    Examples:
+
+      truebatch bench seqset_quality --json docs/results/seqset_vae_quality.json
+    """
+    # Imported here so that `truebatch --help` answers at once.
+    from truebatch.bench.seqset_quality import run_quality
+
+    run_quality(out=json_file, say=typer.echo)
+    return 0
+
+
 @bench_app.command("stitched_llm", short_help="A stitched model: the note's settings against packed rows.")
 def show_stitched_llm(
     device: Annotated[str, typer.Option(help="cpu (tiny donors, one thread) or cuda (0.5B under 1.5B).")] = "cpu",
@@ -185,9 +205,9 @@ def show_stitched_llm(
 def show_vlm_pruning(
     device: Annotated[str, typer.Option(help="cpu (a tiny model, one thread) or cuda (LLaVA-1.5-7B's shape).")] = "cpu",
     only: Annotated[
-        str, typer.Option(help="speed, quality (trains a tiny model and prunes it; many minutes).")
+        str, typer.Option(help="speed; or quality, sizes, choices, which train tiny models for minutes.")
     ] = "speed",
-    seeds: Annotated[str, typer.Option(help="quality: the seeds to train with, with commas.")] = "0,1",
+    seeds: Annotated[str, typer.Option(help="The seeds to train with, with commas; quality trains with each.")] = "0,1",
     seconds: Annotated[float | None, typer.Option(help="speed: nothing begins after this time.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model and few samples: a dry run.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", "--out", help="Write all rows as JSON.")] = None,
