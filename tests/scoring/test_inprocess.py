@@ -14,11 +14,12 @@ from truebatch.errors import ConfigError, LawError, RunError
 from truebatch.generation.settings import Generation
 from truebatch.scoring.backend import SampleError
 from truebatch.scoring.batching import Limits
-from truebatch.scoring.checking import check_identity, refuse
-from truebatch.scoring.inprocess import model_backend
+from truebatch.scoring.checking import check_identity, pack_report, refuse, unpack_report
+from truebatch.scoring.inprocess import ModelBackend, model_backend
 from truebatch.scoring.manifest import settle_manifest
 from truebatch.scoring.reading import read_asked
 from truebatch.scoring.readouts import Generate, Head, Labels, Words, YesNo, last_number
+from truebatch.scoring.wire import decode, encode
 
 TEN = Labels({str(n): n for n in range(1, 11)})
 TWO = Labels({"a": 1, "b": 0})
@@ -257,6 +258,46 @@ def test_the_check_refuses_every_kind_of_broken_batch_and_no_sound_model(fault, 
     if fault:
         with pytest.raises(LawError, match="does not give in a batch"):
             refuse(report)
+
+
+@pytest.mark.parametrize("readout", [TEN, TEXT], ids=["labels", "texts"])
+@pytest.mark.parametrize("fault", ["", "right", "mask", "first row", "stale"])
+def test_in_bf16_the_check_refuses_what_is_further_from_fp32_than_rounding(fault, readout):
+    torch.manual_seed(0)
+    model = awake(Broken(transformers.LlamaConfig(**text_sizes()))).bfloat16()
+    model.fault = fault
+    before = [one.clone() for one in (*model.parameters(), *model.buffers())]
+    backend = model_backend(model, make_tokenizer(), readout, LIMITS, reuse_prefix=False)
+    report = check_identity(backend, list(read_asked(questions(9))), n=6)
+    assert report.ok == (fault == "")
+    assert (report.rounding <= 1.1) == (fault == "")
+    assert report.max_diff < 0.03 or fault
+    after = (*model.parameters(), *model.buffers())
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    assert unpack_report(decode(encode(pack_report(report)))) == report
+
+
+def test_a_head_in_bf16_is_compared_with_its_own_rounding():
+    torch.manual_seed(0)
+    model = awake(transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**text_sizes(), num_labels=1)))
+    backend = model_backend(model.bfloat16(), make_tokenizer(), Head(), LIMITS)
+    report = check_identity(backend, list(read_asked(questions(7))))
+    assert report.ok
+    assert report.rounding < 2
+    assert "times as far from fp32" in str(report)
+
+
+def test_without_room_for_fp32_the_check_says_the_tolerance_it_used(monkeypatch):
+    model = text_judge()[0].bfloat16()
+    backend = model_backend(model, make_tokenizer(), TEN, LIMITS)
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ModelBackend, "probe_in_fp32", full)
+    report = check_identity(backend, list(read_asked(questions(5))))
+    assert report.rounding is None
+    assert "at most 3e-02 is noise" in str(report)
 
 
 def changes(model, tokenizer):

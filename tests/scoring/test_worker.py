@@ -13,6 +13,7 @@ from PIL import Image
 from truebatch.errors import ConfigError
 from truebatch.scoring.backend import Answer, Asked, Cost, SampleError
 from truebatch.scoring.calling import ScoreCall, make_readout, open_backends
+from truebatch.scoring.checking import unpack_report
 from truebatch.scoring.exporting import read_rows
 from truebatch.scoring.faults import Trouble, judge_all
 from truebatch.scoring.listing import list_samples
@@ -176,6 +177,11 @@ def test_the_other_end_answers_for_every_sample_and_tells_what_raised():
         assert [unpack_answer(a).__class__ for a in found["answers"]] == [SampleError, Answer]
         found = _answer(backend, {"do": "judge", "samples": [pack_asked(good), pack_asked(bad)]}, pool)
         assert "device-side assert" in found["error"]
+        samples = [pack_asked(Asked(id=str(n), user="x" * n)) for n in range(1, 9)]
+        checked = _answer(backend, {"do": "check", "samples": samples, "n": 4, "tolerance": None}, pool)
+        assert unpack_report(checked["report"]).ok
+        assert unpack_report(checked["report"]).samples == 4
+        assert _answer(backend, {"do": "fit", "samples": samples}, pool) == {"cells": None}
         costs = _answer(backend, {"do": "cost", "samples": [pack_asked(good)]}, pool)["costs"]
         assert Cost(**costs[0]) == backend.cost(good)
 

@@ -57,7 +57,10 @@ def show_score(
     true_batch: Annotated[
         str, typer.Option(help="on, off (one by one), or compare (64 samples both ways first).")
     ] = "on",
-    cells: Annotated[int, typer.Option(help="Most tokens of a batch, padding counted.")] = 8192,
+    cells: Annotated[
+        int | None,
+        typer.Option(help="Most tokens of a batch, padding counted. Default: what fits, measured on CUDA; else 8192."),
+    ] = None,
     rows: Annotated[int, typer.Option(help="Most samples of a batch; 1 judges one by one.")] = 256,
     dtype: Annotated[str, typer.Option(help="auto (as saved), float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",

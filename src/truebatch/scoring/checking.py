@@ -5,9 +5,10 @@ right padding, a mask that is not used, positions of an earlier call, a batch th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -16,11 +17,15 @@ from torch import nn
 from truebatch.errors import ConfigError, LawError
 from truebatch.scoring.ahead import attempt
 from truebatch.scoring.backend import Answer, Asked, Backend, SampleError
+from truebatch.scoring.running import cost_all
 from truebatch.training.outofmemory import is_out_of_memory
 
 TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-9, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """The most by which a probability may differ, by the dtype of the weights."""
+MOST_ROUNDING = 2.0
+"""In half precision together may be this many times as far from fp32 as alone is, as for `truebatch verify`."""
 _LOOP_SHARE = 0.9
+_LEAST, _RAREST = 1e-9, 1e-30
 _RARE = 0.02
 """A label's probability may differ by the tolerance, and by 50 times that relative to itself: rare ones count too."""
 
@@ -50,21 +55,22 @@ class IdentityReport:
     worst: tuple[Worst, ...]
     is_exact: bool
     """Whether texts must be equal: in fp32 yes, in half precision a near tie may fall either way."""
+    rounding: float | None = None
+    """In half precision: how many times as far from fp32 the model is together as alone; it decides, not `max_diff`."""
 
     @property
     def ok(self) -> bool:
         """Whether batches may be used."""
-        return (
-            self.max_diff <= self.tolerance
-            and not self.is_loop
-            and (not self.is_exact or self.texts == self.equal_texts)
-        )
+        is_near = self.max_diff <= self.tolerance if self.rounding is None else self.rounding <= MOST_ROUNDING
+        return is_near and not self.is_loop and (not self.is_exact or self.texts == self.equal_texts)
 
     def __str__(self) -> str:
         texts = f", {self.equal_texts}/{self.texts} texts equal" if self.texts else ""
         loop = ", the batch is a loop" if self.is_loop else ""
         word = "equal" if self.ok else "NOT equal"
         by = f"differ by {self.max_diff:.1e}, at most {self.tolerance:.0e} is noise"
+        if self.rounding is not None:
+            by = f"differ by {self.max_diff:.1e}; together {self.rounding:.2f} times as far from fp32, at most 2 is rounding"
         return f"{word}: {self.samples} samples alone and together {by}{texts}{loop}"
 
 
@@ -77,12 +83,14 @@ def check_identity(
     """
     model = getattr(backend, "model", None)
     with _counted(model) as calls:
-        chosen, alone = _sound(backend, _choose(backend, samples, n))
+        chosen, alone = _sound(backend, choose_samples(backend, samples, n))
         prepared = [one for _, one in chosen]
         calls_alone, calls["n"] = calls["n"], 0
-        together = _all_together(backend, prepared)
+        forced = [_followed(one) for one in alone]
+        together = _all_together(backend, prepared, forced)
         calls_together = calls["n"]
-    after = [_judged(backend, [one])[0] for one in prepared[::-1]][::-1]
+    again = zip(prepared[::-1], forced[::-1], strict=True)
+    after = [_judged(backend, [one], [given])[0] for one, given in again][::-1]
     limit = _tolerance(model) if tolerance is None else tolerance
     found = [
         Worst(asked.id, max(_difference(a, b), _difference(a, c)), _shown(a), _shown(b))
@@ -94,7 +102,18 @@ def check_identity(
         is_loop=len(chosen) > 2 and calls_together >= _LOOP_SHARE * calls_alone > 0, texts=len(texts),
         equal_texts=sum(a == b for a, b in texts), worst=tuple(sorted(found, key=lambda one: -one.difference)[:3]),
         is_exact=_is_exact(model),
+        rounding=None if tolerance is not None else _rounding(backend, prepared, (alone, together, after), forced),
     )  # fmt: skip
+
+
+def pack_report(report: IdentityReport) -> dict[str, Any]:
+    """A report as plain values: a check is made where the model is."""
+    return {**asdict(report), "worst": [asdict(one) for one in report.worst]}
+
+
+def unpack_report(value: Mapping[str, Any]) -> IdentityReport:
+    """The report again."""
+    return IdentityReport(**{**value, "worst": tuple(Worst(**one) for one in value["worst"])})
 
 
 def refuse(report: IdentityReport) -> None:
@@ -110,22 +129,23 @@ def refuse(report: IdentityReport) -> None:
     )
 
 
-def _choose(backend: Backend, samples: Sequence[Asked], n: int) -> list[tuple[Asked, Any]]:
-    """Up to n samples from the cheapest to the dearest, prepared."""
+def choose_samples(backend: Backend, samples: Sequence[Asked], n: int) -> list[Asked]:
+    """Up to n samples from the cheapest to the dearest."""
     pool = samples[:: max(1, len(samples) // (8 * n))][: 16 * n]
-    priced = [(cost, asked) for asked in pool if not isinstance(cost := attempt(backend.cost, asked), SampleError)]
+    costs = zip(pool, cost_all(backend, pool), strict=True)
+    priced = [(cost, asked) for asked, cost in costs if not isinstance(cost, SampleError)]
     priced.sort(key=lambda one: one[0].tokens)
     step = max(1.0, (len(priced) - 1) / max(1, n - 1))
-    picked = [priced[round(at * step)][1] for at in range(min(n, len(priced)))]
-    return [(asked, one) for asked in picked if not isinstance(one := attempt(backend.prepare, asked), SampleError)]
+    return [priced[round(at * step)][1] for at in range(min(n, len(priced)))]
 
 
-def _sound(
-    backend: Backend, chosen: Sequence[tuple[Asked, Any]]
-) -> tuple[list[tuple[Asked, Any]], list[dict[str, Any]]]:
+def _sound(backend: Backend, chosen: Sequence[Asked]) -> tuple[list[tuple[Asked, Any]], list[dict[str, Any]]]:
     """The samples that can be judged alone, with their answers; the others will be records."""
     kept, answers = [], []
-    for asked, one in chosen:
+    for asked in chosen:
+        one = attempt(backend.prepare, asked)
+        if isinstance(one, SampleError):
+            continue
         try:
             (answer,) = _judged(backend, [one])
         except ConfigError:
@@ -137,10 +157,10 @@ def _sound(
     return kept, answers
 
 
-def _all_together(backend: Backend, prepared: Sequence[Any]) -> list[dict[str, Any]]:
+def _all_together(backend: Backend, prepared: Sequence[Any], forced: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
     """Answers of one batch; of two, where memory does not hold it. A batch that raises has none, and differs from all."""
     try:
-        return _judged(backend, prepared)
+        return _judged(backend, prepared, forced)
     except ConfigError:
         raise
     except Exception as error:  # a model that cannot take a batch at all is what is looked for
@@ -148,17 +168,20 @@ def _all_together(backend: Backend, prepared: Sequence[Any]) -> list[dict[str, A
         kind = f"{type(error).__name__}: {str(error)[:200]}"
     if is_memory and len(prepared) > 1:
         middle = len(prepared) // 2
-        return _all_together(backend, prepared[:middle]) + _all_together(backend, prepared[middle:])
+        first = _all_together(backend, prepared[:middle], forced[:middle])
+        return first + _all_together(backend, prepared[middle:], forced[middle:])
     return [{"chances": None, "kind": kind} for _ in prepared]
 
 
-def _judged(backend: Backend, prepared: Sequence[Any]) -> list[dict[str, Any]]:
-    """Everything there is to compare, for each sample."""
+def _judged(
+    backend: Backend, prepared: Sequence[Any], forced: Sequence[Sequence[int]] | None = None
+) -> list[dict[str, Any]]:
+    """Everything there is to compare, for each sample; behind `forced` tokens where both ways must follow the same."""
     if not prepared:
         return []
     out = []
     probe = getattr(backend, "probe", None)
-    near = probe(prepared) if probe is not None else [None] * len(prepared)
+    near = probe(prepared, forced) if probe is not None else [None] * len(prepared)
     for answer, chances in zip(backend.judge(prepared), near, strict=True):
         found: dict[str, Any] = {"chances": chances}
         if isinstance(answer, Answer):
@@ -167,6 +190,42 @@ def _judged(backend: Backend, prepared: Sequence[Any]) -> list[dict[str, Any]]:
             found |= {"kind": answer.kind, **answer.output}
         out.append(found)
     return out
+
+
+def _followed(found: Mapping[str, Any]) -> list[int]:
+    """The tokens behind which the model was looked at alone."""
+    chances = found["chances"]
+    return [] if chances is None or chances.ndim < 2 else [int(token) for token in chances[:-1].argmax(-1)]
+
+
+def _rounding(
+    backend: Any, prepared: Sequence[Any], ways: Sequence[Sequence[Mapping[str, Any]]], forced: Sequence[Sequence[int]]
+) -> float | None:
+    """How many times as far from fp32 the samples are together, or alone after that, as they were alone.
+
+    All of them, by the root of all squares, and each, beside the one that is furthest alone, for which twice as much is
+    allowed. None in full precision, and where there is no room for the weights in fp32.
+    """
+    if _is_exact(getattr(backend, "model", None)) or not hasattr(backend, "probe_in_fp32") or not prepared:
+        return None
+    try:
+        exact = [backend.probe_in_fp32(one, given) for one, given in zip(prepared, forced, strict=True)]
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+    if any(one["chances"] is None for way in ways for one in way):
+        return float("inf")
+    far = [[_distance(one["chances"], true) for one, true in zip(way, exact, strict=True)] for way in ways]
+    alone, largest = max(math.hypot(*far[0]), _LEAST), max(*far[0], _LEAST)
+    return max(max(math.hypot(*way) / alone, max(way) / largest / MOST_ROUNDING) for way in far[1:])
+
+
+def _distance(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Of logarithms of probabilities, where rounding is alike for likely and rare tokens; of a head's numbers as they are."""
+    if exact.ndim > 1:
+        found, exact = found.clamp(min=_RAREST).log(), exact.clamp(min=_RAREST).log()
+    return float((found - exact).norm())
 
 
 def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:

@@ -21,7 +21,7 @@ from truebatch import __version__
 from truebatch.errors import ConfigError
 from truebatch.generation.decoding import Continuation, collect, generate_tokens
 from truebatch.generation.endings import find_stop
-from truebatch.generation.prompts import Decoder, start_session
+from truebatch.generation.prompts import Decoder, advance_session, start_session
 from truebatch.hf.decoding import HFDecoder, first_cells, hf_decoder
 from truebatch.hf.imagefeatures import ImageDecoder, PicturePrompt, can_encode_alone
 from truebatch.hf.images import image_token_id
@@ -37,6 +37,9 @@ from truebatch.scoring.shapes import Shapes
 from truebatch.training.outofmemory import is_out_of_memory
 
 _SAMPLED_BYTES = 1 << 16
+FOLLOWED = 4
+"""Tokens of an answer behind which `probe` looks, the first one counted: what a cache holds is used from the second on."""
+HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(slots=True)
@@ -97,16 +100,38 @@ class ModelBackend:
                 return self._texts(prepared, self.readout)
             return self._labels(prepared)
 
-    def probe(self, prepared: Sequence[PicturePrompt], /) -> list[Tensor]:
-        """The probabilities of the next token after each prompt: what `check` compares."""
+    def probe(
+        self, prepared: Sequence[PicturePrompt], forced: Sequence[Sequence[int]] | None = None, /
+    ) -> list[Tensor]:
+        """What `check` compares: [S, V] probabilities of the next token after each prompt and after some tokens of an
+        answer, where the readout takes several; those of `forced`, else the likeliest. [K] numbers of a head.
+        """
         if isinstance(self.readout, Head):
             return list(self._head_values(prepared).double().cpu())
         with _whole_or_refused(self.limits):
-            if isinstance(self.decoder, PinnedDecoder):
-                logits = self.decoder.logits(prepared)
-            else:
-                logits, _ = start_session(self.decoder, prepared)
-        return list(torch.softmax(logits.double(), dim=-1).cpu())
+            return self._followed(self.decoder, prepared, forced)
+
+    def probe_in_fp32(self, one: PicturePrompt, forced: Sequence[int], /) -> Tensor:
+        """The same for one prompt alone with all weights in fp32, without anything that was kept: what rounding costs."""
+        with in_fp32(self.model):
+            if isinstance(self.readout, Head):
+                return self._head_values([one])[0].double().cpu()
+            return self._followed(self.plain, [one], [forced])[0]
+
+    def _followed(
+        self, decoder: Decoder, prepared: Sequence[PicturePrompt], forced: Sequence[Sequence[int]] | None
+    ) -> list[Tensor]:
+        groups = list(decoder.groups(prepared)) if isinstance(decoder, PinnedDecoder) else [list(range(len(prepared)))]
+        found: dict[int, Tensor] = {}
+        for numbers in groups:
+            logits, session = start_session(decoder, [prepared[number] for number in numbers])
+            chances = [torch.softmax(logits.double(), dim=-1).cpu()]
+            for at in range(min(FOLLOWED, self.prompting.new_tokens) - 1):
+                given = chances[-1].argmax(-1).tolist() if forced is None else [forced[n][at] for n in numbers]
+                logits = advance_session(session, range(len(numbers)), given, logits)
+                chances.append(torch.softmax(logits.double(), dim=-1).cpu())
+            found.update(zip(numbers, torch.stack(chances, dim=1), strict=True))
+        return [found[number] for number in range(len(prepared))]
 
     def reused(self) -> dict[str, int]:
         """Tokens and images that were not run again."""
@@ -218,6 +243,19 @@ def weights_hash(model: nn.Module) -> str:
         step = max(1, flat.numel() // (_SAMPLED_BYTES // 4))
         digest.update(flat[::step].float().cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+@contextmanager
+def in_fp32(model: nn.Module) -> Iterator[None]:
+    """While open, all weights and buffers of half precision are fp32; afterwards they have the very bits they had."""
+    half = {id(one): (one, one.dtype) for one in (*model.parameters(), *model.buffers()) if one.dtype in HALF}
+    try:
+        for one, _ in half.values():
+            one.data = one.data.float()
+        yield
+    finally:
+        for one, dtype in half.values():
+            one.data = one.data.to(dtype)
 
 
 @contextmanager

@@ -15,7 +15,10 @@ from typing import Any
 from truebatch.errors import ConfigError, TruebatchError
 from truebatch.scoring.ahead import attempt
 from truebatch.scoring.backend import Answer, Asked, Backend, Cost, SampleError
+from truebatch.scoring.budget import fit_cells
 from truebatch.scoring.calling import ScoreCall, open_one
+from truebatch.scoring.checking import IdentityReport, check_identity, choose_samples, pack_report, unpack_report
+from truebatch.scoring.inprocess import ModelBackend
 from truebatch.scoring.wire import pack_answer, pack_asked, pack_cost, unpack_answer, unpack_asked, unpack_cost
 from truebatch.scoring.worker import WorkerCrash, WorkerHang
 
@@ -52,6 +55,16 @@ class Judge:
     def costs(self, samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """A cost for each sample, or why there is none."""
         return [pack_cost(attempt(self.backend.cost, unpack_asked(sample))) for sample in samples]
+
+    def check(self, samples: Sequence[Mapping[str, Any]], n: int, tolerance: float | None) -> dict[str, Any]:
+        """A report as plain values."""
+        asked = [unpack_asked(sample) for sample in samples]
+        return pack_report(check_identity(self.backend, asked, n=n, tolerance=tolerance))
+
+    def fit(self, samples: Sequence[Mapping[str, Any]]) -> int | None:
+        """The largest safe budget where it can be measured."""
+        asked = [unpack_asked(sample) for sample in samples]
+        return fit_cells(self.backend, asked) if isinstance(self.backend, ModelBackend) else None
 
     def judge(self, samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Answers for all samples."""
@@ -112,6 +125,29 @@ class RayBackend:
                 raise
             found = self._ask("judge", request)
         return [unpack_answer(answer) for answer in found]
+
+    def check(self, samples: Sequence[Asked], n: int, tolerance: float | None) -> IdentityReport:
+        """`check_identity` in the actor; samples that end it are left out, they will be records."""
+        chosen = [pack_asked(located(one)) for one in choose_samples(self, samples, n)]
+        try:
+            return unpack_report(self._ask("check", chosen, n, tolerance))
+        except (WorkerCrash, WorkerHang):
+            alive = [one for one in chosen if self._survives(one)]
+            return unpack_report(self._ask("check", alive, n, tolerance))
+
+    def fit(self, samples: Sequence[Asked]) -> int | None:
+        """`fit_cells` in the actor."""
+        found: int | None = self._ask("fit", [pack_asked(located(one)) for one in samples])
+        return found
+
+    def _survives(self, sample: Mapping[str, Any]) -> bool:
+        try:
+            self._ask("judge", [sample])
+        except (WorkerCrash, WorkerHang):
+            return False
+        except Exception:  # an error is not a death
+            return True
+        return True
 
     def close(self) -> None:
         """End the actor; its place in the cluster is free."""

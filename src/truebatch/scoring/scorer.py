@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,12 @@ from truebatch.notebook import html_table
 from truebatch.scoring.ahead import attempt
 from truebatch.scoring.backend import Asked, Backend, SampleError
 from truebatch.scoring.batching import Limits, plan_batches
+from truebatch.scoring.budget import fit_cells, settle_limits
 from truebatch.scoring.checking import IdentityReport, check_identity, refuse
 from truebatch.scoring.exporting import Row, Status, export, make_row, read_rows, read_status
 from truebatch.scoring.faults import Trouble, failure, judge_ready
 from truebatch.scoring.functions import FunctionBackend
-from truebatch.scoring.inprocess import model_backend
+from truebatch.scoring.inprocess import ModelBackend, model_backend
 from truebatch.scoring.listing import Listed, by_key, list_samples
 from truebatch.scoring.opening import open_backend
 from truebatch.scoring.readouts import Readout
@@ -46,6 +48,8 @@ SHOWN = 20
 """Rows that a notebook shows."""
 CHECKED = 8
 """Samples that are judged alone and together before a run."""
+MOST_FITTED = 2048
+"""Samples from which the budget is found, spread over the first window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,13 @@ class ScoreRun:
 
 
 class Scorer:
-    """Judges or generates for any number of samples in true batches; see `score`."""
+    """Judges or generates for any number of samples in true batches; see `score`.
+
+    >>> from truebatch import Scorer
+    >>> scorer = Scorer(lambda samples: [len(sample.user) for sample in samples])
+    >>> [outcome.score for outcome in scorer.judge([{"user": "short"}, {"user": "a longer one"}])]
+    [5.0, 12.0]
+    """
 
     def __init__(
         self, model: Model, readout: Readout | None = None, *,
@@ -204,11 +214,13 @@ class Scorer:
         places: dict[str, list[Listed]] | None = None,
     ) -> tuple[IdentityReport | None, Finished]:  # fmt: skip
         """Window after window; `places` holds the samples of the present one by their keys."""
-        report, finished, number = None, None, 0
+        report, finished, number, limits = None, None, 0, self.limits
         with catch_signals() if how.stop is None else nullcontext(how.stop) as stop:
             how = replace(how, stop=stop)
             for number, listed in enumerate(iter_windows(samples, window), start=1):
                 if finished is None:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    limits = settle_limits(limits, folder, partial(_fit, self.backends[0], listed))
                     report = self._refuse_unequal(folder, listed, checks)
                 else:
                     end_early(stop, folder, finished.judged)
@@ -216,7 +228,7 @@ class Scorer:
                     places.clear()
                     places.update(by_key(listed))
                 note_window(folder, number - 1, window)
-                done = run_samples(listed, self.backends, window_folder(folder, number - 1), self.limits, how)
+                done = run_samples(listed, self.backends, window_folder(folder, number - 1), limits, how)
                 finished = done if finished is None else finished.and_then(done)
         if finished is None:
             raise DataError("there are no samples", seen=str(samples)[:100], do="name data with at least one")
@@ -228,7 +240,6 @@ class Scorer:
     ) -> IdentityReport | None:
         """The report of the check before a run, which raises where batches would change answers."""
         check, number = checks
-        folder.mkdir(parents=True, exist_ok=True)
         if check is False:
             return None
         with _survived(folder, listed, number) as sound:
@@ -293,7 +304,20 @@ def _survived(folder: Path, listed: Sequence[Listed], checked: int) -> Iterator[
 
 def _check(backend: Backend, listed: Sequence[Listed], n: int, tolerance: float | None) -> IdentityReport:
     asked: list[Asked] = [one.asked for one in listed if one.asked is not None]
+    there = getattr(backend, "check", None)  # a model in another process is looked at there
+    if there is not None:
+        report: IdentityReport = there(asked, n, tolerance)
+        return report
     return check_identity(backend, asked, n=n, tolerance=tolerance)
+
+
+def _fit(backend: Backend, listed: Sequence[Listed]) -> int | None:
+    """The largest safe budget, where the backend is one whose memory can be measured."""
+    asked = [one.asked for one in listed[:: max(1, len(listed) // MOST_FITTED)] if one.asked is not None]
+    if isinstance(backend, ModelBackend):
+        return fit_cells(backend, asked)
+    there = getattr(backend, "fit", None)
+    return None if there is None else there(asked)
 
 
 def _reused(backends: Sequence[Backend]) -> dict[str, float]:

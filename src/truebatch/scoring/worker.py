@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from truebatch.errors import ConfigError
 from truebatch.scoring.backend import Answer, Asked, Cost, SampleError
+from truebatch.scoring.checking import IdentityReport, choose_samples, unpack_report
 from truebatch.scoring.wire import decode, encode, pack_asked, unpack_answer, unpack_cost
 
 MODULE = "truebatch.scoring.workerprocess"
@@ -104,6 +105,33 @@ class WorkerBackend:
         if len(found["answers"]) != len(prepared):
             raise RuntimeError(f"the worker gave {len(found['answers'])} answers for {len(prepared)} samples")
         return [unpack_answer(answer) for answer in found["answers"]]
+
+    def check(self, samples: Sequence[Asked], n: int, tolerance: float | None) -> IdentityReport:
+        """`check_identity` where the model is; samples that end the worker are left out, they will be records."""
+        chosen = choose_samples(self, samples, n)
+        try:
+            return self._checked(chosen, n, tolerance)
+        except (WorkerCrash, WorkerHang):
+            return self._checked([one for one in chosen if self._survives(one)], n, tolerance)
+
+    def fit(self, samples: Sequence[Asked]) -> int | None:
+        """`fit_cells` where the model is."""
+        request = {"do": "fit", "samples": [pack_asked(sample) for sample in samples]}
+        found: int | None = self._ask(request, self._settings.start)["cells"]
+        return found
+
+    def _checked(self, chosen: Sequence[Asked], n: int, tolerance: float | None) -> IdentityReport:
+        request = {"do": "check", "samples": [pack_asked(one) for one in chosen], "n": n, "tolerance": tolerance}
+        return unpack_report(self._ask(request, self._settings.start)["report"])
+
+    def _survives(self, sample: Asked) -> bool:
+        try:
+            self.judge([sample])
+        except (WorkerCrash, WorkerHang):
+            return False
+        except Exception:  # an error is not a death
+            return True
+        return True
 
     def close(self) -> None:
         """End the process."""

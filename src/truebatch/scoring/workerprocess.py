@@ -14,7 +14,10 @@ from typing import Any, BinaryIO
 from truebatch.errors import TruebatchError
 from truebatch.scoring.ahead import attempt
 from truebatch.scoring.backend import Backend, SampleError
+from truebatch.scoring.budget import fit_cells
 from truebatch.scoring.calling import ScoreCall, open_one
+from truebatch.scoring.checking import check_identity, pack_report
+from truebatch.scoring.inprocess import ModelBackend
 from truebatch.scoring.wire import decode, encode, pack_answer, pack_cost, unpack_asked
 from truebatch.training.outofmemory import is_out_of_memory
 
@@ -70,6 +73,11 @@ def _answer(backend: Backend, request: Mapping[str, Any], pool: ThreadPoolExecut
     samples = [unpack_asked(value) for value in request["samples"]]
     if request["do"] == "cost":
         return {"costs": [pack_cost(attempt(backend.cost, sample)) for sample in samples]}
+    if request["do"] == "fit":
+        return {"cells": fit_cells(backend, samples) if isinstance(backend, ModelBackend) else None}
+    if request["do"] == "check":
+        report = check_identity(backend, samples, n=request["n"], tolerance=request["tolerance"])
+        return {"report": pack_report(report)}
     prepared = list(pool.map(lambda sample: attempt(backend.prepare, sample), samples))
     good = [one for one in prepared if not isinstance(one, SampleError)]
     try:
