@@ -28,9 +28,8 @@ def judge():
     return text_judge()
 
 
-@pytest.mark.parametrize("readout", [LABELS, TEXT], ids=["labels", "texts"])
-def test_no_batch_under_the_budget_takes_more_than_there_is_and_the_room_is_used(judge, readout):
-    backend = model_backend(*judge, readout, Limits(), reuse_prefix=False)
+def test_no_batch_under_the_budget_takes_more_than_there_is_and_the_room_is_used(judge):
+    backend = model_backend(*judge, TEXT, Limits(), reuse_prefix=False)
     asked = list(read_asked(questions(24)))
     room = 2_000_000
     cells = fit_cells(backend, asked, limit_bytes=room)
