@@ -21,7 +21,15 @@ from truebatch.language.saying import three_parts
 
 
 class TruebatchError(ValueError):
-    """Base class: `except TruebatchError` catches what the library raises on purpose."""
+    """Base class: `except TruebatchError` catches what the library raises on purpose.
+
+    >>> from truebatch import PlanConfig, TruebatchError, build_plan
+    >>> try:
+    ...     build_plan([3, 900], PlanConfig(cells=600))
+    ... except TruebatchError as error:
+    ...     print(error.wrong)
+    1 of 2 samples are over a limit on their own
+    """
 
     def __init__(self, wrong: str, *, seen: str, do: str) -> None:
         super().__init__(wrong, seen, do)

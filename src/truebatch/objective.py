@@ -19,7 +19,17 @@ from truebatch.tensors.microbatch import MicroBatch
 
 @runtime_checkable
 class Objective(Protocol):
-    """The loss of a task, one number a term."""
+    """The loss of a task, one number a term.
+
+    >>> from truebatch import Objective
+    >>> class Squares:
+    ...     def counts(self, batch):
+    ...         return {"loss": batch.num_samples}
+    ...     def sums(self, model, batch):
+    ...         return {"loss": model(batch["x"]).square().sum()}
+    >>> isinstance(Squares(), Objective)
+    True
+    """
 
     def counts(self, batch: MicroBatch) -> dict[str, int]:
         """What each term is divided by, as far as this micro-batch goes; known before the forward pass."""

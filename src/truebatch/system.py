@@ -22,7 +22,25 @@ Dataset = Sequence[Sample]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class System:
-    """A task from file to loss. Each part is a plain function of the configuration."""
+    """A task from file to loss. Each part is a plain function of the configuration.
+
+    >>> from dataclasses import dataclass
+    >>> from truebatch import Field, System, measure
+    >>> @dataclass(frozen=True)
+    ... class Settings:
+    ...     number: int = 3
+    >>> system = System(
+    ...     name="numbers",
+    ...     config_type=Settings,
+    ...     load=lambda config: [{"x": [1.0] * (i + 1)} for i in range(config.number)],
+    ...     fields=lambda config: [Field(name="x")],
+    ...     measure=lambda config, samples: measure(samples, field="x"),
+    ...     build_model=lambda config: ...,
+    ...     objective=lambda config: ...,
+    ... )
+    >>> system.measure(Settings(), system.load(Settings())).lengths.tolist()
+    [1, 2, 3]
+    """
 
     name: str
     config_type: type

@@ -25,7 +25,12 @@ from truebatch.tensors.microbatch import MicroBatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterConfig:
-    """What an adapter adds to the settings of the trainer it serves: how a step is cut, never what a step is."""
+    """What an adapter adds to the settings of the trainer it serves: how a step is cut, never what a step is.
+
+    >>> from truebatch.adapters.planned import AdapterConfig
+    >>> AdapterConfig(layout="packed", cells=8192).plan_config(samples=8, samples_per_step=32, seed=0).step_size
+    'samples_per_step=32'
+    """
 
     layout: Layout = "padded"
     """One sample a row, or several end to end."""
@@ -89,7 +94,18 @@ class PlannedData:
 
 
 def plan_data(dataset: Any, collator: Collator, model: nn.Module, config: PlanConfig) -> PlannedData:
-    """Measure a dataset and find the head that reads it. Streams without a length are refused."""
+    """Measure a dataset and find the head that reads it. Streams without a length are refused.
+
+    >>> from transformers import default_data_collator
+    >>> from truebatch import PlanConfig
+    >>> from truebatch.adapters.planned import plan_data
+    >>> from truebatch.hf.samples import make_samples
+    >>> from truebatch.hf.tiny import tiny_model
+    >>> model = tiny_model("llama")
+    >>> dataset = make_samples(model, [3, 9, 4, 7, 5])
+    >>> plan_data(dataset, default_data_collator, model, PlanConfig(samples_per_step=2)).num_steps
+    3
+    """
     _refuse_streams(dataset)
     first = make_single(dataset, collator, 0, seed=config.seed)
     head = head_of(model, first)

@@ -38,8 +38,19 @@ def step_loss(
     An autocast that is open when this is called holds for the forward passes. With a guard, `Guard(fields=...)` kept
     over steps, memory that runs out only changes how the step is cut.
 
-    >>> for step in load_steps(plan, dataset, fields):
-    ...     step_loss(model, objective, step).backward()
+    >>> import torch
+    >>> from truebatch import Field, PlanConfig, build_plan, load_steps
+    >>> from truebatch.adapters.steploss import step_loss
+    >>> class Squares:
+    ...     def counts(self, batch):
+    ...         return {"loss": batch.num_samples}
+    ...     def sums(self, model, batch):
+    ...         return {"loss": model(batch["x"]).square().sum()}
+    >>> model, samples = torch.nn.Linear(2, 1), [{"x": [1.0, 2.0]}, {"x": [3.0, 4.0]}, {"x": [5.0, 6.0]}]
+    >>> optimiser = torch.optim.AdamW(model.parameters())
+    >>> plan = build_plan([1, 1, 1], PlanConfig(samples_per_step=2))
+    >>> for step in load_steps(plan, samples, [Field(name="x", kind="once")]):
+    ...     step_loss(model, Squares(), step).backward()
     ...     optimiser.step()
     ...     optimiser.zero_grad()
     """

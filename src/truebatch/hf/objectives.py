@@ -24,7 +24,14 @@ _tried: WeakSet[nn.Module] = WeakSet()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadObjective:
-    """`Objective` of a model with a known head, with per-sample outputs beside the loss."""
+    """`Objective` of a model with a known head, with per-sample outputs beside the loss.
+
+    >>> from truebatch.hf.heads import head_of
+    >>> from truebatch.hf.objectives import HeadObjective
+    >>> from truebatch.hf.tiny import tiny_model
+    >>> HeadObjective(head=head_of(tiny_model("llama"))).head.kind.name
+    'causal_lm'
+    """
 
     head: Head
     packed_rows: Literal["packed", "block"] = "packed"

@@ -55,6 +55,10 @@ def tiny_model(model_type: str, head: str = "causal_lm", seed: int = 0) -> nn.Mo
 
     The same seed gives the same weights. An architecture that cannot be made raises `ConfigError`, whose `seen` is the
     reason, whatever went wrong inside.
+
+    >>> from truebatch.hf.tiny import tiny_model
+    >>> type(tiny_model("llama")).__name__
+    'LlamaForCausalLM'
     """
     model_class = tiny_class(model_type, head)
     try:

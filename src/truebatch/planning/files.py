@@ -31,7 +31,11 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write a plan to one file. A reader sees the old file or the whole new one, never a part."""
+    """Write a plan to one file. A reader sees the old file or the whole new one, never a part.
+
+    >>> from truebatch import PlanConfig, build_plan, save_plan
+    >>> save_plan(build_plan([3, 1, 2], PlanConfig(cells=8)), "epoch-0.plan")
+    """
     arrays = _arrays_of(plan)
     about = {
         "format": FORMAT, "version": VERSION, "config": plan.config.to_dict(), "epoch": plan.epoch, "ranks": plan.ranks,
@@ -56,6 +60,12 @@ def load_plan(path: str | os.PathLike[str], *, check: bool = True) -> Plan:
     """Open a plan; its arrays stay on disk until a step needs them.
 
     `check` compares every array with its checksum, which reads the file once; the shape of the file is always checked.
+
+    >>> from truebatch import PlanConfig, build_plan, load_plan, save_plan
+    >>> file = "epoch-0.plan"
+    >>> save_plan(build_plan([3, 1, 2], PlanConfig(cells=8)), file)
+    >>> load_plan(file).num_samples
+    3
     """
     file = Path(path)
     arrays, about = _read(file)

@@ -21,7 +21,13 @@ from truebatch.planning.rows import Ints
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Measured:
-    """One number or more for every sample; the sample id is the position in these arrays."""
+    """One number or more for every sample; the sample id is the position in these arrays.
+
+    >>> import numpy as np
+    >>> from truebatch import Measured
+    >>> Measured(lengths=np.array([3, 1, 2]), counts={"loss": np.array([2, 0, 1])}).unit
+    'tokens'
+    """
 
     lengths: Ints
     """[N] tokens (or characters, see `unit`) of every sample."""

@@ -48,6 +48,11 @@ def measure(
     `tokenizer` (a folder holding tokenizer.json) text counts tokens, otherwise characters. With `cache` (a
     folder) a file is measured once: the entry is named by the content of the file and the way of measuring,
     so a changed file is always measured again.
+
+    >>> from truebatch import measure
+    >>> measured = measure([{"text": "hello"}, {"text": "you"}])
+    >>> measured.lengths.tolist(), measured.unit
+    ([5, 3], 'characters')
     """
     way = _Way(field, load_tokenizer(tokenizer), dict(costs or {}), dict(counts or {}))
     if not isinstance(source, (str, Path)):

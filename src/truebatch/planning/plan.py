@@ -40,6 +40,11 @@ def build_plan(
     """Plan one epoch: every sample once, no micro-batch over a limit, the same on every rank and machine.
 
     `costs` are the columns that `config.costs` limits; `counts` are columns whose sums a step should know.
+
+    >>> from truebatch import PlanConfig, build_plan
+    >>> plan = build_plan([3, 1, 2, 4], PlanConfig(layout="packed", cells=6, samples_per_step=4), epoch=0, ranks=2)
+    >>> [len(rank) for rank in plan.step(0)]  # micro-batches of each rank
+    [1, 1]
     """
     check_whole("ranks", ranks, least=1)
     check_whole("epoch", epoch, least=0)
@@ -57,7 +62,13 @@ def build_plan(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """The steps of one epoch. Reading a step costs what the step holds, wherever it lies in the plan."""
+    """The steps of one epoch. Reading a step costs what the step holds, wherever it lies in the plan.
+
+    >>> from truebatch import PlanConfig, build_plan
+    >>> plan = build_plan([3, 1, 2, 4], PlanConfig(samples_per_step=2))
+    >>> plan.num_steps, sorted(plan.step_sample_ids(0)) == sorted(i for rows in plan.step(0)[0] for i in rows.ids)
+    (2, True)
+    """
 
     samples: Samples = field(repr=False)
     """Lengths, costs and counts of the dataset, as they are planned."""

@@ -18,6 +18,11 @@ class Rows:
 
     Row b holds the samples `ids[starts[b]:starts[b + 1]]`, end to end. An empty micro-batch (a rank
     with nothing to do in a short step) has no rows.
+
+    >>> import numpy as np
+    >>> from truebatch import Rows
+    >>> Rows(ids=np.array([4, 0, 7]), starts=np.array([0, 2, 3]), width=9, layout="packed").num_rows
+    2
     """
 
     ids: Ints

@@ -50,7 +50,12 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanConfig:
-    """What a step is and what a micro-batch may hold."""
+    """What a step is and what a micro-batch may hold.
+
+    >>> from truebatch import PlanConfig
+    >>> PlanConfig(layout="packed", cells=4096, samples_per_step=64).step_size
+    'samples_per_step=64'
+    """
 
     layout: Layout = "padded"
     """One sample a row, padded to the longest; or several samples a row, end to end."""

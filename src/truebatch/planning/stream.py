@@ -46,6 +46,12 @@ class StreamPlanner:
 
     The state can be saved between any two steps and holds no more than the buffer. To go on, load it and give a source
     that begins at sample number `state["read"]`; the number of ranks may differ, the samples of the steps will not.
+
+    >>> from truebatch import PlanConfig
+    >>> from truebatch.planning.stream import StreamPlanner
+    >>> planner = StreamPlanner(PlanConfig(cells=64, samples_per_step=4), window=8)
+    >>> len(list(planner.steps(iter([3, 9, 4, 7, 5, 2, 8, 1, 6, 3]))))
+    3
     """
 
     def __init__(self, config: PlanConfig, *, window: int, ranks: int = 1, epoch: int = 0) -> None:

@@ -53,6 +53,11 @@ def choose_layout(
 
     A Hugging Face model needs nothing else (samples are made up); another model needs its objective, samples and fields.
     Raises LawError with every reason if no layout is right.
+
+    >>> from truebatch import choose_layout
+    >>> from truebatch.hf.tiny import tiny_model
+    >>> print(choose_layout(tiny_model("llama")))
+    layout: packed
     """
     settings = config or VerifyConfig()
     reports: dict[LayoutName, VerifyReport] = {}

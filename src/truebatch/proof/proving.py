@@ -43,7 +43,12 @@ from truebatch.proof.tracing import ModuleDifference, count_calls, first_differe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyConfig:
-    """What is put to the proof and how strictly."""
+    """What is put to the proof and how strictly.
+
+    >>> from truebatch import VerifyConfig
+    >>> VerifyConfig(layout="packed", tolerance=1e-5).layout
+    'packed'
+    """
 
     layout: Literal["all", "right", "left", "packed", "padded"] = "all"
     """Only these arrangements; `padded` is right and left."""

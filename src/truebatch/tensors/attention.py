@@ -38,6 +38,15 @@ def attend(
     side, its own included. `bias`: added to the scores, broadcast to [B, H, T, T]. `sinks` [H]: one more score a head
     that takes weight and gives nothing. `dropout` is applied whenever it is above 0: pass 0 in evaluation. Padding
     never influences a sample, forward or backward. `kernel` overrides the choice, for tests and timings.
+
+    >>> import torch
+    >>> from truebatch import Field, PlanConfig, build_plan, collate
+    >>> from truebatch.tensors.attention import attend
+    >>> rows = build_plan([3, 2], PlanConfig(layout="packed")).step(0)[0][0]
+    >>> batch = collate([{"x": torch.zeros(n, 8)} for n in (3, 2)], rows, [Field(name="x")])
+    >>> q = torch.randn(1, 2, 5, 4)  # [B, H, T, D]
+    >>> attend(q, q, q, batch.segments, causal=True).shape
+    torch.Size([1, 2, 5, 4])
     """
     rule = Rule(causal=causal, window=window, scale=scale, dropout=dropout, bias=bias, softcap=softcap, sinks=sinks)
     _check(query, key, value, segments, rule)

@@ -18,11 +18,14 @@ DTYPES = ("keep", "bool", "uint8", "int32", "int64", "float16", "bfloat16", "flo
 class Field:
     """One value of a sample and how a micro-batch holds it.
 
-    >>> Field(name="input_ids", pad=0)                                     # [length] -> [B, T]
-    >>> Field(name="labels", source="input_ids", shift=1, pad=-100)        # the next token, shifted before padding
-    >>> Field(name="patches", kind="flat", axis="patches")                 # [n, ...] -> [sum of n, ...] and offsets
-    >>> Field(name="label", kind="once")                                   # [...] -> [N, ...]
-    >>> Field(name="events", kind="nested", axis="sets", inner="events")   # sets of events -> [M, E, ...]
+    >>> from truebatch import Field
+    >>> ids = Field(name="input_ids", pad=0)                                       # [length] -> [B, T]
+    >>> labels = Field(name="labels", source="input_ids", shift=1, pad=-100)       # the next token, shifted before padding
+    >>> patches = Field(name="patches", kind="flat", axis="patches")               # [n, ...] -> [sum of n, ...] and offsets
+    >>> label = Field(name="label", kind="once")                                   # [...] -> [N, ...]
+    >>> events = Field(name="events", kind="nested", axis="sets", inner="events")  # sets of events -> [M, E, ...]
+    >>> labels.key
+    'input_ids'
     """
 
     name: str

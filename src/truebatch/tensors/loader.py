@@ -103,6 +103,12 @@ def load_steps(
         ranks: read the plan for this number of ranks instead of its own.
         transform: (sample, sample id, epoch) -> sample, run where the sample is loaded. Randomness in it must be keyed
             by these numbers, for example `np.random.default_rng((seed, epoch, sample_id))`.
+
+    >>> from truebatch import Field, PlanConfig, build_plan, load_steps
+    >>> samples = [{"ids": [1, 2, 3]}, {"ids": [4]}, {"ids": [5, 6]}]
+    >>> plan = build_plan([3, 1, 2], PlanConfig(samples_per_step=2))
+    >>> [sum(batch.num_samples for batch in step) for step in load_steps(plan, samples, [Field(name="ids")])]
+    [2, 1]
     """
     config = config or LoaderConfig()
     check_fields(fields)

@@ -75,7 +75,14 @@ Axis = RowAxis | FlatAxis
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """The samples of one forward pass. `batch["name"]` is a field; ids, positions, segments and counts come along."""
+    """The samples of one forward pass. `batch["name"]` is a field; ids, positions, segments and counts come along.
+
+    >>> from truebatch import Field, PlanConfig, build_plan, collate
+    >>> rows = build_plan([2, 1], PlanConfig(layout="packed"), epoch=0).step(0)[0][0]
+    >>> batch = collate([{"ids": [5 + i] * n} for i, n in zip(rows.ids, (2, 1))], rows, [Field(name="ids")])
+    >>> batch["ids"].shape, batch.positions.tolist()
+    (torch.Size([1, 3]), [[0, 1, 0]])
+    """
 
     fields: Mapping[str, Tensor]
     axes: Mapping[str, Axis]

@@ -162,6 +162,11 @@ class KeyedDropout(nn.Module):
 
     Input [B, T, ...] along a row axis, [n, ...] along a flat one or [N, ...] with axis="samples". In eval mode, and with
     p=0, it does nothing.
+
+    >>> import torch
+    >>> from truebatch import KeyedDropout
+    >>> KeyedDropout(0.5).eval()(torch.ones(3))  # in training it needs the micro-batch that `train` gives it
+    tensor([1., 1., 1.])
     """
 
     def __init__(self, p: float = 0.1, *, purpose: str = "", axis: str = CELLS) -> None:

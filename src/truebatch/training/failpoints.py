@@ -115,7 +115,14 @@ def failpoint(name: str) -> None:
 
 @contextmanager
 def armed(spec: str) -> Iterator[None]:
-    """Arm one failpoint, written as in the environment variable, inside the `with` block."""
+    """Arm one failpoint, written as in the environment variable, inside the `with` block.
+
+    >>> from truebatch.training.failpoints import armed, failpoint
+    >>> with armed("step.loading:eio"):
+    ...     failpoint("step.loading")
+    Traceback (most recent call last):
+    OSError: ...
+    """
     _read_variable()
     before, _state.trap, _state.is_idle = _state.trap, parse_failpoint(spec), False
     try:

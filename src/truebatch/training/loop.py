@@ -1,4 +1,16 @@
-"""`train`: plan -> load -> step -> finite? -> update -> log -> validate -> checkpoint, and on from wherever it stopped."""
+"""`train`: plan -> load -> step -> finite? -> update -> log -> validate -> checkpoint, and on from wherever it stopped.
+
+>>> import torch
+>>> from truebatch import Field, TrainConfig, TrainData, train
+>>> class Squares:
+...     def counts(self, batch):
+...         return {"loss": batch.num_samples}
+...     def sums(self, model, batch):
+...         return {"loss": model(batch["x"]).square().sum()}
+>>> data = TrainData(samples=[{"x": [1.0, 2.0]}, {"x": [3.0, 4.0]}], fields=[Field(name="x", kind="once")])
+>>> train(torch.nn.Linear(2, 1), Squares(), data, TrainConfig(epochs=3)).step
+3
+"""
 
 from __future__ import annotations
 

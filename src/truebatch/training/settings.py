@@ -22,7 +22,12 @@ WhenTooLarge = Literal["raise", "quarantine"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """Settings of a training run."""
+    """Settings of a training run.
+
+    >>> from truebatch import TrainConfig
+    >>> TrainConfig(batch_size=8, gradient_accumulation_steps=4, devices=2).num_samples_per_step()
+    64
+    """
 
     epochs: int = 1
     """Times every sample is seen."""
