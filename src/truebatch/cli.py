@@ -40,7 +40,7 @@ from truebatch.commands.vl_reward import vl_reward_app
 from truebatch.commands.vlm_pruning import vlm_pruning_app
 from truebatch.errors import ConfigError, TruebatchError, exit_code_of
 from truebatch.language.choosing import Language, language, unknown_language
-from truebatch.language.helping import chinese_width, translate_help
+from truebatch.language.helping import translate_help
 from truebatch.language.saying import say_error
 
 DONE, USAGE, OUR_FAULT, INTERRUPTED = 0, 2, 70, 75
@@ -139,10 +139,9 @@ def _invoke(arguments: list[str]) -> int:
         raise ConfigError(
             "messages are in English or Chinese", seen=f"TRUEBATCH_LANG={unknown}", do="set it to en or zh"
         )
-    words = language()
-    command, width = _command(words), {"terminal_width": chinese_width()} if words == "zh" else {}
+    command = _command(language())
     try:
-        with command.make_context("truebatch", list(arguments), **width) as context:
+        with command.make_context("truebatch", list(arguments)) as context:
             code = command.invoke(context)
     except typer.Exit as done:
         return int(done.exit_code)
@@ -192,7 +191,7 @@ def _report(error: BaseException, arguments: list[str], *, debug: bool) -> int:
 
 
 def _report_usage(error: Any, arguments: list[str]) -> int:
-    if not arguments:
+    if not arguments or type(error).__name__ == "NoArgsIsHelpError":
         sys.stdout.write(error.ctx.get_help() + "\n" if getattr(error, "ctx", None) else "")
         return USAGE
     context = getattr(error, "ctx", None)

@@ -195,12 +195,12 @@ def _explain(error: ValidationError, document: Document) -> NoReturn:
             seen=f"keys given: {', '.join(document.values) or 'none'}",
             do=f"add `{key}: ...` to the file or give {key}=... as an override",
         ) from None
+    is_given = place.startswith(("--", "override"))
+    change = f"change {place}" if is_given else f"change {key} at {place}" if place else f"change {key}"
     raise ConfigError(
         f"{key} does not accept this value: {_words(first)}",
         seen=f"{key} = {_short(first['input'])}" + (f" ({place})" if place else ""),
-        do=f"change {place}"
-        if place.startswith(("--", "override"))
-        else f"change {key}" + (f" at {place}" if place else ""),
+        do=change,
     ) from None
 
 
@@ -229,7 +229,7 @@ def _words(first: ErrorDetails) -> str:
     expected = first.get("ctx", {}).get("expected")
     if first["type"] == "literal_error":
         choices = str(expected).replace("'", "").replace(" or ", ", ").split(", ")
-        return f"it must be {expected}{nearest(str(first['input']), choices)}"
+        return f"it must be one of {', '.join(map(repr, choices))}{nearest(str(first['input']), choices)}"
     return first["msg"].removeprefix("Value error, ").removeprefix("Input ").replace("should be", "it must be")
 
 

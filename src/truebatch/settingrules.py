@@ -16,10 +16,10 @@ def check_range(
     for name in names:
         value = getattr(config, name)
         if not (math.isfinite(value) and value >= 0 and above < value < below and value <= most):
-            limits = {"more than": above, "less than": below, "at most": most}
-            said = [f"{word} {limit}" for word, limit in limits.items() if math.isfinite(limit)]
+            limits = {f"more than {above}": above, f"less than {below}": below, f"at most {most}": most}
+            said = [words for words, limit in limits.items() if math.isfinite(limit)]
             raise ConfigError(
-                f"{name} must be " + " and ".join(said or ["a finite number of 0 or more"]),
+                f"{name} must be {', '.join(said) or 'a finite number of 0 or more'}",
                 seen=f"{name}={value!r}",
                 do=f"set {name} within these limits",
             )

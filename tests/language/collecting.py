@@ -24,6 +24,7 @@ from truebatch.language.translating import CATALOGUES, HOLE
 
 ROOT = Path(truebatch.__file__).parent
 WORDS = re.compile(r"[A-Za-z]{2,}")
+WORD_AND_HOLE = re.compile(r"(?:^|[\s(])[a-z]{2,}[,:;]? [\0(]|\0[,;:]? \(?[a-z]{2,}(?=$|[\s,:;.)])")
 SILENT = Path(__file__).parent / "silent"
 """What looks like a sentence and is none, such as SQL, prompts and the words of embedded texts: a list for each part."""
 HEADERS = {"header", "heading"}
@@ -31,20 +32,26 @@ OF_CLICK = (
     *("Usage: {0}", "Options:", "Commands:", "Arguments:", "Examples:", "default", "required"),
     *("Show this message and exit.", "Install completion for the current shell."),
     "Show completion for the current shell, to copy it or customize the installation.",
-    *("No such option: {0}", "No such option: {0} Did you mean {1}?", "No such command {0}."),
-    *("No such command {0}. Did you mean {1}?", "Missing argument {0}.", "Missing option {0}.", "Missing command."),
-    *("Invalid value for {0}: {1}", "Got unexpected extra argument {0}", "Got unexpected extra arguments {0}"),
-    *("Option {0} requires an argument.", "Option {0} does not take a value.", "{0} is not one of {1}."),
-    *(
-        "{0} is not a valid integer.",
-        "{0} is not a valid int.",
-        "{0} is not a valid float.",
-        "{0} is not a valid boolean.",
-    ),
+    *("No such option: {0}", "No such option: {0} Did you mean {1}?", "No such option: {0} (Possible options: {1})"),
+    *("No such option {0}.", "No such command {0}.", "No such command {0}. Did you mean {1}?"),
+    *("{0} (Did you mean one of: {1}?)", "Missing command.", "Missing argument {0}.", "Missing option {0}."),
+    *("Invalid value: {0}", "Invalid value for {0}: {1}", "Got unexpected extra argument(s) ({0})"),
+    *("Got unexpected extra argument ({0})", "Got unexpected extra arguments ({0})"),
+    *("Option {0} requires an argument.", "Option {0} requires {1} arguments.", "Option {0} does not take a value."),
+    *("{0} is not one of {1}.", "{0} is not a valid integer.", "{0} is not a valid int.", "{0} is not a valid float."),
+    *("{0} is not a valid boolean.", "{0} is not a valid boolean. Recognized values: {1}"),
     *("{0} is not in the range {1}.", "File {0} does not exist.", "Directory {0} does not exist."),
-    *("Path {0} does not exist.", "Possible options: {0}", "(Possible options: {0})", "Did you mean {0}?"),
+    "Path {0} does not exist.",
 )
-"""What the command line's library says by itself, without the point where it has none."""
+"""What the command line's library says by itself, in the versions there are."""
+OF_PYDANTIC = (
+    *("a valid integer", "a valid integer, unable to parse string as an integer", "a valid number", "a finite number"),
+    *("a valid integer, got a number with a fractional part", "a valid number, unable to parse string as a number"),
+    *("a valid boolean", "a valid boolean, unable to interpret input", "a valid string", "a valid list"),
+    *("a valid tuple", "a valid dictionary", "a dictionary or an instance of {0}", "an instance of {0}"),
+    *("greater than {0}", "greater than or equal to {0}", "less than {0}", "less than or equal to {0}"),
+)
+"""What the library of settings says a value should be; the command line's says it too."""
 
 
 @cache
@@ -80,13 +87,16 @@ def sentences_of(path: Path, *, raised_only: bool = False) -> Iterator[str]:
                     yield numbered(line.strip())
     if not raised_only:
         yield from _headers(tree)
+    yield from _single_words(tree)
 
 
 def is_sentence(text: str) -> bool:
-    """Two words at least; a path, a key or a flag is none."""
+    """Two words at least, or one beside a hole; a path, a key or a flag is none."""
     bare = re.sub(r"\b[\w.]+=\S*", " ", text).replace("\0", " ")
     if re.search(r"\\[bdsSwW]|\{%|[\u4e00-\u9fff]", text):  # a pattern, a template, or both languages at once
         return False
+    if WORD_AND_HOLE.search(text) and not re.search("[<>]", text):
+        return True
     return len(WORDS.findall(bare)) >= 2 and bool(re.search(r"[A-Za-z,;:)'`]\s+[(`'A-Za-z]", text))
 
 
@@ -136,9 +146,27 @@ def _headers(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.Assign) and any(getattr(target, "id", "") in HEADERS for target in node.targets):
             tops = [node.value]
         for part in (part for top in tops for part in ast.walk(top)):
-            is_text = isinstance(part, ast.Constant) and isinstance(part.value, str) and id(part) not in inner
-            if is_text and WORDS.search(part.value):
-                yield part.value
+            text = part.value if isinstance(part, ast.Constant) and id(part) not in inner else None
+            if isinstance(text, str) and WORDS.search(text):
+                yield text
+
+
+def _single_words(tree: ast.AST) -> Iterator[str]:
+    """A part of an error, or all that is said, may be one word."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            said = node.args if _name(node.func) in {"say", "say_error"} else []
+            parts = [*said, *(one.value for one in node.keywords if one.arg in {"wrong", "seen", "do"})]
+            for part in (inner for top in parts for inner in _choices(top)):
+                word = part.value if isinstance(part, ast.Constant) else None
+                if isinstance(word, str) and re.fullmatch("[a-z]{3,}", word):
+                    yield word
+
+
+def _choices(node: ast.expr) -> Iterator[ast.expr]:
+    """What an expression may give: itself, or the branches of a choice."""
+    inner = [node.body, node.orelse] if isinstance(node, ast.IfExp) else getattr(node, "values", [])
+    yield from (one for part in inner for one in _choices(part)) if inner else [node]
 
 
 def numbered(text: str) -> str:
@@ -160,7 +188,9 @@ def help_texts() -> tuple[str, ...]:
             visit(inner)
 
     visit(typer.main.get_command(app))
-    return (*OF_CLICK, *(text for text in found if WORDS.search(text)))
+    should_be = (f"{start} {text}" for text in OF_PYDANTIC for start in ("Input should be", "it must be"))
+    others = ("Input is not a valid path", "is not a valid path")
+    return (*OF_CLICK, *should_be, *others, *(text for text in found if WORDS.search(text)))
 
 
 def catalogue_of(part: str) -> dict[str, str]:

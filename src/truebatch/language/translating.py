@@ -22,7 +22,7 @@ _PLACE = re.compile(r"((?<=[^\x00-\x7f]) |)\{(\d+)\}( (?=[^\x00-\x7f])|)")
 """A hole, with the space that parts it from Chinese on either side."""
 _SIGNS = "（，。；："
 WORD = re.compile(r"[A-Za-z]+")
-JOINTS = (("; ", "；"), (": ", "："), (", ", "，"))
+JOINTS = (("; ", "；"), (": ", "："), (", ", "，"), ("  ", "  "))
 """Where a message was put together from sentences, each of them may be known."""
 MOST_JOINTS = 40
 """More of them part a list of values, not sentences."""

@@ -74,13 +74,14 @@ class Pace:
         self.tokens += int(record["tokens"])
         self.seconds += float(record["seconds"])
 
-    def words(self, *, memory: str = "memory ") -> str:
+    def words(self, *, is_short: bool = False) -> str:
         """Loss, tokens a second, fill, memory and time left, of the last step and the run so far."""
         parts = [f"loss {self.last['loss']:.4f}"]
         if self.tokens:
             speed = self.tokens / max(self.seconds, 1e-9)
             parts += [f"{speed:,.0f} tokens/s", f"fill {self.last['fill']:.0%}"]
-        parts += [f"{memory}{memory_bytes() / 2**30:.1f} GiB", f"ETA {self.eta()}"]
+        memory = f"{memory_bytes() / 2**30:.1f} GiB"
+        parts += [memory if is_short else f"memory {memory}", f"ETA {self.eta()}"]
         return "  ".join(parts)
 
     def eta(self) -> str:
@@ -169,7 +170,7 @@ class TerminalBar:
         """Move the bar."""
         if self.bar is not None and "tokens" in record:
             self.pace.add(record)
-            self.bar.update(self.task, completed=self.pace.step, description=self.pace.words(memory=""))
+            self.bar.update(self.task, completed=self.pace.step, description=in_words(self.pace.words(is_short=True)))
 
     def close(self) -> None:
         """Leave the last state of the bar on the terminal."""
