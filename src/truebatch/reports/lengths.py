@@ -64,13 +64,16 @@ def _padding(lengths: NDArray[np.int64], settings: Mapping[str, Any]) -> Section
     batch = int(given.get("batch_size") or COMPARED_SAMPLES)
     longest = int(lengths.max())
     cells = max(longest, int(given.get("cells") or batch * longest))
-    values = {"cells": cells, "samples_per_step": int(given.get("samples_per_step") or 8 * batch)}
-    words = [f"planned again for this table, with at most {cells:,} cells and {batch} samples a micro-batch"]
+    step = int(given.get("samples_per_step") or batch)
+    words = [
+        f"planned for this table: steps of {step:,} samples; a micro-batch has at most {cells:,} cells, where it is of a "
+        f"fixed number or a bucket {batch:,} samples"
+    ]
     measured = Measured(lengths=lengths[:PLANNED])
     try:
         rows = [
             plan_and_count(measured, PlanConfig(**one), epoch=0, ranks=1)[1]
-            for one in compared_settings({**values, "samples": batch})
+            for one in compared_settings({"cells": cells, "samples_per_step": step}, samples=batch)
         ]
     except TruebatchError as error:
         return Section(title="Padding by grouping", words=[f"{error.wrong} ({error.seen})"])

@@ -23,6 +23,9 @@ _INK = "#7d8590"
 """Read on a light and on a dark ground alike; the ground itself is left clear."""
 _SIZE = (6.4, 3.6)
 
+FEW = 12
+"""Points of a curve below which each is marked: one alone would not be seen."""
+
 Points = tuple[Sequence[float], Sequence[float]]
 
 
@@ -45,7 +48,11 @@ def curves(
             xs, ys = _finite(points)
             width = 3.2 if number == 0 and len(lines) > 1 else 1.5
             style = "-" if number % 2 == 0 else "--"
-            axes.plot(xs, ys, style, color=COLOURS[number % len(COLOURS)], linewidth=width, label=_plain(name))
+            marker = "o" if len(xs) < FEW else ""
+            axes.plot(
+                xs, ys, style, color=COLOURS[number % len(COLOURS)], linewidth=width, marker=marker, markersize=4,
+                label=_plain(name),
+            )  # fmt: skip
         for name, place in marks.items():
             axes.axvline(place, color=_INK, linestyle=":", linewidth=1)
             axes.annotate(_plain(name), (place, 1), xycoords=("data", "axes fraction"), fontsize=9, color=_INK)

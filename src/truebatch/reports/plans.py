@@ -27,15 +27,18 @@ def plan_and_count(measured: Measured, config: PlanConfig, *, epoch: int, ranks:
     return plan, {**names, **plan.statistics.to_dict(), "plan_seconds": seconds}
 
 
-def compared_settings(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The given settings once for every grouping, changed only where a grouping could not be planned with them."""
-    return [_fitted(dict(values), layout, grouping) for layout, grouping in COMPARED]
+def compared_settings(values: Mapping[str, Any], *, samples: int = COMPARED_SAMPLES) -> list[dict[str, Any]]:
+    """The given settings once for every grouping, changed only where a grouping could not be planned with them.
+
+    `samples` is for groupings that need a number of samples, where none is given.
+    """
+    return [_fitted(dict(values), layout, grouping, samples) for layout, grouping in COMPARED]
 
 
-def _fitted(values: dict[str, Any], layout: str, grouping: str) -> dict[str, Any]:
+def _fitted(values: dict[str, Any], layout: str, grouping: str, samples: int) -> dict[str, Any]:
     values |= {"layout": layout, "grouping": grouping}
     if grouping in ("fixed", "bucketed"):
-        values.setdefault("samples", COMPARED_SAMPLES)
+        values.setdefault("samples", samples)
     if layout == "padded":
         # A packed row of fixed capacity is a micro-batch of its own; the padded counterpart is a micro-batch.
         rows = values.pop("rows_per_step", None)

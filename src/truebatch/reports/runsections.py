@@ -81,7 +81,7 @@ def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
 def run_sections(run: Path) -> Iterator[Section]:
     """Every part of one run's report, in reading order."""
     settings = read_yaml(run / CONFIG).values if (run / CONFIG).is_file() else {}
-    yield from _overview(run, settings)
+    yield from _overview(run)
     yield from log_sections([read_log(run)])
     for stage in stages_of(run):
         for section in scoring_sections(read_scored(stage)):
@@ -94,6 +94,8 @@ def run_sections(run: Path) -> Iterator[Section]:
     yield from fit_sections(run)
     yield from _evaluation(run)
     yield from _findings(run)
+    if settings:
+        yield Section(title="Settings", tables=[figures_table(settings, name="setting")])
 
 
 def log_sections(logs: Sequence[Log]) -> Iterator[Section]:
@@ -143,17 +145,12 @@ def _curve(logs: Sequence[Log], key: str, y: str) -> Drawing | None:
     return partial(curves, lines, title=key, x="step", y=y) if lines else None
 
 
-def _overview(run: Path, settings: Mapping[str, Any]) -> Iterator[Section]:
-    tables = []
+def _overview(run: Path) -> Iterator[Section]:
     if (run / STATUS).is_file():
         status = read_status(run)
         names = ("state", "step", "exit_code", "message", "time")
         rows = [(name, str(status[name])) for name in names if status.get(name) not in (None, "")]
-        tables.append(Table(("run", run.resolve().name), tuple(rows)))
-    if settings:
-        tables.append(figures_table(settings, title="Settings", name="setting"))
-    if tables:
-        yield Section(title="Run", tables=tables)
+        yield Section(title="Run", tables=[Table(("run", run.resolve().name), tuple(rows))])
 
 
 def _evaluation(run: Path) -> Iterator[Section]:
