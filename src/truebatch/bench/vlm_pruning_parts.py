@@ -1,4 +1,4 @@
-"""`truebatch bench vlm_pruning --only PART`: speed, or what training comes to."""
+"""`truebatch bench vlm_pruning --only PART`: speed, or what training comes to: quality, image sizes, choices."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from truebatch.bench.vlm_pruning import make_config, run_pruning
+from truebatch.bench.vlm_pruning_choices import ChoicesConfig, run_choices
 from truebatch.bench.vlm_pruning_quality import QualityConfig, run_quality
+from truebatch.bench.vlm_pruning_sizes import SizesConfig, run_sizes
 from truebatch.errors import ConfigError
+from truebatch.systems.vlm_pruning.pretraining import Lessons
 from truebatch.textfiles import nearest
 
 Say = Callable[[str], None]
-PARTS = ("speed", "quality")
+PARTS = ("speed", "quality", "sizes", "choices")
+_QUICK = Path("runs/vlm_pruning_choices_quick")
+_QUICK_SIZES = SizesConfig(
+    sizes=("auto", 56), samples=96, epochs=1, steps=2, folder=Path("runs/vlm_pruning_sizes_quick")
+)  # fmt: skip
 
 
 def run_part(part: str, asked: Mapping[str, Any], *, out: Path | None, say: Say) -> dict[str, Any]:
@@ -25,7 +32,14 @@ def run_part(part: str, asked: Mapping[str, Any], *, out: Path | None, say: Say)
         config = make_config(device=asked["device"], seconds=asked["seconds"], quick=asked["quick"])
         return run_pruning(config, out=out, say=say)
     _refuse_speed_options(part, asked)
-    return run_quality(quality_config(asked), out=out, say=say)
+    if part == "quality":
+        return run_quality(quality_config(asked), out=out, say=say)
+    seed = read_seeds(str(asked["seeds"]))[0]
+    if part == "sizes":
+        return run_sizes(_QUICK_SIZES if asked["quick"] else SizesConfig(seed=seed), out=out, say=say)
+    few = quality_config({**asked, "quick": True})
+    quick = ChoicesConfig(seed=seed, quality=few, overrides=few.overrides, epochs=1, weights=(20.0,), folder=_QUICK)
+    return run_choices(quick if asked["quick"] else ChoicesConfig(seed=seed), out=out, say=say)
 
 
 def quality_config(asked: Mapping[str, Any]) -> QualityConfig:
@@ -35,7 +49,10 @@ def quality_config(asked: Mapping[str, Any]) -> QualityConfig:
         return QualityConfig(seeds=seeds)
     few = ("dataset_settings.train=48", "dataset_settings.validation=48", "dataset_settings.test=48", "train.epochs=1")
     return QualityConfig(
-        seeds=seeds[:1], epochs=1, samples=48, steps=2, overrides=few, folder=Path("runs/vlm_pruning_quality_quick")
+        seeds=seeds[:1],
+        lessons=Lessons(epochs=1, samples=48, steps=2),
+        overrides=few,
+        folder=Path("runs/vlm_pruning_quality_quick"),
     )
 
 

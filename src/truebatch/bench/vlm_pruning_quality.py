@@ -2,8 +2,9 @@
 
     truebatch bench vlm_pruning --only quality --out docs/results/vlm_pruning_quality_cpu.json
 
-Seed by seed: the backbone learns to answer, heads learn what can go (the settings of `truebatch init vlm_pruning`),
-and both are judged on the same test samples, beside ways to prune that nothing was trained for, at equal budgets.
+Seed by seed: the backbone learns to answer (once; the same command finds it again), heads learn what can go (with the
+settings of `truebatch init vlm_pruning`), and both are judged on the same test samples, beside ways to prune that
+nothing was trained for, at equal budgets.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from truebatch.config import load_config
 from truebatch.systems.vlm_pruning.encoding import EncodedSamples
 from truebatch.systems.vlm_pruning.evaluation import LEARNED, answer_samples, budget_curve, evaluate
 from truebatch.systems.vlm_pruning.judges import judge_of
-from truebatch.systems.vlm_pruning.pretraining import pretrain_tiny
+from truebatch.systems.vlm_pruning.pretraining import LESSONS, Lessons, pretrain_tiny
 from truebatch.systems.vlm_pruning.shapes import GROUND
 from truebatch.systems.vlm_pruning.system import VLM_PRUNING
-from truebatch.training.starting import Start, settings_type, train_system
+from truebatch.training.starting import MODEL, Start, settings_type, train_system
 from truebatch.training.trained import open_trained
 
 Say = Callable[[str], None]
@@ -42,12 +43,8 @@ class QualityConfig:
 
     seeds: tuple[int, ...] = (0, 1)
     """Of weights and of data: every seed has other pictures."""
-    epochs: int = 6
+    lessons: Lessons = LESSONS
     """Of the backbone."""
-    samples: int = 9600
-    """The backbone learns from so many."""
-    steps: int = 600
-    """In which its tower learns to see first."""
     budgets: tuple[float, ...] = (0.2, 0.25, 0.3, 0.4, 0.6, 1.0)
     overrides: tuple[str, ...] = ()
     """Further settings of the pruning run."""
@@ -74,9 +71,8 @@ def run_quality(config: QualityConfig, *, out: Path | None, say: Say) -> dict[st
 def judge_seed(config: QualityConfig, seed: int, *, say: Say) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """One backbone and one pruning run: their figures, and accuracy against the budget for every way to prune."""
     folder = config.folder / f"seed-{seed}"
-    backbone = pretrain_tiny(
-        folder / "backbone", seed=seed, samples=config.samples, epochs=config.epochs, steps=config.steps, say=say
-    )
+    was_there = find_backbone(config, seed) is not None
+    backbone = make_backbone(config, seed, say=say)
     pruned = open_trained(train_pruning(backbone, folder / "pruned", seed=seed, overrides=config.overrides, say=say))
     dataset: Any = VLM_PRUNING.test(pruned.config) if VLM_PRUNING.test else None
     figures = evaluate(pruned.config, pruned.model, dataset, folder)
@@ -84,6 +80,7 @@ def judge_seed(config: QualityConfig, seed: int, *, say: Say) -> tuple[dict[str,
     found = budget_curve(model, dataset.encoder, dataset.samples, config.budgets)
     row = {
         "seed": seed,
+        "backbone_was_there": was_there,
         "test_samples": len(dataset),
         "backbone_accuracy": figures["origin"]["accuracy"],
         "accuracy_without_image": blind_accuracy(model, dataset),
@@ -98,6 +95,21 @@ def judge_seed(config: QualityConfig, seed: int, *, say: Say) -> tuple[dict[str,
         for share, accuracy in points
     ]
     return row, curve
+
+
+def find_backbone(config: QualityConfig, seed: int) -> Path | None:
+    """The backbone of a seed, if an earlier run has finished it."""
+    found = config.folder / f"seed-{seed}" / "backbone" / "run" / MODEL
+    return found if (found / "config.json").exists() else None
+
+
+def make_backbone(config: QualityConfig, seed: int, *, say: Say) -> Path:
+    """The backbone of a seed, trained to answer if it is not there yet."""
+    there = find_backbone(config, seed)
+    if there is not None:
+        return there
+    folder = config.folder / f"seed-{seed}" / "backbone"
+    return pretrain_tiny(folder, seed=seed, lessons=config.lessons, say=say)
 
 
 def train_pruning(backbone: Path, out: Path, *, seed: int, overrides: Sequence[str], say: Say) -> Path:

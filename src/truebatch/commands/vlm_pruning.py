@@ -38,9 +38,9 @@ def show_pretrain(
       truebatch vlm_pruning pretrain --out runs/vlm_backbone
     """
     # Imported here so that `truebatch --help` answers at once.
-    from truebatch.systems.vlm_pruning.pretraining import PROMPT, pretrain_tiny
+    from truebatch.systems.vlm_pruning.pretraining import PROMPT, Lessons, pretrain_tiny
 
-    folder = pretrain_tiny(out, seed=seed, epochs=epochs, say=_say)
+    folder = pretrain_tiny(out, seed=seed, lessons=Lessons(epochs=epochs), say=_say)
     say(f"\nbackbone: {folder}")
     say("its prompt is part of it; prune it with:")
     say("  truebatch init vlm_pruning")

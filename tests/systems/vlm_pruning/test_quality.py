@@ -15,7 +15,7 @@ from truebatch.systems.vlm_pruning.baselines import WAYS
 from truebatch.systems.vlm_pruning.encoding import EncodedSamples
 from truebatch.systems.vlm_pruning.evaluation import LEARNED, answer_samples, evaluate
 from truebatch.systems.vlm_pruning.judges import judge_of
-from truebatch.systems.vlm_pruning.pretraining import align_tower, make_patches, pretrain_tiny
+from truebatch.systems.vlm_pruning.pretraining import View, align_tower, make_patches, pretrain_tiny
 from truebatch.systems.vlm_pruning.shapes import CHANCE, EDGES, SHAPES
 from truebatch.systems.vlm_pruning.showing import show
 from truebatch.systems.vlm_pruning.system import VLM_PRUNING
@@ -34,6 +34,15 @@ def test_what_a_patch_shows_is_known_patch_by_patch():
     assert (shapes >= 0).sum(1).tolist() == [6] * 16
     assert shapes.max() == len(SHAPES) - 1
     assert [int((patches.edges == edge).sum()) for edge in range(len(EDGES))] == [2, 2, 2, 2]
+
+
+def test_patches_of_a_resized_picture_show_the_cell_in_their_middle():
+    whole, small = (make_patches(8, view=View(grid=8, cell=14, side=side)) for side in (112, 56))
+    assert whole.pixels.shape[-1] == 112
+    assert small.things[0].shape == (8, 16)
+    shapes = whole.things[0].view(8, 8, 8)
+    assert (shapes >= 0).sum() == 6 * 8
+    assert torch.equal(small.things[0].view(8, 4, 4), shapes[:, 1::2, 1::2])
 
 
 def test_a_few_steps_bring_patches_nearer_to_their_words():

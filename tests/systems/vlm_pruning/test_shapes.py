@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from truebatch.errors import ConfigError
+from truebatch.systems.vlm_pruning.settings import MllmSettings
 from truebatch.systems.vlm_pruning.shapes import (
     BLOCK,
     CATEGORIES,
@@ -15,9 +16,12 @@ from truebatch.systems.vlm_pruning.shapes import (
     COLOURS,
     COUNTS,
     EDGES,
+    MIXED,
+    MixedShapes,
     ShapeQuestions,
     make_scene,
 )
+from truebatch.systems.vlm_pruning.sizing import detail_lost
 
 
 @given(number=st.integers(0, 3 * 10**6), seed=st.integers(0, 5))
@@ -100,3 +104,18 @@ def test_samples_are_addressed_like_any_sequence():
 def test_pictures_that_cannot_be_made_are_refused(wrong):
     with pytest.raises(ConfigError):
         ShapeQuestions(**{"images": 16, **wrong})
+
+
+def test_mixed_pictures_are_large_and_small_shapes_in_turn_and_only_small_ones_lose_by_a_smaller_size():
+    mixed = MixedShapes(images=32)
+    assert len(mixed) == 2 * 32 * 3
+    kinds = [sample["category"].split()[0] for sample in mixed]
+    assert kinds == (["large"] * 48 + ["small"] * 48) * 2
+    assert len({sample["id"] for sample in mixed}) == len(mixed)
+    assert {sample["image"].size for sample in mixed} == {(112, 112)}
+    for category in {sample["category"] for sample in mixed}:
+        answers = [sample["answer"] for sample in mixed if sample["category"] == category]
+        assert {answers.count(answer) for answer in answers} == {len(answers) // 4}
+    lost = [detail_lost(sample["image"], 56, largest=112) for sample in mixed[::3]]
+    large, small = ([value for value, kind in zip(lost, kinds[::3], strict=True) if kind == name] for name in MIXED)
+    assert max(large) < MllmSettings().image_detail < min(small)

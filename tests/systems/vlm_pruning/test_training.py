@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from tests.systems.vlm_pruning.worlds import METHOD, batch_of, build, encode, samples
 from truebatch.cli import run as cli
 from truebatch.config import load_config
-from truebatch.errors import ConfigError
+from truebatch.errors import ConfigError, RunError
 from truebatch.systems.vlm_pruning.beside import Clock, FreshJudge, begin_anew
 from truebatch.systems.vlm_pruning.objective import PruningObjective, sample_terms
 from truebatch.systems.vlm_pruning.schedules import moment_at, progress_of
@@ -25,6 +26,7 @@ from truebatch.systems.vlm_pruning.settings import MethodSettings
 from truebatch.systems.vlm_pruning.system import VLM_PRUNING, build_model, make_groups, num_steps
 from truebatch.tensors.noise import noise_for
 from truebatch.training.starting import Start, settings_type, train_system
+from truebatch.training.trained import open_trained
 
 SMALL = (
     "backbone_settings.name=tiny-llava",
@@ -177,6 +179,43 @@ def test_schedules_are_closed_forms_of_one_clock(epochs):
         assert moment.task == pytest.approx(task)
         assert moment.budget == pytest.approx(budget)
     assert all(moment_at(method, progress_of(s, 10)).temperature <= 0.4 for s in range(-5, 30))
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_the_learning_rate_is_a_closed_form_of_the_same_clock(epochs):
+    """The shape of the note: up in a line, down in a cosine to a share of the top; longer runs only stretch it."""
+    config = settings(f"train.epochs={epochs}", "train.warmup_steps=10", "train.schedule=cosine")
+    schedule, total = config.train.lr_schedule(), 100 * epochs
+    least = config.train.min_learning_rate / config.train.learning_rate
+    for step in (10, total // 4, total // 2, total - 1):
+        done = (step - 10) / (total - 11)
+        expected = least + (1 - least) * (1 + math.cos(math.pi * done)) / 2
+        assert schedule.factor(step, total) == pytest.approx(expected)
+    assert [schedule.factor(step, total) for step in (0, 4, 9)] == pytest.approx([1 / 11, 5 / 11, 10 / 11])
+    assert schedule.factor(total - 1, total) == pytest.approx(least)
+
+
+def test_weights_that_are_missing_extra_or_of_another_shape_are_refused(tmp_path):
+    run(tmp_path / "run", "train.max_steps=1", "train.save_every=1")
+    assert open_trained(tmp_path / "run").step == 1
+    for layers in ("[1]", "[1,2,3]"):
+        with pytest.raises(RunError, match="do not belong"):
+            open_trained(tmp_path / "run", [f"method_settings.pruning_layers={layers}"])
+    with pytest.raises(RunError, match="do not belong"):
+        open_trained(tmp_path / "run", ["method_settings.pruner_d_internal=32"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["soft", "straight_through"])
+def test_ten_and_ten_steps_are_twenty(tmp_path, choice):
+    given = ("train.epochs=7", "train.max_steps=20", f"method_settings.choice={choice}")
+    weights, losses = run(tmp_path / "straight", *given)
+    run(tmp_path / "parts", *given, "train.save_every=10")
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step-20")
+    resumed, rest = run(tmp_path / "parts", *given, "train.save_every=10")
+    assert len(losses) == 20
+    assert rest == pytest.approx(losses[10:], rel=1e-6)
+    assert difference(resumed, weights) <= 1e-6
 
 
 def test_a_fresh_discriminator_has_a_fresh_optimiser():

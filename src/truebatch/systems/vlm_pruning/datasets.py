@@ -18,7 +18,7 @@ from truebatch.planning.keyed import keyed_hash, keyed_order
 from truebatch.systems.vlm_pruning.categories import balanced
 from truebatch.systems.vlm_pruning.records import SPLITS, Placed, Sample, read_gqa, read_jsonl, read_pope, read_vqav2
 from truebatch.systems.vlm_pruning.settings import DatasetSettings
-from truebatch.systems.vlm_pruning.shapes import BLOCK, CATEGORIES, ShapeQuestions, Split
+from truebatch.systems.vlm_pruning.shapes import BLOCK, CATEGORIES, MIXED, MixedShapes, ShapeQuestions, Split
 from truebatch.textfiles import nearest
 
 Samples = Sequence[Mapping[str, Any]]
@@ -32,7 +32,7 @@ _DEFAULT = {"train": 4800, "validation": 192, "test": 480}
 def load_split(settings: DatasetSettings, split: Split) -> Samples:
     """The samples of one split; `settings.train` and so on say how many at most."""
     known: dict[str, Callable[[DatasetSettings, Split], Samples]] = {
-        "shapes": _shapes, "random": _random, "vqav2": _vqav2, "gqa": _gqa, "pope": _pope,
+        "shapes": _shapes, "mixed_shapes": _mixed_shapes, "random": _random, "vqav2": _vqav2, "gqa": _gqa, "pope": _pope,
     }  # fmt: skip
     if settings.name in known:
         return known[settings.name](settings, split)
@@ -52,16 +52,28 @@ def _number(settings: DatasetSettings, split: Split) -> int | None:
 
 def _shapes(settings: DatasetSettings, split: Split) -> Samples:
     """Whole blocks of images, so that every answer is as frequent as any other, however many are asked for."""
+    images = _whole_blocks(settings, split, kinds=1)
+    return ShapeQuestions(images=images, split=split, seed=settings.seed)
+
+
+def _mixed_shapes(settings: DatasetSettings, split: Split) -> Samples:
+    """The same with small shapes in half of the pictures."""
+    images = _whole_blocks(settings, split, kinds=len(MIXED))
+    return MixedShapes(images=images, split=split, seed=settings.seed)
+
+
+def _whole_blocks(settings: DatasetSettings, split: Split, *, kinds: int) -> int:
+    """Images of each kind for as many samples as are asked for."""
     number = _number(settings, split)
     wanted = _DEFAULT[split] if number is None else number
-    per_block = BLOCK * len(CATEGORIES)
+    per_block = BLOCK * len(CATEGORIES) * kinds
     if wanted % per_block:
         raise ConfigError(
             f"made shapes come in blocks of {per_block} samples, so that no answer is more frequent than another",
             seen=f"dataset_settings.{split}={wanted}",
             do=f"set {split} to {per_block * max(1, round(wanted / per_block))}",
         )
-    return ShapeQuestions(images=wanted // len(CATEGORIES), split=split, seed=settings.seed)
+    return wanted // len(CATEGORIES) // kinds
 
 
 def _random(settings: DatasetSettings, split: Split) -> Samples:

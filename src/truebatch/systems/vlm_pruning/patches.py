@@ -47,7 +47,7 @@ def look_patches(model: nn.Module, batch: MicroBatch) -> Vision:
     lengths = [rows * columns for rows, columns in grids]
     pixels = normalise(model, batch[PATCHES])
     if len(set(grids)) <= 1:
-        found = _tower(model, as_images(pixels, grids)) if grids else None
+        found = tower_features(model, as_images(pixels, grids)) if grids else None
         features = pixels.new_zeros((0, vision_width(model.config))) if found is None else found.flatten(0, 1)
         return Vision(features, tuple(lengths), False)
     starts = np.cumsum([0, *lengths])
@@ -55,7 +55,7 @@ def look_patches(model: nn.Module, batch: MicroBatch) -> Vision:
     for grid in dict.fromkeys(grids):
         chosen = [at for at, one in enumerate(grids) if one == grid]
         together = torch.cat([pixels[starts[at] : starts[at + 1]] for at in chosen])
-        parts |= dict(zip(chosen, _tower(model, as_images(together, [grid] * len(chosen))), strict=True))
+        parts |= dict(zip(chosen, tower_features(model, as_images(together, [grid] * len(chosen))), strict=True))
     return Vision(torch.cat([parts[at] for at in range(len(grids))]), tuple(lengths), False)
 
 
@@ -83,7 +83,7 @@ def as_images(patches: Tensor, grids: Sequence[tuple[int, int]]) -> Tensor:
     return tiles.permute(0, 3, 1, 4, 2, 5).reshape(len(grids), 3, rows * side, columns * side)
 
 
-def _tower(model: nn.Module, images: Tensor) -> Tensor:
+def tower_features(model: nn.Module, images: Tensor) -> Tensor:
     """[I, 3, H, W] -> [I, n, width]: the layers the backbone asks for, without the class token."""
     inner: Any = inner_model(model)
     config: Any = inner.config

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from truebatch.hf.finetuning.models import without_chatter
 from truebatch.hf.inputs import inner_model
 from truebatch.systems.vlm_pruning.optimisers import PruningTrain
-from truebatch.systems.vlm_pruning.patches import CLIP_MEAN, CLIP_STD
-from truebatch.systems.vlm_pruning.settings import BackboneSettings, DatasetSettings, MethodSettings
+from truebatch.systems.vlm_pruning.patches import CLIP_MEAN, CLIP_STD, tower_features
+from truebatch.systems.vlm_pruning.settings import BackboneSettings, DatasetSettings, MethodSettings, MllmSettings
 from truebatch.systems.vlm_pruning.shapes import COLOURS, EDGES, SHAPES, Scene, draw_scene, edge_of, make_scene
+from truebatch.systems.vlm_pruning.sizing import RESAMPLE
 from truebatch.systems.vlm_pruning.system import VLM_PRUNING
 from truebatch.systems.vlm_pruning.tiny import tiny_model, tiny_tokenizer
 from truebatch.training.starting import MODEL, Start, settings_type, train_system
@@ -29,6 +30,22 @@ PROMPT = "{images} {question}"
 """The prompt of the tiny backbone: what is asked for stands last, so that few steps are enough to learn it."""
 _NOTHING = -1
 _BATCH = 48
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Pictures as a vision tower gets them."""
+
+    grid: int = 4
+    """Cells of a side of a picture."""
+    cell: int = 14
+    """Pixels of a side of a cell, as drawn."""
+    side: int = 56
+    """Pixels of a side of the picture, as resized."""
+
+
+COMMON = View()
+"""Pictures of made shapes as they are: a cell is a patch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,13 +60,19 @@ class Patches:
     """[P] the edge each patch lies at, by number; -1 in corners and inside."""
 
 
-def make_patches(images: int, *, seed: int = 0, grid: int = 4) -> Patches:
-    """The first training images with the contents of their cells."""
-    scenes = [make_scene(number, seed=seed, grid=grid) for number in range(images)]
-    pixels = np.stack([np.asarray(draw_scene(scene, grid=grid, seed=seed), dtype=np.float32) for scene in scenes])
+def make_patches(images: int, *, seed: int = 0, view: View = COMMON, patch: int = 14) -> Patches:
+    """The first training images with the contents of the cell in the middle of each patch."""
+    scenes = [make_scene(number, seed=seed, grid=view.grid) for number in range(images)]
+    drawn = [draw_scene(scene, grid=view.grid, cell=view.cell, seed=seed) for scene in scenes]
+    sized = [one if one.width == view.side else one.resize((view.side, view.side), RESAMPLE) for one in drawn]
+    pixels = np.stack([np.asarray(one, dtype=np.float32) for one in sized])
     mean, spread = (torch.tensor(values).view(3, 1, 1) for values in (CLIP_MEAN, CLIP_STD))
-    things = torch.from_numpy(np.stack([_contents(scene, grid) for scene in scenes]))  # [I, 2, P]
-    edges = [edge_of(*divmod(cell, grid), grid=grid) for cell in range(grid * grid)]
+    number = view.side // patch
+    at = np.arange(number) * 2 + 1  # twice the middle of a patch, in patches
+    row = at * view.grid // (2 * number)
+    cells = (row[:, None] * view.grid + row[None, :]).flatten()
+    things = torch.from_numpy(np.stack([_contents(scene, view.grid)[:, cells] for scene in scenes]))  # [I, 2, P]
+    edges = [edge_of(*divmod(int(cell), view.grid), grid=view.grid) for cell in cells]
     return Patches(
         pixels=(torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255 - mean) / spread,
         things=(things[:, 0], things[:, 1]),
@@ -64,22 +87,26 @@ def _contents(scene: Scene, grid: int) -> Any:
     return found
 
 
-def align_tower(backbone: nn.Module, *, images: int = 1600, steps: int = 600, seed: int = 0) -> float:
+def align_tower(
+    backbone: nn.Module, *, images: int = 1600, steps: int = 600, seed: int = 0, views: Sequence[View] = (COMMON,)
+) -> float:
     """Teach tower and projector of a tiny LLaVA to bring a patch near the words for what it shows and where it lies.
 
-    A real LLaVA begins with a tower and a projector that were trained in such a way. Gives the share of patches named
-    rightly in every respect at the end.
+    A real LLaVA begins with a tower and a projector that were trained in such a way. Views take turns. Gives the share
+    of patches named rightly in every respect at the end.
     """
     inner: Any = inner_model(backbone)
-    patches, words = make_patches(images, seed=seed), _word_vectors(backbone)
+    seen, words = [make_patches(images, seed=seed, view=view) for view in views], _word_vectors(backbone)
     learned = [*inner.vision_tower.parameters(), *inner.multi_modal_projector.parameters()]
     optimiser = torch.optim.AdamW(learned, lr=3e-3)
     draw = torch.Generator().manual_seed(seed)
     right = 0.0
     for step in range(steps):
         optimiser.param_groups[0]["lr"] = 3e-3 * min(1.0, (step + 1) / 20) * _cosine(step / steps)
+        patches = seen[step % len(seen)]
         chosen = torch.randint(0, images, (_BATCH,), generator=draw)
-        loss, right = _naming_loss(_features(inner, patches.pixels[chosen]), patches, chosen, words)
+        features = inner.multi_modal_projector(tower_features(backbone, patches.pixels[chosen]))  # [I, P, d]
+        loss, right = _naming_loss(features, patches, chosen, words)
         optimiser.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
@@ -88,14 +115,6 @@ def align_tower(backbone: nn.Module, *, images: int = 1600, steps: int = 600, se
 
 def _cosine(done: float) -> float:
     return 0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def _features(inner: Any, pixels: Tensor) -> Tensor:
-    """[I, P, d] projected patches, the way the model itself takes them."""
-    layer = inner.config.vision_feature_layer
-    states = inner.vision_tower(pixels, output_hidden_states=True).hidden_states[layer][:, 1:]
-    projected: Tensor = inner.multi_modal_projector(states)
-    return projected
 
 
 def _word_vectors(backbone: nn.Module) -> list[Tensor]:
@@ -119,10 +138,10 @@ def _naming_loss(features: Tensor, patches: Patches, chosen: Tensor, words: list
     return loss, float(is_right.float().mean())
 
 
-def make_tiny_backbone(folder: Path, *, seed: int = 0, steps: int = 600) -> Path:
+def make_tiny_backbone(folder: Path, *, seed: int = 0, steps: int = 600, views: Sequence[View] = (COMMON,)) -> Path:
     """A tiny LLaVA whose tower sees shapes, as a folder transformers loads; the same seed gives the same weights."""
     model: Any = tiny_model("tiny-llava", seed=seed)
-    align_tower(model, steps=steps, seed=seed)
+    align_tower(model, steps=steps, seed=seed, views=views)
     folder.mkdir(parents=True, exist_ok=True)
     with without_chatter():
         model.save_pretrained(folder)
@@ -130,14 +149,24 @@ def make_tiny_backbone(folder: Path, *, seed: int = 0, steps: int = 600) -> Path
     return folder
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lessons:
+    """What a tiny backbone learns from."""
+
+    samples: int = 9600
+    epochs: int = 6
+    steps: int = 600
+    """In which its tower learns to see first."""
+    dataset: str = "shapes"
+    mllm: MllmSettings = field(default_factory=MllmSettings)
+    views: tuple[View, ...] = (COMMON,)
+
+
+LESSONS = Lessons()
+
+
 def pretrain_tiny(
-    folder: Path,
-    *,
-    seed: int = 0,
-    samples: int = 9600,
-    epochs: int = 6,
-    steps: int = 600,
-    say: Callable[[str], None] = lambda _line: None,
+    folder: Path, *, seed: int = 0, lessons: Lessons = LESSONS, say: Callable[[str], None] = lambda _line: None
 ) -> Path:
     """A tiny LLaVA that answers questions about made shapes: the folder to give as `backbone_settings.name`.
 
@@ -146,13 +175,15 @@ def pretrain_tiny(
     aligned = folder / "aligned"
     if not (aligned / "config.json").exists():
         say("tower and projector learn to name what patches show")
-        make_tiny_backbone(aligned, seed=seed, steps=steps)
+        make_tiny_backbone(aligned, seed=seed, steps=lessons.steps, views=lessons.views)
     config = settings_type(VLM_PRUNING)(
-        backbone_settings=BackboneSettings(name=str(aligned), prompt=PROMPT),
+        backbone_settings=BackboneSettings(name=str(aligned), prompt=PROMPT, mllm_settings=lessons.mllm),
         method_settings=MethodSettings(stage="backbone"),
-        dataset_settings=DatasetSettings(train=samples, validation=192, test=480, seed=seed),
+        dataset_settings=DatasetSettings(
+            name=lessons.dataset, train=lessons.samples, validation=192, test=480, seed=seed
+        ),
         train=PruningTrain(
-            samples_per_step=32, epochs=epochs, learning_rate=2e-3, min_learning_rate=2e-5, warmup_steps=50,
+            samples_per_step=32, epochs=lessons.epochs, learning_rate=2e-3, min_learning_rate=2e-5, warmup_steps=50,
             validate_every=250, save_every=250, seed=seed,
         ),
     )  # fmt: skip

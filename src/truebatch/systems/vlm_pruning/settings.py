@@ -34,8 +34,8 @@ class MllmSettings:
     """What `auto` picks from."""
     image_token_budget: int | None = None
     """auto: most vision tokens of an image; None is no limit beside the largest size."""
-    image_detail: float = 0.02
-    """auto: how much of an image (root mean square, of full scale) may be lost by a smaller size."""
+    image_detail: float = 0.27
+    """auto: the share of an image's variation (root mean square) that a smaller size may lose. Lower is larger sizes."""
     image_aspect: Aspect = "square"
     """Stretch every image to a square, or keep its aspect with about as many tokens."""
     image_max_size: int | None = None
@@ -227,7 +227,8 @@ class DatasetSettings:
     """Images with questions."""
 
     name: str = "shapes"
-    """`shapes` (generated), `random` (noise, for trials), a .jsonl file, or a known dataset under `root`."""
+    """`shapes` or `mixed_shapes` (made pictures), `random` (noise, for trials), a .jsonl file, or a known dataset under
+    `root`."""
     root: Path | None = None
     """Where the files of a known dataset lie."""
     seed: int = 0

@@ -31,6 +31,10 @@ QUESTIONS = {
 BLOCK = 16
 """Images after which every question has had each of its answers equally often."""
 CHANCE = 0.25
+MIXED = {"large": 4, "small": 8}
+"""Cells of a side of the two kinds of mixed pictures."""
+MIXED_SIDE = 112
+"""Pixels of a side of a mixed picture."""
 Split = Literal["train", "validation", "test"]
 _FIRST = {"train": 0, "validation": 10**6, "test": 2 * 10**6}
 """The number of a split's first image: no image is in two splits."""
@@ -118,6 +122,48 @@ class ShapeQuestions(Sequence[Mapping[str, Any]]):
             "choices": (),
             "category": category,
         }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixedShapes(Sequence[Mapping[str, Any]]):
+    """Blocks of pictures with few large cells and with many small ones in turn, all of one size in pixels.
+
+    What a smaller image size costs depends on the picture: large shapes survive it, small ones do not.
+    """
+
+    images: int
+    """Of each kind."""
+    split: Split = "train"
+    seed: int = 0
+
+    def _kinds(self) -> dict[str, ShapeQuestions]:
+        shared: dict[str, Any] = {"images": self.images, "split": self.split, "seed": self.seed}
+        return {name: ShapeQuestions(grid=grid, cell=MIXED_SIDE // grid, **shared) for name, grid in MIXED.items()}
+
+    def __len__(self) -> int:
+        return self.images * len(CATEGORIES) * len(MIXED)
+
+    @overload
+    def __getitem__(self, at: int) -> Mapping[str, Any]: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Mapping[str, Any]]: ...
+    def __getitem__(self, at: int | slice) -> Mapping[str, Any] | list[Mapping[str, Any]]:
+        if isinstance(at, slice):
+            return [self[one] for one in range(*at.indices(len(self)))]
+        if not -len(self) <= at < len(self):
+            raise IndexError(at)
+        per_block = BLOCK * len(CATEGORIES)
+        block, inside = divmod(at % len(self), per_block)
+        turn, which = divmod(block, len(MIXED))
+        name = tuple(MIXED)[which]
+        found = self._kinds()[name][turn * per_block + inside]
+        return {
+            **found, "id": f"{found['id']}-{name}", "image_id": f"{found['image_id']}-{name}",
+            "category": f"{name} {found['category']}",
+        }  # fmt: skip
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return (self[at] for at in range(len(self)))
 
 
 @lru_cache(maxsize=4096)

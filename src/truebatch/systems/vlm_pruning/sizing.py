@@ -20,6 +20,10 @@ _GAP = 3.0
 """An image many times larger is first reduced by whole factors, to no less than so many times its new size."""
 
 
+_FLAT = 1.0
+"""Of 255: an image that varies less is of one colour."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SizeRule:
     """How a backbone takes image sizes."""
@@ -94,11 +98,15 @@ def _fits(side: int, settings: MllmSettings, rule: SizeRule) -> bool:
 
 
 def detail_lost(image: Image.Image, side: int, *, largest: int) -> float:
-    """Root mean square difference, of full scale, between the image at the largest size and by way of a smaller one."""
-    whole = image.convert("L").resize((largest, largest), RESAMPLE)
+    """The share of an image's variation, as root mean squares over all colours, that a smaller size loses.
+
+    Small things lose more than large ones, whatever their contrast; an image of one colour loses nothing.
+    """
+    whole = image.resize((largest, largest), RESAMPLE, reducing_gap=_GAP)
     small = whole.resize((side, side), RESAMPLE).resize((largest, largest), RESAMPLE)
-    difference = np.asarray(whole, dtype=np.float32) - np.asarray(small, dtype=np.float32)
-    return float(np.sqrt(np.mean(difference**2)) / 255.0)
+    before, after = (np.asarray(one, dtype=np.float32) for one in (whole, small))
+    varied = float(np.sqrt(np.mean((before - before.mean(axis=(0, 1))) ** 2)))
+    return float(np.sqrt(np.mean((before - after) ** 2))) / varied if varied > _FLAT else 0.0
 
 
 def _whole(side: int, rule: SizeRule) -> int:

@@ -1,0 +1,114 @@
+"""`unified_image_size: auto` against fixed sizes: accuracy and vision tokens on pictures of large and of small shapes.
+
+    truebatch bench vlm_pruning --only sizes --out docs/results/vlm_pruning_sizes_cpu.json
+
+For every size a tiny backbone of its own learns to see and to answer at that size, with equally many samples and
+steps; all are judged on the same test samples. In half of the pictures shapes are small: they need a large image.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from truebatch.bench.keeping import keep_result
+from truebatch.bench.vlm_pruning_quality import about
+from truebatch.systems.vlm_pruning.evaluation import evaluate
+from truebatch.systems.vlm_pruning.pretraining import Lessons, View, pretrain_tiny
+from truebatch.systems.vlm_pruning.settings import AUTO, MllmSettings
+from truebatch.systems.vlm_pruning.shapes import MIXED, MIXED_SIDE
+from truebatch.systems.vlm_pruning.system import VLM_PRUNING
+from truebatch.training.trained import open_trained
+
+Say = Callable[[str], None]
+Size = int | str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SizesConfig:
+    """What is compared, and how long each backbone learns."""
+
+    sizes: tuple[Size, ...] = (AUTO, 56, 84, 112)
+    picked_from: tuple[int, ...] = (56, 112)
+    """What `auto` picks from."""
+    seed: int = 0
+    samples: int = 4800
+    epochs: int = 5
+    steps: int = 600
+    folder: Path = Path("runs/vlm_pruning_sizes")
+    """Runs are kept here; the same command goes on where it was stopped."""
+
+
+def run_sizes(config: SizesConfig, *, out: Path | None, say: Say) -> dict[str, Any]:
+    """Train and judge one backbone for every size; the result is written after each."""
+    began = time.monotonic()
+    result: dict[str, Any] = {"summary": {}, "rows": [], **about(asdict(config))}
+    for size in config.sizes:
+        row = judge_size(config, size, say=say)
+        result["rows"].append(row)
+        result["summary"] = summary(result["rows"])
+        result["seconds"] = time.monotonic() - began
+        keep_result(result, out)
+        say(f"{size}: {row['accuracy']:.3f} right with {row['vision_tokens']:.1f} vision tokens an image")
+    return result
+
+
+def mllm_of(config: SizesConfig, size: Size) -> MllmSettings:
+    """The settings of one size."""
+    if isinstance(size, int):
+        return MllmSettings(unified_image_size=size)
+    return MllmSettings(unified_image_size="auto", image_sizes=config.picked_from)
+
+
+def views_of(config: SizesConfig, size: Size) -> tuple[View, ...]:
+    """How a tower sees both kinds of pictures: `auto` shows large shapes small and small ones large."""
+    shown = [size] * len(MIXED) if isinstance(size, int) else [min(config.picked_from), max(config.picked_from)]
+    return tuple(
+        View(grid=grid, cell=MIXED_SIDE // grid, side=side) for grid, side in zip(MIXED.values(), shown, strict=True)
+    )
+
+
+def judge_size(config: SizesConfig, size: Size, *, say: Say) -> dict[str, Any]:
+    """Accuracy and vision tokens of a backbone that learned at this size, by kind of picture."""
+    folder = config.folder / str(size)
+    lessons = Lessons(
+        samples=config.samples, epochs=config.epochs, steps=config.steps, dataset="mixed_shapes",
+        mllm=mllm_of(config, size), views=views_of(config, size),
+    )  # fmt: skip
+    pretrain_tiny(folder, seed=config.seed, lessons=lessons, say=say)
+    trained = open_trained(folder / "run")
+    dataset: Any = VLM_PRUNING.test(trained.config) if VLM_PRUNING.test else None
+    found = evaluate(trained.config, trained.model, dataset, folder)["origin"]
+    return {
+        "size": str(size),
+        "accuracy": found["accuracy"],
+        "vision_tokens": found["vision_tokens_mean"],
+        "fewest_tokens": found["vision_tokens_min"],
+        "most_tokens": found["vision_tokens_max"],
+        **{f"accuracy, {kind} shapes": kind_accuracy(found["by_category"], kind) for kind in MIXED},
+        "test_samples": found["samples"],
+        "interval": found["interval"],
+    }
+
+
+def kind_accuracy(by_category: Mapping[str, float], kind: str) -> float:
+    """Of one kind of pictures: its categories have equally many samples."""
+    ones = [value for name, value in by_category.items() if name.startswith(kind)]
+    return sum(ones) / max(len(ones), 1)
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """`auto` beside every fixed size: points of accuracy ahead, and the share of its tokens."""
+    of = {row["size"]: row for row in rows}
+    if AUTO not in of:
+        return {}
+    mine = of[AUTO]
+    found: dict[str, float] = {}
+    for size, row in of.items():
+        if size != AUTO:
+            found[f"points ahead of {size}"] = 100.0 * (mine["accuracy"] - row["accuracy"])
+            found[f"tokens / tokens of {size}"] = mine["vision_tokens"] / row["vision_tokens"]
+    return found
