@@ -39,6 +39,7 @@ FAULTS = {
     "no category": ({"subset": None}, "no category"),
     "bad base64": ({"src_img_b64": "###"}, "not base64"),
     "no image": ({"src_img_b64": None}, "no image"),
+    "a seed that is none": ({"seed": "7"}, "not a whole number"),
     "a repeated id": ({"original_image_path": "y/0.png"}, "its id '0' is that of record 0 too"),
 }
 
@@ -53,6 +54,15 @@ def test_a_fault_is_named_with_its_record_and_the_others_are_read(tmp_path, name
     assert (fault.index, words in str(fault)) == (1, True)
     with pytest.raises(DataError, match=r"1 fault"):
         require_sound(found)
+
+
+def test_base64_may_be_broken_into_lines_and_a_turned_photograph_is_set_upright(tmp_path):
+    held, turned = io.BytesIO(), Image.Exif()
+    turned[0x0112] = 6
+    Image.new("RGB", (8, 6)).save(held, "JPEG", exif=turned)
+    path = written(tmp_path, [record(0, src_img_b64=base64.encodebytes(held.getvalue()).decode())])
+    found = read_benchmark(path, Wanted())
+    assert decode_image(found.pairs[0]).size == (6, 8)
 
 
 def test_a_category_that_is_not_there_is_named_with_the_nearest(tmp_path):
@@ -109,6 +119,8 @@ def test_templates_are_checked_before_they_are_used(tmp_path):
     assert "'causal' has no prompt" in words[0]
     pair = read_benchmark(written(tmp_path, [record(0)]), Wanted()).pairs[0]
     assert fill_prompt(prompt_of(prompts, "physical"), pair) == 'Edit: make it red. Answer {"score": 1}'
+    twice = {"物理": good, "physical": good}
+    assert "prompts for one category" in str(next(iter(prompt_faults(twice, ["物理"]))))
     with pytest.raises(ConfigError, match="cannot be filled"):
         fill_prompt(prompts["a"], pair)
 

@@ -30,6 +30,12 @@ def test_failures_are_in_no_figure_and_every_one_is_counted():
     assert summarise(rows)["failure_rate"] == pytest.approx(0.3)
 
 
+@pytest.mark.parametrize(("bad", "samples"), [(3, 10), (7, 10), (1, 3), (29, 100)])
+def test_the_rate_of_failures_is_the_very_number_that_people_write(bad, samples):
+    rows = rows_of(range(samples - bad)) + [Row(f"bad{i}", "物理", "parse_error") for i in range(bad)]
+    assert summarise(rows)["failure_rate"] == bad / samples
+
+
 def test_the_micro_mean_weighs_samples_and_the_macro_mean_categories():
     found = summarise(rows_of([10, 10, 10], "a") + rows_of([0], "b") + [Row("x", "c", "parse_error")])
     assert (found["micro_mean"], found["macro_mean"]) == (7.5, 5.0)
