@@ -53,12 +53,17 @@ def read_nested(value: Any, field: Field, sample_id: int) -> list[Value]:
     return out
 
 
-def tokens_of(values: list[Value], field: Field) -> Tensor:
-    """[n, ...]: all values one after the other, in one dtype, with equal trailing shapes."""
-    telling = [v for v in values if v.ndim > 1 or len(v)]  # an empty list says nothing about dimensions or dtype
+def tokens_of(values: list[Value], field: Field, owners: Sequence[int] | None = None) -> Tensor:
+    """[n, ...]: all values one after the other, in one dtype, with equal trailing shapes.
+
+    `owners` are the ids of the samples they belong to, for messages; without them, their places.
+    """
+    owners = range(len(values)) if owners is None else owners
+    # An empty list says nothing about dimensions or dtype.
+    telling = [(v, owner) for v, owner in zip(values, owners, strict=True) if v.ndim > 1 or len(v)]
     if not telling:
         return _nothing(values, field)
-    _check_alike([v.shape[1:] for v in telling], values, field)
+    _check_alike([(v.shape[1:], v, owner) for v, owner in telling], field)
     return _finish(_joined(values, stack=False), field)
 
 
@@ -73,11 +78,12 @@ def shift_tokens(tokens: Tensor, lengths: Sequence[int], field: Field) -> Tensor
     return moved.index_fill_(0, torch.from_numpy(over), field.pad)
 
 
-def stack_values(values: list[Value], field: Field) -> Tensor:
-    """[N, ...]: one entry a sample."""
+def stack_values(values: list[Value], field: Field, owners: Sequence[int] | None = None) -> Tensor:
+    """[N, ...]: one entry a sample; `owners` as in `tokens_of`."""
+    owners = range(len(values)) if owners is None else owners
     if not values:
         return torch.zeros(0, dtype=_dtype(field) or torch.int64)
-    _check_alike([v.shape for v in values], values, field)
+    _check_alike([(v.shape, v, owner) for v, owner in zip(values, owners, strict=True)], field)
     return _finish(_joined(values, stack=True), field)
 
 
@@ -118,22 +124,25 @@ def _unreadable(field: Field, sample_id: int, seen: str) -> BatchError:
     )
 
 
-def _check_alike(shapes: list[Any], values: list[Value], field: Field) -> None:
-    """Refuse values of different shapes or, if no dtype is declared, of different dtypes."""
-    different = next((s for s in shapes if tuple(s) != tuple(shapes[0])), None)
-    if different is not None:
-        raise BatchError(
-            f"field {field.name!r} has different shapes in one micro-batch",
-            seen=f"{tuple(shapes[0])} and {tuple(different)}"
-            + (" after the ragged axis" if field.kind != "once" else ""),
-            do="make these dimensions equal in every sample, or declare the ragged one as the first",
-        )
-    dtypes = {v.dtype for v in values if v.shape[:1] != (0,)}
-    kinds = {str(dtype).removeprefix("torch.") for dtype in dtypes}
+def _check_alike(telling: list[tuple[Any, Value, int]], field: Field) -> None:
+    """Refuse values of different shapes or, if no dtype is declared, of different dtypes; (shape, value, sample)."""
+    shape, _, first = telling[0]
+    for other, _, owner in telling:
+        if tuple(other) != tuple(shape):
+            raise BatchError(
+                f"field {field.name!r} has different shapes in one micro-batch",
+                seen=f"{tuple(shape)} in sample {first} and {tuple(other)} in sample {owner}"
+                + (" after the ragged axis" if field.kind != "once" else ""),
+                do="make these dimensions equal in every sample, or declare the ragged one as the first",
+            )
+    kinds: dict[str, int] = {}
+    for _, value, owner in telling:
+        if value.shape[:1] != (0,):
+            kinds.setdefault(str(value.dtype).removeprefix("torch."), owner)
     if field.dtype == "keep" and len(kinds) > 1:
         raise BatchError(
             f"field {field.name!r} has different dtypes in one micro-batch",
-            seen=f"{sorted(kinds)}",
+            seen=" and ".join(f"{kind} in sample {owner}" for kind, owner in sorted(kinds.items())),
             do="declare its dtype, for example Field(dtype='float32'): what a sample becomes must not depend on others",
         )
 

@@ -20,7 +20,7 @@ from truebatch.tensors.reading import Dataset
 from truebatch.training.failpoints import failpoint
 from truebatch.training.guard import run_guarded
 from truebatch.training.reducing import is_sharded, names_over_ranks, num_ranks, rank, sum_over_ranks
-from truebatch.training.step import Engine
+from truebatch.training.step import Engine, sums_of
 
 
 def evaluate_loss(
@@ -82,7 +82,7 @@ def _sums(engine: Engine, batches: Iterable[MicroBatch]) -> dict[str, torch.Tens
         failpoint("step.validation")
         moved = batch.to(engine.device, non_blocking=True)
         with noise_for(moved, seed=engine.seed), engine.autocast():
-            sums = engine.objective.sums(engine.model, moved)
+            sums = sums_of(engine, moved)
         for name, value in sums.items():
             totals[name] = totals.get(name, torch.zeros((), dtype=torch.float64, device=engine.device)) + value.double()
     return totals

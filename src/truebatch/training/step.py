@@ -217,7 +217,7 @@ def _accumulate(
         with noise_for(moved, seed=engine.seed, epoch=epoch), held:
             failpoint("step.forward")
             with engine.autocast():
-                sums = engine.objective.sums(engine.model, moved)
+                sums = sums_of(engine, moved)
             _check_sums(sums)
             failpoint("step.backward")
             _backward(engine, sums, counts, weight=weight * (num_ranks() if sharded else 1))
@@ -225,6 +225,18 @@ def _accumulate(
             total[name] += value.detach().float() * weight
         failpoint("step.accumulated")
     return total
+
+
+def sums_of(engine: Engine, batch: MicroBatch) -> dict[str, Tensor]:
+    """What the objective gives for a micro-batch; an index that the model has no row for names the samples."""
+    try:
+        return dict(engine.objective.sums(engine.model, batch))
+    except IndexError as error:
+        raise BatchError(
+            f"the model or the loss has no row for an index in the data: {str(error)[:120]}",
+            seen=f"in the micro-batch of samples {list(batch.sample_ids[:16])}",
+            do="look for token ids or labels below 0 or beyond the vocabulary, the positions or the classes",
+        ) from error
 
 
 def _stand_in(engine: Engine) -> MicroBatch:
