@@ -50,8 +50,8 @@ def collate(
     _check_number(samples, rows)
     values = _read_all(samples, rows, fields)
     axes = _build_axes(values, rows, fields, side, slots)
-    tensors = {f.name: _write(f, values[f.name], axes) for f in fields}
     ids = tuple(int(i) for i in rows.ids)
+    tensors = {f.name: _write(f, values[f.name], axes, ids) for f in fields}
     return MicroBatch(tensors, axes, ids, dict(counts or {}), frozenset(f.name for f in fields if f.host))
 
 
@@ -201,12 +201,14 @@ def _check_width(lengths: Ints, used: Ints, rows: Rows) -> None:
         )
 
 
-def _write(field: Field, values: list[Any], axes: Mapping[str, Axis]) -> Tensor:
+def _write(field: Field, values: list[Any], axes: Mapping[str, Axis], ids: Sequence[int]) -> Tensor:
     if field.kind == "once":
-        return stack_values(values, field)
+        return stack_values(values, field, ids)
     axis = axes[field.inner or field.axis]
-    inner = [v for outer in values for v in outer] if field.kind == "nested" else values
-    tokens = tokens_of(inner, field)
+    if field.kind == "nested":
+        ids = [owner for outer, owner in zip(values, ids, strict=True) for _ in outer]
+        values = [v for outer in values for v in outer]
+    tokens = tokens_of(values, field, ids)
     if field.shift:
         tokens = shift_tokens(tokens, axis.lengths, field)
     if isinstance(axis, FlatAxis):

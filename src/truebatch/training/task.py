@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from truebatch.errors import DataError
+from truebatch.errors import DataError, TruebatchError
 from truebatch.planning.measured import Measured
 from truebatch.planning.rows import Ints, padded_rows
 from truebatch.tensors.collating import collate
@@ -47,8 +47,22 @@ def measure_by_reading(samples: Dataset, fields: Sequence[Field], *, what: str =
     field = next((f for f in ragged if f.axis == CELLS), ragged[0] if ragged else None)
     if field is None:
         return Measured(lengths=np.ones(number, dtype=np.int64), found="one cell a sample")
-    lengths = np.fromiter((_length(samples[i], field.key, i) for i in range(number)), dtype=np.int64, count=number)
+    lengths = np.fromiter((_length(_read(samples, i), field.key, i) for i in range(number)), dtype=np.int64, count=number)
     return Measured(lengths=lengths, found=f"length of field {field.key!r}")
+
+
+def _read(samples: Dataset, sample_id: int) -> Any:
+    """A sample; what the dataset raises gets the sample's name."""
+    try:
+        return samples[sample_id]
+    except TruebatchError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"sample {sample_id} could not be loaded",
+            seen=f"{type(error).__name__}: {str(error)[:200]}",
+            do=f"call dataset[{sample_id}] alone to see it again, then mend the sample or leave it out",
+        ) from error
 
 
 def _length(sample: Any, key: str, sample_id: int) -> int:
