@@ -50,7 +50,7 @@ def test_an_empty_list_says_nothing_about_dtype_or_dimensions():
         out = tokens_of(values(*case), X)
         assert out.dtype == torch.float32
         assert out.shape[1:] == (3,)
-    with pytest.raises(BatchError, match=r"\(4,\) and \(3,\)"):
+    with pytest.raises(BatchError, match=r"\(4,\) in sample 0 and \(3,\) in sample 1"):
         tokens_of(values(np.ones((0, 4), dtype=np.float32), wide), X)
 
 
