@@ -47,6 +47,8 @@ FAKE = textwrap.dedent(
         if request["do"] == "describe":
             say(describe={"backend": "fake", "model": "fake"}); continue
         names = [sample["id"] for sample in request["samples"]]
+        if request["do"] == "fit":
+            say(cells=20, number=request["number"]); continue
         if request["do"] == "cost":
             say(costs=[{"tokens": 9, "new_tokens": 1, "patches": 0} for _ in names]); continue
         asked = {parts.get(name) for name in names}
@@ -142,6 +144,18 @@ def test_broken_pictures_unreadable_answers_a_killed_worker_and_no_memory_at_onc
     assert {name for name, row in rows.items() if row["status"] == "parse_error"} == {"0010", "0030"}
     assert disturbed.summary == calm.summary
     assert (config.evaluation.output_dir / "report.md").read_bytes() == markdown
+
+
+def test_a_budget_that_is_not_given_is_measured_where_the_judge_is_and_kept(fake, tmp_path):
+    fake()
+    config = config_of(tmp_path / "b", make_records(6))
+    open_ended = replace(config.reward_model.params, cells=None)
+    config = replace(config, reward_model=replace(config.reward_model, params=open_ended))
+    report_of(config)
+    run = config.evaluation.output_dir
+    assert json.loads((run / "scores" / "budget.json").read_text()) == {"cells": 20}
+    plan = json.loads((run / "scores" / "plan.json").read_text())
+    assert {len(batch) for batch in plan["batches"]} == {2}  # 10 cells a sample
 
 
 def test_what_could_not_be_opened_after_editing_is_refused_before_it(tmp_path):

@@ -77,7 +77,7 @@ def markdown(summary: dict[str, Any]) -> str:
 
 
 def gallery(pairs: Sequence[Pair], rows: Sequence[Row], run: Path) -> str:
-    """Source, edit, score and raw answer of the first pairs, failures first, as one HTML page."""
+    """Source, edit, score and raw answer of some pairs, failures and low scores first, as one HTML page."""
     exhibits = _exhibits(pairs, rows, run)
     more = [f"{len(rows) - len(exhibits)} further pairs are in {REPORT}"] if len(rows) > len(exhibits) else []
     figures = Section(title="Figures", tables=[_table(summarise(rows))])
@@ -99,7 +99,7 @@ def keep_for_report(pairs: Sequence[Pair], rows: Sequence[Row], run: Path) -> No
 def _exhibits(pairs: Sequence[Pair], rows: Sequence[Row], run: Path) -> list[Exhibit]:
     by_id = {pair.id: pair for pair in pairs}
     edits, answers = stage_rows(run / EDITS), stage_rows(run / SCORES)
-    order = sorted(rows, key=lambda row: row.status == "ok")[:_SHOWN]
+    order = sorted(rows, key=lambda row: (row.status == "ok", row.score or 0.0))[:_SHOWN]
     return [
         _exhibit(row, by_id[row.id], edits.get(row.id, {}), answers.get(row.id) or edits.get(row.id, {}), run)
         for row in order

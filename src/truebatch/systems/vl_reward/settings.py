@@ -104,8 +104,8 @@ class JudgeParams:
     """False judges one by one; the scores are the same."""
     batch_size: int = 4
     """Most pairs of one forward pass."""
-    cells: int = 32768
-    """Most tokens of one forward pass, padding counted."""
+    cells: int | None = 32768
+    """Most tokens of one forward pass, padding counted. null: as many as the GPU holds, measured before judging."""
     compare_with_original: bool = True
     """Show the source picture too."""
 
@@ -169,7 +169,8 @@ def _check_numbers(config: RewardConfig) -> None:
     if not 0 <= config.evaluation.max_failure_rate <= 1:
         _refuse("evaluation.max_failure_rate", config.evaluation.max_failure_rate, "a share from 0 to 1")
     for name in ("batch_size", "cells", "max_new_tokens", "timeout", "start_timeout"):
-        if not getattr(params, name) >= 1:
+        value = getattr(params, name)
+        if value is not None and not value >= 1:
             _refuse(f"reward_model.params.{name}", getattr(params, name), "1 or more")
     if config.benchmark.samples < 1:
         _refuse("benchmark.samples", config.benchmark.samples, "1 or more")

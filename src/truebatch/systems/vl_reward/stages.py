@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -22,10 +23,13 @@ from truebatch.errors import ConfigError, RunError, TruebatchError
 from truebatch.planning.keyed import keyed_hash
 from truebatch.scoring.backend import Answer, Asked, Backend, Cost, SampleError
 from truebatch.scoring.batching import Limits
+from truebatch.scoring.budget import MEASURED, fit_cells, settle_limits
 from truebatch.scoring.exporting import read_rows
+from truebatch.scoring.inprocess import ModelBackend
 from truebatch.scoring.listing import INPUT, list_samples
 from truebatch.scoring.manifest import MANIFEST
 from truebatch.scoring.running import Finished, Running, run_samples
+from truebatch.scoring.worker import WorkerBackend
 from truebatch.systems.vl_reward.benchmark import Pair, decode_image, source_hash
 from truebatch.systems.vl_reward.editors import Editor
 from truebatch.systems.vl_reward.lines import Lines, Say, SpokenBackend
@@ -196,14 +200,25 @@ def judge_all_edits(
     edited = _edited(pairs, run)
     asked = [_question(pair, edited[pair.id], run, judging) for pair in pairs if pair.id in edited]
     with ExitStack() as after:
-        opened = open_judges()
+        found = open_judges()
+        opened = found if isinstance(found, list) else [found]
         judges: list[Backend] = []
         lines = Lines(say) if say is not None else None
-        for judge in opened if isinstance(opened, list) else [opened]:
+        for judge in opened:
             after.callback(judge.close)
             parsed = ParsedBackend(judge, judging.scale)
             judges.append(parsed if lines is None else SpokenBackend(parsed, lines))
-        return run_samples(list_samples(asked), judges, run / SCORES, judging.limits, how)
+        (run / SCORES).mkdir(parents=True, exist_ok=True)
+        limits = settle_limits(judging.limits, run / SCORES, partial(_fit, opened, asked))
+        return run_samples(list_samples(asked), judges, run / SCORES, limits, how)
+
+
+def _fit(judges: Sequence[Backend], asked: Sequence[Asked]) -> int | None:
+    """The largest safe budget of cells, measured where the first judge is; None where memory is not measured."""
+    some = asked[:: max(1, len(asked) // MEASURED)]
+    if isinstance(judges[0], ModelBackend):
+        return fit_cells(judges[0], some)
+    return judges[0].fit(some) if isinstance(judges[0], WorkerBackend) else None
 
 
 def read_results(pairs: Sequence[Pair], run: Path) -> list[Row]:
