@@ -64,7 +64,8 @@ def wrapped(text: str, width: int) -> list[str]:
 
 def _page(command: Any, context: Any) -> str:
     plain = context.make_formatter()
-    page = _pages(type(plain))(width=plain.width)
+    kind: Any = type(plain)
+    page = _pages(kind)(width=plain.width)
     command.format_help(context, page)
     return str(page.getvalue()).rstrip("\n")
 
