@@ -87,7 +87,7 @@ def advice_lines(lengths: Ints, *, batch_size: int, learning_rate: float, fixed:
         f"batch size {batch_size}: {why}",
         f"padding at {batch_size} a forward pass: fixed {fixed} {shares.fixed:.0%}, dynamic {shares.dynamic:.0%}, "
         f"bucketed (width {width}) {shares.bucketed:.0%}, packed {shares.packed:.0%}",
-        f"learning rate {learning_rate:g}: {'within' if is_inside else 'outside'} the advice for this batch size, "
+        f"learning rate {learning_rate:g}: {'within the advice' if is_inside else 'outside the advice'} for this batch size, "
         f"{low:g} to {high:g}",
     ]
     if batch_size > len(lengths):

@@ -17,6 +17,8 @@ from truebatch.textfiles import nearest, read_text
 MAX_BYTES = 128 * 2**20
 STAGES = ("pretraining", "chat")
 """Folders of the note's layout; both are read."""
+DIALOGUE = "用户：...助手：..."
+"""How a dialogue is written, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ def _check_strings(file: Path, values: Sequence[object]) -> None:
             f"{file}, entry {number} is not a string",
             seen=f"a {_kind(value)}: {json.dumps(value, ensure_ascii=False)[:60]}"
             + (f", and {len(wrong) - 1} more entries" if len(wrong) > 1 else ""),
-            do="write every sample as one string, a dialogue as 用户：...助手：...",
+            do=f"write every sample as one string, a dialogue as {DIALOGUE}",
         )
 
 

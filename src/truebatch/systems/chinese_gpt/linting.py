@@ -13,19 +13,20 @@ import numpy as np
 
 from truebatch.systems.chinese_gpt.characters import normalise
 from truebatch.systems.chinese_gpt.corpus import Text
-from truebatch.systems.chinese_gpt.dialogues import is_dialogue, question_and_answer
+from truebatch.systems.chinese_gpt.dialogues import ASSISTANT, is_dialogue, question_and_answer
 from truebatch.systems.chinese_gpt.vocabulary import SPECIAL, Vocab
 
 SHOWN = 3
 WORDS = {
-    "empty": "empty, to be left out",
-    "duplicate": "the same as an earlier one; all of them are trained on",
-    "special": f"with a special word such as {SPECIAL[0]} spelled out; it is read as plain text",
-    "overlong": "with more tokens than the model reads; by default the end is kept",
-    "short": "of a single character",
-    "no_answer": "like a dialogue without an answer: 助手 says nothing",
-    "replacement": "with the character U+FFFD: an earlier conversion has lost something there",
+    "empty": "{number} text(s) empty, to be left out ({places})",
+    "duplicate": "{number} text(s) the same as an earlier one; all of them are trained on ({places})",
+    "special": "{number} text(s) with a special word such as {word} spelled out; it is read as plain text ({places})",
+    "overlong": "{number} text(s) with more tokens than the model reads; by default the end is kept ({places})",
+    "short": "{number} text(s) of a single character ({places})",
+    "no_answer": "{number} text(s) like a dialogue without an answer: {who} says nothing ({places})",
+    "replacement": "{number} text(s) with the character U+FFFD: an earlier conversion has lost something there ({places})",
 }
+"""Whole sentences, so that they can be said in another language."""
 HARMLESS = ("duplicate", "special", "short")
 
 
@@ -39,7 +40,7 @@ class Problem:
     def line(self) -> str:
         """In one line."""
         shown = "; ".join(self.places[:SHOWN]) + ("; ..." if len(self.places) > SHOWN else "")
-        return f"{len(self.places):,} {'text' if len(self.places) == 1 else 'texts'} {WORDS[self.kind]} ({shown})"
+        return WORDS[self.kind].format(number=f"{len(self.places):,}", places=shown, word=SPECIAL[0], who=ASSISTANT[:2])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from truebatch.errors import CheckpointError, DataError, RunError
 from truebatch.planning.measuring import content_hash
 from truebatch.systems.chinese_gpt.characters import normalise
-from truebatch.systems.chinese_gpt.corpus import Text, corpus_files, read_corpus, refuse_unknown
+from truebatch.systems.chinese_gpt.corpus import DIALOGUE, Text, corpus_files, read_corpus, refuse_unknown
 from truebatch.systems.chinese_gpt.dialogues import is_dialogue
 from truebatch.systems.chinese_gpt.generator import make_dialogues, make_statements
 from truebatch.systems.chinese_gpt.idioms import NAME as IDIOMS
@@ -166,5 +166,5 @@ def _nothing_to_train(config: Any, texts: Sequence[Text]) -> DataError:
     return DataError(
         "no sample is left to train on",
         seen=f"{len(texts)} texts, {dialogues} of them dialogues, stage={config.stage!r}, overlong={config.overlong!r}",
-        do="add texts, or choose another stage; a dialogue is written 用户：...助手：...",
+        do=f"add texts, or choose another stage; a dialogue is written {DIALOGUE}",
     )

@@ -111,11 +111,11 @@ def _corpus_lines(config: Any, ready: Prepared) -> list[str]:
 def _count_line(config: Any, name: str, parts: Sequence[Encoded]) -> str:
     number = sum(getattr(part, name) for part in parts)
     words = {
-        "num_empty": "empty and left out",
-        "num_cut": f"of more than {config.max_seq_len} tokens: the end is kept (overlong=cut)",
-        "num_dropped": f"of more than {config.max_seq_len} tokens and left out (overlong=drop)",
+        "num_empty": f"corpus: {number:,} text(s) empty and left out",
+        "num_cut": f"corpus: {number:,} text(s) of more than {config.max_seq_len} tokens: the end is kept (overlong=cut)",
+        "num_dropped": f"corpus: {number:,} text(s) of more than {config.max_seq_len} tokens and left out (overlong=drop)",
     }
-    return f"corpus: {number:,} {'text' if number == 1 else 'texts'} {words[name]}" if number else ""
+    return words[name] if number else ""
 
 
 def _choose_layout(config: Any, model: nn.Module) -> tuple[Layout, str]:

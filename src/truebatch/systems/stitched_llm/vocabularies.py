@@ -29,10 +29,9 @@ def refuse_other_vocabulary(bottom: Donor, top: Donor) -> None:
     if below == above:
         return
     different = sorted((i, token) for token, i in below.items() if above.get(token) != i)
-    lost = (
-        f"{different[0][1]!r} is {different[0][0]} below and {above.get(different[0][1])} above; " if different else ""
-    )
-    raise _refusal(bottom, top, f"{lost}{len(different):,} of {len(below):,} tokens differ, {len(above):,} above")
+    lost = [f"{token!r} is {i} below and {above.get(token)} above" for i, token in different[:1]]
+    total = f"{len(different):,} of {len(below):,} tokens differ, {len(above):,} above"
+    raise _refusal(bottom, top, "; ".join([*lost, total]))
 
 
 def _refusal(bottom: Donor, top: Donor, seen: str) -> ConfigError:
