@@ -2,12 +2,11 @@
 
 import importlib.util
 import math
-from dataclasses import replace
 
 import pytest
 
 from tests.systems.chinese_gpt.small import STATEMENTS
-from truebatch.bench.chinese_gpt import FIRST_EPOCHS, SECOND_EPOCHS, SECOND_RATE
+from truebatch.bench.chinese_gpt import quality_stages
 from truebatch.generation.decoding import collect, generate_tokens
 from truebatch.generation.prompts import Prompt, key_prompts
 from truebatch.generation.settings import Generation
@@ -60,13 +59,11 @@ def quality_of(config, out):
 
 @pytest.mark.slow
 def test_held_out_texts_are_foreseen_and_held_out_questions_answered(tmp_path):
-    train_config = ChineseTrainConfig(layout="packed", batch_size=16, samples_per_step=16, epochs=FIRST_EPOCHS)
-    both = settings_type(CHINESE_GPT)(train=train_config)
+    settings = settings_type(CHINESE_GPT)(train=ChineseTrainConfig(batch_size=16, samples_per_step=16))
+    both, chat = quality_stages(settings, tmp_path / "pretrained")
     first = quality_of(both, tmp_path / "pretrained")
     assert first["times_better_than_unigram"] >= 5
     assert first["times_better_than_bigram"] >= 2
-    tuned = replace(train_config, epochs=SECOND_EPOCHS, learning_rate=SECOND_RATE)
-    chat = replace(both, stage="chat", start_from=tmp_path / "pretrained", train=tuned)
     second = quality_of(chat, tmp_path / "tuned")
     assert second["answers_right_share"] >= 0.9
 
