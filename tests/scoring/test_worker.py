@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import io
-import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from PIL import Image
 
+from tests.scoring.test_running import six_kinds
 from truebatch.errors import ConfigError
 from truebatch.scoring.backend import Answer, Asked, Cost, SampleError
 from truebatch.scoring.calling import ScoreCall, make_readout, open_backends
@@ -187,18 +187,30 @@ def test_the_other_end_answers_for_every_sample_and_tells_what_raised():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_real_worker_finds_the_sample_that_ends_the_interpreter(tmp_path):
+@pytest.mark.timeout(1800)
+def test_real_workers_find_the_samples_that_end_the_interpreter_among_one_percent_of_bad_ones(tmp_path):
+    data, expected = six_kinds(tmp_path, 800)
+    ends = {"exit": data[100], "segfault": data[700]}
+    for way, sample in ends.items():
+        sample["options"] = {"fail": way}
+        expected[sample["id"]] = "crashed"
     call = ScoreCall(model="scripted", workers=2)
     backends = open_backends(call)
-    data = [{"user": "abc"}, {"user": "x", "options": {"fail": "exit"}}, {"user": "de"}]
     try:
-        run_samples(list_samples(data), backends, tmp_path, Limits(), Running())
+        run_samples(list_samples(data), backends, tmp_path / "run", Limits(cells=1000), Running())
     finally:
         for backend in backends:
             backend.close()
-    assert [row["kind"] or row["score"] for row in read_rows(tmp_path)] == [3.0, "crashed", 2.0]
-    assert sys.executable == WorkerSettings().python
+    rows = list(read_rows(tmp_path / "run"))
+    assert {row["id"]: row["kind"] for row in rows if row["status"] == "failed"} == expected
+    assert all(row["score"] == len(one["user"]) for row, one in zip(rows, data, strict=True) if row["status"] == "ok")
+    assert set(expected.values()) == {
+        "truncated_image", "unreadable_image", "too_long", "nonfinite", "raised", "out_of_memory", "crashed",
+    }  # fmt: skip
+    told = {row["id"]: row["message"] for row in rows if row["kind"] == "crashed"}
+    assert "exit code 41" in told[ends["exit"]["id"]]
+    assert "signal 11" in told[ends["segfault"]["id"]]
+    assert sum(backend.starts for backend in backends) > 2
 
 
 def test_a_call_is_plain_values_and_makes_every_readout():

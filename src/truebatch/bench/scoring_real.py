@@ -30,8 +30,10 @@ import transformers
 from truebatch.bench.commandline import command_line
 from truebatch.bench.keeping import keep_result
 from truebatch.generation.settings import Generation
+from truebatch.hf.loading import load_model
 from truebatch.scoring.batching import Level, Limits
-from truebatch.scoring.opening import open_backend
+from truebatch.scoring.inprocess import model_backend
+from truebatch.scoring.opening import DTYPES, choose_device, load_processor
 from truebatch.scoring.readouts import Generate, Labels, Readout
 from truebatch.scoring.scorer import Scorer
 
@@ -84,19 +86,22 @@ def _rows(config: RealBench) -> Iterator[dict[str, Any]]:
         ("float32", "close", config.prompts), ("bfloat16", "close", config.half_prompts),
         ("bfloat16", "shape", config.half_prompts),
     ]  # fmt: skip
+    folder = Path(config.model)
+    model, processor = load_model(folder).to(choose_device(config.device)), load_processor(folder)
     for dtype, level, number in cases:
+        model.to(DTYPES[dtype])
         for what in ASKS:
-            yield _compare(config, what, dtype, level, number)
+            yield {"dtype": dtype, **_compare(config, (model, processor), what, level, number)}
 
 
-def _compare(config: RealBench, what: str, dtype: str, level: Level, number: int) -> dict[str, Any]:
+def _compare(config: RealBench, loaded: tuple[Any, Any], what: str, level: Level, number: int) -> dict[str, Any]:
     """A row: the same prompts one by one and in batches."""
     asked = real_prompts(number, ASKS[what])
-    alone, slow = _judged(config, asked, what, dtype, Limits(level=level, cells=config.cells, rows=1))
-    together, fast = _judged(config, asked, what, dtype, Limits(level=level, cells=config.cells))
+    alone, slow = _judged(config, loaded, asked, what, Limits(level=level, cells=config.cells, rows=1))
+    together, fast = _judged(config, loaded, asked, what, Limits(level=level, cells=config.cells))
     pairs = list(zip(alone, together, strict=True))
     found = {
-        "what": what, "dtype": dtype, "level": level, "samples": len(pairs),
+        "what": what, "level": level, "samples": len(pairs),
         "equal": sum(_is_equal(a, b) for a, b in pairs), "same_bits": sum(a["output"] == b["output"] for a, b in pairs),
     }  # fmt: skip
     if what == "labels":
@@ -106,15 +111,19 @@ def _compare(config: RealBench, what: str, dtype: str, level: Level, number: int
 
 
 def _judged(
-    config: RealBench, asked: Sequence[Any], what: str, dtype: str, limits: Limits
+    config: RealBench, loaded: tuple[Any, Any], asked: Sequence[Any], what: str, limits: Limits
 ) -> tuple[list[dict[str, Any]], float]:
+    """Rows in the order of the prompts, and seconds: of this process's CPU, or of the clock on a card."""
+    clock = time.process_time if config.device == "cpu" else time.monotonic
     readout: Readout = TEN
     if what == "texts":
         readout = Generate(Generation(max_new_tokens=config.new_tokens, temperature=0.0))
-    backend = open_backend(config.model, readout, limits, dtype=dtype, device=config.device)
+    backend = model_backend(*loaded, readout, limits)
     with tempfile.TemporaryDirectory() as folder:
+        began = clock()
         done = Scorer(backend, limits=limits).score(asked, folder, check=False)
-        rows, seconds = list(done.rows()), done.status.seconds
+        seconds = clock() - began
+        rows = list(done.rows())
     bad = [row for row in rows if row["status"] != "ok"]
     if bad:
         raise AssertionError(f"{len(bad)} samples failed: {bad[0]['message']}")

@@ -17,6 +17,8 @@ from truebatch.language.saying import say
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from truebatch.scoring.calling import ScoreCall
     from truebatch.scoring.exporting import Status
     from truebatch.scoring.following import Progress, Watch
@@ -121,7 +123,7 @@ def show_score(
     is_served, is_off = model.startswith("http"), true_batch == "off"
     call = ScoreCall(
         data=str(data), model=model, served=served, readout=readout, dtype=dtype, device=device, workers=workers,
-        timeout=timeout, reuse=not is_off,
+        timeout=timeout, reuse=not is_off, engine=engine,
         limits={"level": level or ("close" if is_served else "plan"), "cells": cells, "rows": 1 if is_off else rows},
     )  # fmt: skip
     if engine not in ("local", "ray") or (engine == "ray" and not workers):
@@ -137,7 +139,6 @@ def show_score(
         shard=_shard(shard),
         retry=retry or [],
         checked=checked,
-        engine=engine,
         as_json=as_json,
         window=window,
     )
@@ -166,7 +167,6 @@ def run_call(
     retry: list[str],
     checked: int,
     as_json: bool,
-    engine: str = "local",
     window: int | None = None,
 ) -> int:
     """Carry out a call, show how it goes, and give the exit code. `checked` samples are judged both ways first."""
@@ -179,15 +179,15 @@ def run_call(
     from truebatch.scoring.windows import window_size
 
     check_data(Path(call.data))
-    pool = ray_engine(call) if engine == "ray" else None
-    how = Running(retry=tuple(retry), shard=shard, watch=_watch(), engine=pool)
+    pool = ray_engine(call) if call.engine == "ray" else None
+    watch = _watch(lambda: save_call(folder, call))
+    how = Running(retry=tuple(retry), shard=shard, watch=watch, engine=pool)
     backends = open_backends(call) if pool is None else [pool.backend]
     scorer = Scorer(backends, limits=Limits(**call.limits))
     try:
         done = scorer.score(
             Path(call.data), folder, check=checked > 0, checked=checked, how=how, window=window or window_size(folder)
         )
-        save_call(folder, call)
     finally:
         scorer.close()
     if done.report is not None and not as_json:
@@ -221,13 +221,15 @@ def _lines(status: Status, folder: Path) -> list[str]:
     return lines
 
 
-def _watch() -> Watch:
-    """A line on stderr every few seconds; on a terminal it replaces the one before."""
+def _watch(begun: Callable[[], None]) -> Watch:
+    """A line on stderr every few seconds; on a terminal it replaces the one before. `begun` is called at the first."""
     told = [0.0]
     is_terminal = sys.stderr.isatty()
 
     def watch(progress: Progress) -> None:
         now = time.monotonic()
+        if not told[0]:
+            begun()  # the configuration is accepted: from here on the run can be told to go on
         if now - told[0] < _SECONDS and progress.done < progress.samples:
             return
         told[0] = now

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ class ScoreCall:
     """Processes that judge; 0: this one."""
     timeout: float = 600.0
     """Seconds a worker or a server has for a batch."""
+    engine: str = "local"
+    """local, or ray: the workers are actors of a Ray cluster."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that make the same call again: `ScoreCall(**values)`."""
@@ -71,9 +73,10 @@ def open_one(call: ScoreCall) -> Backend:
 
 
 def save_call(run: Path, call: ScoreCall) -> None:
-    """Keep the call in the run folder."""
+    """Keep the call in the run folder, with whole paths: it may be made again from another folder."""
     run.mkdir(parents=True, exist_ok=True)
-    write_json(run / CALL, call.to_dict())
+    model = str(Path(call.model).resolve()) if Path(call.model).is_dir() else call.model
+    write_json(run / CALL, replace(call, data=str(Path(call.data).resolve()), model=model).to_dict())
 
 
 def load_call(run: Path) -> ScoreCall:

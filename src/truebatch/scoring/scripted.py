@@ -1,12 +1,13 @@
 """A backend that plays a part written beforehand: for tests of everything around a model, and to try a pipeline out.
 
 A sample's `options` say how it behaves: {"score": 0.5}, {"seconds": 0.1},
-{"fail": "raise" | "exit" | "nan" | "too_long" | "memory" | "hang"}
+{"fail": "raise" | "exit" | "segfault" | "nan" | "too_long" | "memory" | "hang"}
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,8 @@ def _play(sample: Asked) -> Answer | SampleError:
     time.sleep(float(sample.options.get("seconds", 0.0)))
     if way == "exit":
         os._exit(EXIT_CODE)
+    if way == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
     if way == "raise":
         raise RuntimeError(f"device-side assert at {sample.id}")
     if way == "memory":
