@@ -1,4 +1,4 @@
-"""Ways to choose tokens in training, at a small and at a large weight of the budget, on one trained tiny backbone.
+"""Ways to choose tokens in training, with a large weight of the budget, on one trained tiny backbone.
 
     truebatch bench vlm_pruning --only choices --out docs/results/vlm_pruning_choices_cpu.json
 
@@ -36,7 +36,7 @@ class ChoicesConfig:
     """What is compared."""
 
     ways: tuple[str, ...] = WAYS
-    weights: tuple[float, ...] = (20.0, 200.0)
+    weights: tuple[float, ...] = (1000.0,)
     """Of the budget, at the end of its warm-up."""
     epochs: int = 2
     seed: int = 0
@@ -91,7 +91,9 @@ def judge_way(config: ChoicesConfig, way: str, weight: float, backbone: Path, *,
         return model
 
     name = f"{way.replace(', ', '-').replace(' ', '_')}-{weight:g}"
-    train_system(replace(VLM_PRUNING, build_model=build), settings, Start(out=config.folder / name, say=say))
+    system = replace(VLM_PRUNING, build_model=build)
+    if train_system(system, settings, Start(out=config.folder / name, say=say)).is_interrupted:
+        raise KeyboardInterrupt  # a run that is half done has no figures
     dataset: Any = VLM_PRUNING.test(settings) if VLM_PRUNING.test else None
     figures = evaluate(settings, made[-1].eval(), dataset, config.folder / name)
     return {

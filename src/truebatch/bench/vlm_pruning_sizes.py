@@ -31,13 +31,14 @@ Size = int | str
 class SizesConfig:
     """What is compared, and how long each backbone learns."""
 
-    sizes: tuple[Size, ...] = (AUTO, 56, 84, 112)
+    sizes: tuple[Size, ...] = (AUTO, 84, 112, 56)
     picked_from: tuple[int, ...] = (56, 112)
     """What `auto` picks from."""
     seed: int = 0
-    samples: int = 4800
-    epochs: int = 5
-    steps: int = 600
+    samples: int = 2400
+    epochs: int = 4
+    steps: int = 300
+    """In which each tower learns to see first."""
     folder: Path = Path("runs/vlm_pruning_sizes")
     """Runs are kept here; the same command goes on where it was stopped."""
 

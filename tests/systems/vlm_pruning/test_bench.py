@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from tests.systems.vlm_pruning.worlds import METHOD, batch_of, build, encode, samples
-from truebatch.bench.vlm_pruning import make_config, ratios, run_pruning
+from truebatch.bench.vlm_pruning import make_config, run_pruning
+from truebatch.bench.vlm_pruning_parts import run_part
+from truebatch.bench.vlm_pruning_quality import summary as quality_summary
+from truebatch.bench.vlm_pruning_rows import ratios
+from truebatch.bench.vlm_pruning_sizes import summary as sizes_summary
+from truebatch.errors import ConfigError
 from truebatch.systems.vlm_pruning import patches
 from truebatch.systems.vlm_pruning.objective import PruningObjective
 from truebatch.tensors.noise import noise_for
@@ -48,3 +53,48 @@ def test_a_step_looks_at_all_images_at_once_and_runs_each_layer_at_most_twice(nu
         handle.remove()
     first = {f"layer {at}": 1 for at in range(2)}
     assert calls == {"tower": 1, "pixels": 1, **first, **{f"layer {at}": 2 for at in range(2, 6)}}
+
+
+def asked(**changes):
+    return {"device": "cpu", "seeds": "0,1", "seconds": None, "quick": False, **changes}
+
+
+@pytest.mark.parametrize(
+    ("part", "options", "said"),
+    [
+        ("qualty", {}, "did you mean 'quality'"),
+        ("quality", {"device": "cuda"}, "on a CPU"),
+        ("sizes", {"seconds": 5.0}, "to the end"),
+        ("quality", {"seeds": "a,b"}, "whole numbers"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is_trained(part, options, said):
+    with pytest.raises(ConfigError, match=said):
+        run_part(part, asked(**options), out=None, say=print)
+
+
+def test_a_summary_says_the_worst_of_all_seeds_and_gives_other_ways_more_tokens_than_ours():
+    rows = [
+        {"seed": 0, "backbone_accuracy": 0.92, "pruned_accuracy": 0.91, "points_lost": 1.0, "tokens_kept": 0.28},
+        {"seed": 1, "backbone_accuracy": 0.95, "pruned_accuracy": 0.93, "points_lost": 2.0, "tokens_kept": 0.26},
+    ]
+    curve = [
+        {"seed": seed, "way": way, "tokens_kept": kept, "accuracy": accuracy}
+        for seed in (0, 1)
+        for way, kept, accuracy in (("learned", 0.27, 0.9), ("random", 0.27, 0.7), ("random", 0.32, 0.8))
+    ]
+    found = quality_summary(rows, curve)
+    assert found["least accuracy of a backbone"] == 0.92
+    assert (found["most points lost"], found["most tokens kept"]) == (2.0, 0.28)
+    assert found["least points ahead of random"] == pytest.approx(11.0)
+
+
+def test_auto_is_compared_with_every_fixed_size():
+    rows = [
+        {"size": "auto", "accuracy": 0.9, "vision_tokens": 40.0},
+        {"size": "112", "accuracy": 0.91, "vision_tokens": 64.0},
+    ]
+    found = sizes_summary(rows)
+    assert found["points ahead of 112"] == pytest.approx(-1.0)
+    assert found["tokens / tokens of 112"] == 0.625
+    assert sizes_summary(rows[1:]) == {}

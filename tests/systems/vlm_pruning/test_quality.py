@@ -13,7 +13,7 @@ from truebatch.config import load_config
 from truebatch.reports.findings import kept_findings
 from truebatch.systems.vlm_pruning.baselines import WAYS
 from truebatch.systems.vlm_pruning.encoding import EncodedSamples
-from truebatch.systems.vlm_pruning.evaluation import LEARNED, answer_samples, evaluate
+from truebatch.systems.vlm_pruning.evaluation import answer_samples, evaluate
 from truebatch.systems.vlm_pruning.judges import judge_of
 from truebatch.systems.vlm_pruning.pretraining import View, align_tower, make_patches, pretrain_tiny
 from truebatch.systems.vlm_pruning.shapes import CHANCE, EDGES, SHAPES
@@ -94,8 +94,9 @@ def test_thirty_percent_of_the_tokens_lose_three_points_at_most_and_beat_untrain
     assert figures["points_lost"]["hard"] <= 3.0
     show(pruned.config, pruned.model, dataset, tmp_path)
     table = dict(kept_findings(tmp_path))["41-accuracy-by-budget"]
-    shares = [float(name.removesuffix(" %")) for name in table.header[1:]]
-    column = 1 + shares.index(max(share for share in shares if share <= 30))
+    shares = [float(name.removesuffix(" %")) / 100 for name in table.header[1:]]
+    # Untrained ways get the next larger budget: they see more of every picture than the trained heads do.
+    column = 1 + min(at for at, share in enumerate(shares) if share >= figures["hard"]["average_keep_ratio"])
     accuracy = {row[0]: float(row[column]) for row in table.rows}
     for way in WAYS:
-        assert accuracy[LEARNED] >= accuracy[way] + 5, accuracy
+        assert 100 * figures["hard"]["accuracy"] >= accuracy[way] + 5, accuracy

@@ -124,7 +124,9 @@ def mask_terms(model: PrunedVLM, places: Places, found: Pass) -> dict[str, Tenso
     method, masks = model.method, found.soft if model.training else found.used
     share = _share(model, masks, places)
     if model.training and method.choice == "straight_through":
-        used = [hard_mask(keep_is_wanted(z, method.hard_pruning_threshold, method.temperature_min)) for z in found.logits]
+        used = [
+            hard_mask(keep_is_wanted(z, method.hard_pruning_threshold, method.temperature_min)) for z in found.logits
+        ]
         share = _share(model, used, places).detach() + (share - share.detach())
     has_vision = (places.lengths > 0).float()
     over = (share - target_share(method, places.lengths)) * has_vision

@@ -187,5 +187,6 @@ def pretrain_tiny(
             validate_every=250, save_every=250, seed=seed,
         ),
     )  # fmt: skip
-    train_system(VLM_PRUNING, config, Start(out=folder / "run", say=say))
+    if train_system(VLM_PRUNING, config, Start(out=folder / "run", say=say)).is_interrupted:
+        raise KeyboardInterrupt  # a backbone that is half trained is no backbone; the same call goes on
     return folder / "run" / MODEL
