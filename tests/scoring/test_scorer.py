@@ -20,6 +20,7 @@ from truebatch.scoring.batching import Limits
 from truebatch.scoring.readouts import Generate, Labels, YesNo
 from truebatch.scoring.running import Running
 from truebatch.scoring.scorer import Scorer
+from truebatch.training.failpoints import armed
 
 TEN = Labels({str(n): n for n in range(1, 11)})
 pytestmark = pytest.mark.xdist_group("scoring-models")
@@ -227,6 +228,23 @@ def test_wrong_data_models_and_folders_are_said(tmp_path, capsys, monkeypatch):
         "not a scoring run",
     ):
         assert part in told
+
+
+def test_a_run_that_ended_half_way_is_told_exported_and_retried_from_another_folder(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "q.jsonl", [*questions(20), {"id": "bad", "user": "b", "options": {"fail": "raise"}}])
+    command = ["score", "q.jsonl", "--model", "scripted", "--yesno", "--cells", "120", "--no-check", "--window", "8"]
+    with armed("journal.before_commit:enospc:3"):
+        assert run([*command, "--out", "half"]) != 0
+    assert run(["run", "status", "half", "--json"]) == 0
+    half = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert 0 < half["ok"] < 20
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert run(["run", "retry", "../half", "--kind", "raised"]) == 3
+    assert run(["run", "export", "../half", "--to", "s.jsonl"]) == 0
+    states = [json.loads(line)["status"] for line in (tmp_path / "elsewhere" / "s.jsonl").read_text().splitlines()]
+    assert states == ["ok"] * 20 + ["failed"]
 
 
 def test_shards_of_one_run_folder_make_the_export_of_one_process(tmp_path, monkeypatch):
