@@ -50,7 +50,7 @@ def _refuse_own_positions(model: PreTrainedModel) -> None:
     if not knows or getattr(model.config, "alibi", False):
         raise AttentionError(
             "this model makes its positions from whole rows, so packed samples would not start at 0",
-            seen=f"{type(model).__name__} {'with ALiBi' if knows else 'takes no position_ids'}",
+            seen=f"{type(model).__name__} with ALiBi" if knows else f"{type(model).__name__} takes no position_ids",
             do="plan the padded layout with right padding",
         )
 

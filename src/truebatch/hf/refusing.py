@@ -17,7 +17,7 @@ def refuse_model(model: PreTrainedModel) -> None:
     if reason:
         raise AttentionError(
             "this model carries a state along the row, past the end of a sample",
-            seen=f"{type(model).__name__} {reason}",
+            seen=reason,
             do="plan the padded layout with right padding, or groups of equal length",
         )
     if getattr(model.config, "is_encoder_decoder", False):
@@ -30,13 +30,14 @@ def refuse_model(model: PreTrainedModel) -> None:
 
 def _state_along_the_row(model: PreTrainedModel) -> str:
     """What else than attention reaches from cell to cell, in words; empty if nothing does."""
+    name = type(model).__name__
     if any(getattr(part, "_is_stateful", False) for part in model.modules()):
-        return "is stateful"
+        return f"{name} is stateful"
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or []) & {"conv", "linear_attention"}
     if kinds:
-        return f"has layers of kind {sorted(kinds)}"
+        return f"{name} has layers of kind {sorted(kinds)}"
     convolutions = [part for part in model.modules() if isinstance(part, nn.Conv1d)]
-    return "convolves along the row" if any(part.kernel_size[0] > 1 for part in convolutions) else ""
+    return f"{name} convolves along the row" if any(part.kernel_size[0] > 1 for part in convolutions) else ""
 
 
 def refuse_call(module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None) -> None:

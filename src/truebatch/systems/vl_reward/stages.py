@@ -247,7 +247,7 @@ def _edited(pairs: Sequence[Pair], run: Path) -> dict[str, Mapping[str, Any]]:
         if not path.is_file() or hash_file(path).sha256 != output["sha256"]:
             raise RunError(
                 f"the picture of {name!r} is not the one that was edited",
-                seen=f"{path} {'was changed' if path.is_file() else 'is gone'}",
+                seen=f"{path} was changed" if path.is_file() else f"{path} is gone",
                 do="bring it back, or begin anew in another folder: evaluation.output_dir",
             )
     return found

@@ -38,21 +38,21 @@ def read_jsonl(path: Path) -> Iterator[Placed]:
 
 def _check_record(record: Any, place: str, folder: Path) -> Sample:
     if not isinstance(record, Mapping):
-        raise _bad(place, "is not a JSON object", f"{type(record).__name__}: {str(record)[:80]}")
+        raise _bad(f"{place} is not a JSON object", f"{type(record).__name__}: {str(record)[:80]}")
     unknown = sorted(set(record) - set(KEYS))
     if unknown:
-        raise _bad(place, f"has keys that mean nothing here: {', '.join(map(str, unknown))}", f"keys {sorted(record)}")
+        raise _bad(f"{place} has keys that mean nothing here: {', '.join(map(str, unknown))}", f"keys {sorted(record)}")
     question = record.get("question")
     if not isinstance(question, str) or not question.strip():
-        raise _bad(place, "has no question", f"question={question!r}")
+        raise _bad(f"{place} has no question", f"question={question!r}")
     answers = _texts(record.get("answers") or [], "answers", place)
     answer = record.get("answer", Counter(answers).most_common(1)[0][0] if answers else None)
     if isinstance(answer, bool) or not isinstance(answer, str | int) or not str(answer).strip():
-        raise _bad(place, "has no answer", f"answer={answer!r}")
+        raise _bad(f"{place} has no answer", f"answer={answer!r}")
     if record.get("judge") is not None and record["judge"] not in JUDGES:
-        raise _bad(place, "names a judge that is not known", f"judge={record['judge']!r}, known: {', '.join(JUDGES)}")
+        raise _bad(f"{place} names a judge that is not known", f"judge={record['judge']!r}, known: {', '.join(JUDGES)}")
     if record.get("split") is not None and record["split"] not in SPLITS:
-        raise _bad(place, "is in a split that is not known", f"split={record['split']!r}, known: {', '.join(SPLITS)}")
+        raise _bad(f"{place} is in a split that is not known", f"split={record['split']!r}, known: {', '.join(SPLITS)}")
     images = _images(record.get("image"), place, folder)
     own = {key: record[key] for key in ("group", "split", "image_id") if record.get(key) is not None}
     return {
@@ -71,19 +71,19 @@ def _check_record(record: Any, place: str, folder: Path) -> Sample:
 
 def _texts(values: Any, key: str, place: str) -> list[str]:
     if not isinstance(values, list) or not all(isinstance(one, str | int | float) for one in values):
-        raise _bad(place, f"has {key} that are not a list of texts", f"{key}={str(values)[:80]}")
+        raise _bad(f"{place} has {key} that are not a list of texts", f"{key}={str(values)[:80]}")
     return [str(one) for one in values]
 
 
 def _images(given: Any, place: str, folder: Path) -> list[Path]:
     names = given if isinstance(given, list) else [given]
     if not names or not all(isinstance(name, str) and name for name in names):
-        raise _bad(place, "has no image", f"image={str(given)[:80]!r}")
+        raise _bad(f"{place} has no image", f"image={str(given)[:80]!r}")
     return [folder / name for name in names]
 
 
-def _bad(place: str, wrong: str, seen: str) -> DataError:
-    return DataError(f"{place} {wrong}", seen=seen, do="mend that line; `image`, `question` and `answer` are needed")
+def _bad(wrong: str, seen: str) -> DataError:
+    return DataError(wrong, seen=seen, do="mend that line; `image`, `question` and `answer` are needed")
 
 
 def read_vqav2(root: Path, part: str) -> Iterator[Placed]:
@@ -97,7 +97,7 @@ def read_vqav2(root: Path, part: str) -> Iterator[Placed]:
         place = f"{questions_at}: question {at}"
         found = known.get(one["question_id"])
         if found is None:
-            raise _bad(place, "has no annotation", f"question_id={one['question_id']!r}, not in {answers_at.name}")
+            raise _bad(f"{place} has no annotation", f"question_id={one['question_id']!r}, not in {answers_at.name}")
         answers = [str(human["answer"]) for human in found["answers"]]
         yield (
             place,
@@ -121,7 +121,7 @@ def read_gqa(root: Path, part: str) -> Iterator[Placed]:
     folder = _one_of(root, "images", "allImages/images")
     questions = _document(path)
     if not isinstance(questions, Mapping):
-        raise _bad(str(path), "is not a JSON object of questions", type(questions).__name__)
+        raise _bad(f"{path} is not a JSON object of questions", type(questions).__name__)
     for key, one in questions.items():
         place = f"{path}: question {key}"
         _need(one, ("imageId", "question", "answer"), place)
@@ -149,7 +149,7 @@ def read_pope(root: Path) -> Iterator[Placed]:
         for at, (place, one) in enumerate(_lines(path)):
             _need(one, ("image", "text", "label"), place)
             if str(one["label"]).lower() not in ("yes", "no"):
-                raise _bad(place, "has a label that is neither yes nor no", f"label={one['label']!r}")
+                raise _bad(f"{place} has a label that is neither yes nor no", f"label={one['label']!r}")
             yield (
                 place,
                 {
@@ -178,7 +178,7 @@ def _listed(path: Path, key: str, needed: Sequence[str]) -> list[Mapping[str, An
     document = _document(path)
     found = document.get(key) if isinstance(document, Mapping) else None
     if not isinstance(found, list):
-        raise _bad(str(path), f"has no list {key!r}", f"{type(document).__name__}: {str(document)[:80]}")
+        raise _bad(f"{path} has no list {key!r}", f"{type(document).__name__}: {str(document)[:80]}")
     for at, one in enumerate(found):
         _need(one, needed, f"{path}: {key} {at}")
     return found
@@ -187,7 +187,7 @@ def _listed(path: Path, key: str, needed: Sequence[str]) -> list[Mapping[str, An
 def _need(one: Any, keys: Sequence[str], place: str) -> None:
     missing = [key for key in keys if not isinstance(one, Mapping) or one.get(key) is None]
     if missing:
-        raise _bad(place, f"has no {', '.join(missing)}", str(one)[:120])
+        raise _bad(f"{place} has no {', '.join(missing)}", str(one)[:120])
 
 
 def _document(path: Path) -> Any:
