@@ -28,7 +28,7 @@ from truebatch.training.starting import Start, settings_type, train_system
 
 Say = Callable[[str], None]
 KEPT_ONLY = "straight_through, kept keys only"
-WAYS = ("soft", KEPT_ONLY, "straight_through", "top_k")
+WAYS = (KEPT_ONLY, "straight_through", "soft", "top_k")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,9 +17,6 @@ from truebatch.textfiles import nearest
 Say = Callable[[str], None]
 PARTS = ("speed", "quality", "sizes", "choices")
 _QUICK = Path("runs/vlm_pruning_choices_quick")
-_QUICK_SIZES = SizesConfig(
-    sizes=("auto", 56), samples=96, epochs=1, steps=2, folder=Path("runs/vlm_pruning_sizes_quick")
-)  # fmt: skip
 
 
 def run_part(part: str, asked: Mapping[str, Any], *, out: Path | None, say: Say) -> dict[str, Any]:
@@ -35,9 +32,13 @@ def run_part(part: str, asked: Mapping[str, Any], *, out: Path | None, say: Say)
     if part == "quality":
         return run_quality(quality_config(asked), out=out, say=say)
     seed = read_seeds(str(asked["seeds"]))[0]
-    if part == "sizes":
-        return run_sizes(_QUICK_SIZES if asked["quick"] else SizesConfig(seed=seed), out=out, say=say)
     few = quality_config({**asked, "quick": True})
+    if part == "sizes":
+        tried = SizesConfig(
+            seed=seed, sizes=("auto", 56), samples=96, epochs=1, quality=few,
+            folder=Path("runs/vlm_pruning_sizes_quick"),
+        )  # fmt: skip
+        return run_sizes(tried if asked["quick"] else SizesConfig(seed=seed), out=out, say=say)
     quick = ChoicesConfig(seed=seed, quality=few, overrides=few.overrides, epochs=1, weights=(20.0,), folder=_QUICK)
     return run_choices(quick if asked["quick"] else ChoicesConfig(seed=seed), out=out, say=say)
 

@@ -2,24 +2,25 @@
 
     truebatch bench vlm_pruning --only sizes --out docs/results/vlm_pruning_sizes_cpu.json
 
-For every size a tiny backbone of its own learns to see and to answer at that size, with equally many samples and
-steps; all are judged on the same test samples. In half of the pictures shapes are small: they need a large image.
+A tiny backbone that answers questions about large shapes at the size it was made for goes on learning at every size,
+with equally many samples and steps; all are judged on the same test samples. In half of the pictures shapes are small:
+they need a large image.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from truebatch.bench.keeping import keep_result
-from truebatch.bench.vlm_pruning_quality import about
+from truebatch.bench.vlm_pruning_quality import QualityConfig, about, make_backbone
 from truebatch.systems.vlm_pruning.evaluation import evaluate
-from truebatch.systems.vlm_pruning.pretraining import Lessons, View, pretrain_tiny
+from truebatch.systems.vlm_pruning.pretraining import Lessons, pretrain_tiny
 from truebatch.systems.vlm_pruning.settings import AUTO, MllmSettings
-from truebatch.systems.vlm_pruning.shapes import MIXED, MIXED_SIDE
+from truebatch.systems.vlm_pruning.shapes import MIXED
 from truebatch.systems.vlm_pruning.system import VLM_PRUNING
 from truebatch.training.trained import open_trained
 
@@ -37,8 +38,9 @@ class SizesConfig:
     seed: int = 0
     samples: int = 2400
     epochs: int = 4
-    steps: int = 300
-    """In which each tower learns to see first."""
+    learning_rate: float = 1e-3
+    quality: QualityConfig = field(default_factory=QualityConfig)
+    """Whose backbone goes on."""
     folder: Path = Path("runs/vlm_pruning_sizes")
     """Runs are kept here; the same command goes on where it was stopped."""
 
@@ -46,7 +48,8 @@ class SizesConfig:
 def run_sizes(config: SizesConfig, *, out: Path | None, say: Say) -> dict[str, Any]:
     """Train and judge one backbone for every size; the result is written after each."""
     began = time.monotonic()
-    result: dict[str, Any] = {"summary": {}, "rows": [], **about(asdict(config))}
+    held = {name: value for name, value in asdict(config).items() if name != "quality"}
+    result: dict[str, Any] = {"summary": {}, "rows": [], **about(held)}
     for size in config.sizes:
         row = judge_size(config, size, say=say)
         result["rows"].append(row)
@@ -64,20 +67,12 @@ def mllm_of(config: SizesConfig, size: Size) -> MllmSettings:
     return MllmSettings(unified_image_size="auto", image_sizes=config.picked_from)
 
 
-def views_of(config: SizesConfig, size: Size) -> tuple[View, ...]:
-    """How a tower sees both kinds of pictures: `auto` shows large shapes small and small ones large."""
-    shown = [size] * len(MIXED) if isinstance(size, int) else [min(config.picked_from), max(config.picked_from)]
-    return tuple(
-        View(grid=grid, cell=MIXED_SIDE // grid, side=side) for grid, side in zip(MIXED.values(), shown, strict=True)
-    )
-
-
 def judge_size(config: SizesConfig, size: Size, *, say: Say) -> dict[str, Any]:
     """Accuracy and vision tokens of a backbone that learned at this size, by kind of picture."""
     folder = config.folder / str(size)
     lessons = Lessons(
-        samples=config.samples, epochs=config.epochs, steps=config.steps, dataset="mixed_shapes",
-        mllm=mllm_of(config, size), views=views_of(config, size),
+        samples=config.samples, epochs=config.epochs, learning_rate=config.learning_rate, dataset="mixed_shapes",
+        mllm=mllm_of(config, size), start=make_backbone(config.quality, config.seed, say=say),
     )  # fmt: skip
     pretrain_tiny(folder, seed=config.seed, lessons=lessons, say=say)
     trained = open_trained(folder / "run")

@@ -160,6 +160,9 @@ class Lessons:
     dataset: str = "shapes"
     mllm: MllmSettings = field(default_factory=MllmSettings)
     views: tuple[View, ...] = (COMMON,)
+    learning_rate: float = 2e-3
+    start: Path | None = None
+    """A backbone to go on with; None begins with a new one, whose tower learns to see first."""
 
 
 LESSONS = Lessons()
@@ -172,7 +175,7 @@ def pretrain_tiny(
 
     The same call goes on where an earlier one was stopped. Use it with `backbone_settings.prompt` = PROMPT.
     """
-    aligned = folder / "aligned"
+    aligned = lessons.start or folder / "aligned"
     if not (aligned / "config.json").exists():
         say("tower and projector learn to name what patches show")
         make_tiny_backbone(aligned, seed=seed, steps=lessons.steps, views=lessons.views)
@@ -183,7 +186,8 @@ def pretrain_tiny(
             name=lessons.dataset, train=lessons.samples, validation=192, test=480, seed=seed
         ),
         train=PruningTrain(
-            samples_per_step=32, epochs=lessons.epochs, learning_rate=2e-3, min_learning_rate=2e-5, warmup_steps=50,
+            samples_per_step=32, epochs=lessons.epochs, learning_rate=lessons.learning_rate, min_learning_rate=2e-5,
+            warmup_steps=50,
             validate_every=250, save_every=250, seed=seed,
         ),
     )  # fmt: skip
