@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from truebatch.errors import ConfigError, TruebatchError
+from truebatch.settingrules import FOREIGN
 from truebatch.textfiles import nearest
 from truebatch.yamlfiles import Document, parse_value, read_yaml, write_yaml
 
@@ -156,7 +157,7 @@ def _refuse_unknown(kind: type[Any], document: Document, path: tuple[str, ...]) 
     hints = get_type_hints(kind)
     for key, value in values.items():
         if key not in known:
-            _refuse_key(str(key), known, document, (*path, key))
+            _refuse_key(kind, str(key), known, document, (*path, key))
         inner = _inner_dataclass(hints[key])
         if inner is None or not isinstance(value, dict):
             continue
@@ -172,10 +173,22 @@ def _inner_dataclass(hint: Any) -> type[Any] | None:
     return next((one for one in options if isinstance(one, type) and dataclasses.is_dataclass(one)), None)
 
 
-def _refuse_key(key: str, known: list[str], document: Document, path: tuple[str, ...]) -> NoReturn:
+def _meant(kind: type[Any], key: str, known: list[str]) -> str:
+    """Words for the setting a key may have meant: by another program's name, one level deeper, or spelt nearly so."""
+    name = FOREIGN.get(key, key)
+    inside = [
+        f"{outer}.{name}"
+        for outer, hint in get_type_hints(kind).items()
+        if (inner := _inner_dataclass(hint)) is not None and name in {field.name for field in dataclasses.fields(inner)}
+    ]
+    found = [name] if name in known else inside
+    return f"; did you mean {found[0]!r}?" if found else nearest(key, known)
+
+
+def _refuse_key(kind: type[Any], key: str, known: list[str], document: Document, path: tuple[str, ...]) -> NoReturn:
     place = document.place(path)
     raise ConfigError(
-        f"unknown key {'.'.join(path)!r}{nearest(key, known)}",
+        f"unknown key {'.'.join(path)!r}{_meant(kind, key, known)}",
         seen=f"{place or 'given values'}: {key}",
         do=f"use one of: {', '.join(known)}",
     )
@@ -193,13 +206,13 @@ def _explain(error: ValidationError, document: Document) -> NoReturn:
         raise ConfigError(
             f"the required key {key!r} is missing",
             seen=f"keys given: {', '.join(document.values) or 'none'}",
-            do=f"add `{key}: ...` to the file or give {key}=... as an override",
+            do=f"add `{key}: ...` to the file, or give --set {key}=...",
         ) from None
     is_given = place.startswith(("--", "override"))
     change = f"change {place}" if is_given else f"change {key} at {place}" if place else f"change {key}"
     raise ConfigError(
         f"{key} does not accept this value: {_words(first)}",
-        seen=f"{key} = {_short(first['input'])}" + (f" ({place})" if place else ""),
+        seen=f"{key} = {_short(first['input'])}" + (f", {place}" if place else ""),
         do=change,
     ) from None
 
@@ -241,7 +254,7 @@ def _refuse_bool_numbers(config: Any, values: Any, document: Document, path: tup
             place = document.place((*path, key))
             raise ConfigError(
                 f"{'.'.join((*path, key))} must be a number, not true or false",
-                seen=f"{key} = {str(value).lower()}" + (f" ({place})" if place else ""),
+                seen=f"{key} = {str(value).lower()}" + (f", {place}" if place else ""),
                 do=f"give {key} a number",
             )
         if isinstance(value, dict) and (dataclasses.is_dataclass(got) or isinstance(got, dict)):

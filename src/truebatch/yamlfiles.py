@@ -63,7 +63,13 @@ def parse_yaml(text: str, *, name: str) -> Document:
         return Document({})
     if not isinstance(root, MappingNode):
         _blame_wide(text, name)
-        _fail(name, root, "the file must be a list of `key: value` lines", seen=_excerpt(root), do="write `key: value`")
+        _fail(
+            name,
+            root,
+            "the file must be a list of `key: value` lines",
+            seen=_excerpt(root),
+            do="write `key: value`, with a space after the colon",
+        )
     reader = _Reader(name)
     return Document(reader.mapping(root, ()), reader.places)
 
@@ -158,9 +164,10 @@ def _blame_yaml(text: str, name: str, error: yaml.MarkedYAMLError) -> NoReturn:
     lines = text.splitlines()
     shown = lines[number] if number < len(lines) else (lines[-1] if lines else "")
     tab = "\t" in shown[: len(shown) - len(shown.lstrip())] or "\\t" in str(error.problem)
-    wrong = "a tab is used for indentation" if tab else f"not readable as YAML: {error.problem}"
+    place = f"{name}:{number + 1}"
+    wrong = f"{place} a tab is used for indentation" if tab else f"{place} not readable as YAML: {error.problem}"
     do = "replace tabs by spaces" if tab else "write `key: value`, with a space after the colon; quote text with : or #"
-    raise ConfigError(f"{name}:{number + 1} {wrong}", seen=repr(shown[:80]), do=do) from error
+    raise ConfigError(wrong, seen=repr(shown[:80]), do=do) from error
 
 
 def _blame_wide(text: str, name: str) -> None:

@@ -119,11 +119,10 @@ def _certain(text: str) -> int:
 
 def _joined(part: str, joint: str, chinese: str, *, depth: int) -> str | None:
     """What follows a joint, with its sign: a sentence, or a fragment that is known with the joint before it."""
-    fragment = _known(joint + part, depth=depth)
-    if fragment is not None:
-        return fragment
-    words = _words(part, depth=depth)
-    return None if words is None else chinese + words
+    if " " not in part.strip():
+        return None
+    words = _known(part, depth=depth)
+    return chinese + words if words is not None else _known(joint + part, depth=depth)
 
 
 def _words(text: str, *, depth: int) -> str | None:
