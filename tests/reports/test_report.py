@@ -6,6 +6,7 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -139,3 +140,9 @@ def test_findings_keep_their_order_and_refuse_odd_names(run):
     (run / "findings" / "30-c.json").write_text('{"header": ["a"], "rows": [["1", "2"]]}')
     with pytest.raises(DataError, match="does not hold a table"):
         list(kept_findings(run))
+
+
+def test_a_kept_picture_is_well_formed_whatever_is_written_in_it(run):
+    words = "".join(chr(n) for n in (0, 8, 9, 10, 27, 0xFFFE, 0xD800)) + "真批次"
+    path = keep_picture(run, "20-x", f"<svg xmlns='http://www.w3.org/2000/svg'><text>{words}</text></svg>")
+    assert "真批次" in (ElementTree.parse(path).getroot()[0].text or "")

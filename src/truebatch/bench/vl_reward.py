@@ -63,9 +63,9 @@ class RewardBench:
     sides: tuple[tuple[int, int], ...] = ((96, 96), (160, 96), (96, 160), (224, 160))
     most_pixels: int = 96 * 96
     new_tokens: int = 16
-    sizes: tuple[int, ...] = (1, 2, 4, 8)
+    sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
     first: int | None = None
-    """Pairs that are judged one by one; a batch of n judges n times as many, 270 at most. None: all, always."""
+    """Pairs that are judged one by one; a batch of n judges n times as many, all at most. None: all, always."""
     cells: int | None = 16_384
     """The budget of the last row; None: fitted to the card's memory by the rows before it."""
     rows: int = 128
@@ -143,7 +143,8 @@ class Bench:
             {
                 "way": way, "batch_size": size, "cells": cells if cells < UNLIMITED else None, "samples": number,
                 "samples_per_second": rate, "speedup": rate / first, "minutes_for_270": 270 / rate / 60,
-                "peak_gib": peak, "largest_batch_cells": widest, **self._equal(rows),
+                "peak_gib": peak, "largest_batch_cells": widest, "model_share": clock.seconds["model"] / took,
+                **self._equal(rows),
                 "milliseconds_a_sample": self._parts(clock, took, number), "statuses": _statuses(rows),
             }
         )  # fmt: skip

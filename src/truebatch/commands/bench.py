@@ -339,3 +339,26 @@ def show_vl_reward(
 
     run_reward_bench(make_config(device=device, seconds=seconds, quick=quick), out=json_file, say=typer.echo)
     return 0
+
+
+@bench_app.command("scoring_real", short_help="Real weights: answers one by one and in batches, in fp32 and bf16.")
+def show_scoring_real(
+    model: Annotated[str, typer.Option(help="A model folder with a tokenizer.")],
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    prompts: Annotated[int, typer.Option(help="Prompts in fp32.")] = 500,
+    half_prompts: Annotated[int, typer.Option(help="Prompts in bf16.")] = 100,
+    cells: Annotated[int, typer.Option(help="Most tokens of a batch.")] = 2048,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows as JSON.")] = None,
+) -> int:
+    """Judge and generate for docstrings of Python itself, and count the answers that are those of one by one.
+
+    Examples:
+
+      truebatch bench scoring_real --model ./smollm2 --json docs/results/scoring_smollm2_cpu.json
+    """
+    # Imported here so that `truebatch --help` answers at once.
+    from truebatch.bench.scoring_real import RealBench, run_bench
+
+    config = RealBench(model=model, device=device, prompts=prompts, half_prompts=half_prompts, cells=cells)
+    run_bench(config, out=json_file, say=typer.echo)
+    return 0

@@ -28,6 +28,7 @@ class Gallery:
 
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
+_NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 _MOST_BYTES = 1 << 22
 
 
@@ -39,9 +40,12 @@ def keep_table(run: Path, name: str, table: Table) -> Path:
 
 
 def keep_picture(run: Path, name: str, svg: str) -> Path:
-    """Keep a picture (SVG text) for the report of a run; one of the same name is replaced."""
+    """Keep a picture (SVG text) for the report of a run; one of the same name is replaced.
+
+    What XML may not hold is replaced: one control character in a name or an answer, and no browser shows the picture.
+    """
     path = _place(run, name, ".svg")
-    write_text(path, svg)
+    write_text(path, _NOT_XML.sub("\ufffd", svg))
     return path
 
 

@@ -173,6 +173,7 @@ def _look() -> dict[str, Any]:
         "font.family": list(FONTS),
         "font.size": 11,
         "axes.grid": True,
+        "axes.axisbelow": True,
         "grid.color": _INK,
         "grid.alpha": 0.25,
         "axes.spines.top": False,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +119,7 @@ def log_sections(logs: Sequence[Log]) -> Iterator[Section]:
 
 def runs_table(logs: Sequence[Log]) -> Table:
     """Where every run began and ended, one a row."""
-    held = sorted({key for log in logs for r in log.records for key in r if key.startswith("validation")})
+    held = [key for key in ("validation_loss",) if any(log.numbers(key) for log in logs)]
     header = ("run", "steps", "first loss", "last loss", *(f"lowest {key}" for key in held), "tokens/s", "fill")
     return Table(header, tuple(_run_row(log, held) for log in logs))
 
@@ -164,13 +166,25 @@ def _evaluation(run: Path) -> Iterator[Section]:
 
 
 def _findings(run: Path) -> Iterator[Section]:
-    for name, finding in kept_findings(run):
-        if isinstance(finding, Table):
-            yield Section(title=finding.title or name, tables=[Table(finding.header, finding.rows)])
-        elif isinstance(finding, Gallery):
-            yield Section(title=finding.title, cards=[make_card(one) for one in finding.exhibits])
-        else:
-            yield Section(title=name.lstrip("0123456789-").replace("_", " ").replace("-", " "), found=[finding])
+    for title, group in groupby(kept_findings(run), key=_finding_title):
+        found: list[str] = []
+        for _, finding in group:
+            if isinstance(finding, Table):
+                yield Section(title=title, tables=[Table(finding.header, finding.rows)])
+            elif isinstance(finding, Gallery):
+                yield Section(title=title, cards=[make_card(one) for one in finding.exhibits])
+            else:
+                found.append(finding)
+        if found:
+            yield Section(title=title, found=found)
+
+
+def _finding_title(named: tuple[str, Table | Gallery | str]) -> str:
+    """Its own title, else its name in words; pictures of a series, told apart by a number at the end, share one."""
+    name, finding = named
+    if not isinstance(finding, str) and finding.title:
+        return finding.title
+    return re.sub(r"^\d+-|-\d+$", "", name).replace("_", " ").replace("-", " ")
 
 
 def _is_number(value: object) -> bool:
