@@ -39,6 +39,10 @@ class AttentionHead(nn.Module):
         return found
 
 
+_ALMOST_ONE = 1 - 2.0**-24
+"""The last number of fp32 before 1."""
+
+
 class GaussianHead(nn.Module):
     """Every set is judged by how much likelier it is under the Gaussian of a class than under that of class 0.
 
@@ -64,7 +68,9 @@ class GaussianHead(nn.Module):
         gate = torch.sigmoid(self.gate(states).float()) * is_real[..., None]  # [N, S, 1]
         mean = (gate * ratio).sum(1) / gate.sum(1).clamp_min(1e-6)
         surely_not = functional.logsigmoid(-ratio)
-        doubt = torch.log1p(-gate * (1 - surely_not.exp())).clamp_min(-30.0).sum(1).clamp(-60.0, -1e-6)
+        # Never quite sure: the logarithm of no doubt at all is infinite, and its gradient is no number.
+        sure = (gate * (1 - surely_not.exp())).clamp_max(_ALMOST_ONE)
+        doubt = torch.log1p(-sure).sum(1).clamp(-60.0, -1e-6)
         some = torch.log(-torch.expm1(doubt)) - doubt
         share = torch.sigmoid(self.mix)
         logits = share * mean + (1 - share) * some

@@ -16,6 +16,8 @@ from truebatch.systems.seqset_vae.autoencoder import Posterior
 from truebatch.systems.seqset_vae.sets import Bucket, SetLayout
 from truebatch.systems.seqset_vae.settings import LossConfig
 
+_LEAST_DOUBT = 1e-12
+"""Of a focal loss: the gradient of a root of nothing is infinite, and no number beside a loss of 0."""
 DIRECTION, SIZE, DISTANCE = 1.0, 1.0, 3.0
 """Weights of the three parts of reconstruction."""
 
@@ -102,4 +104,5 @@ def _focal(logits: Tensor, labels: Tensor, config: LossConfig) -> Tensor:
     """-alpha (1 - p)^gamma log p; alpha is for the classes above 0, 1 - alpha for class 0."""
     log_p = torch.log_softmax(logits, dim=-1).gather(1, labels[:, None]).squeeze(1)
     alpha = torch.where(labels > 0, config.focal_alpha, 1 - config.focal_alpha)
-    return -alpha * (1 - log_p.exp()).pow(config.focal_gamma) * log_p
+    doubt = (-torch.expm1(log_p)).clamp_min(_LEAST_DOUBT)
+    return -alpha * doubt.pow(config.focal_gamma) * log_p
