@@ -22,6 +22,9 @@ _PLACE = re.compile(r"((?<=[^\x00-\x7f]) |)\{(\d+)\}( (?=[^\x00-\x7f])|)")
 """A hole, with the space that parts it from Chinese on either side."""
 _SIGNS = "（，。；："
 WORD = re.compile(r"[A-Za-z]+")
+_SPACED_WORDS = re.compile(r"[^,\s] \S")
+WEAK = 8
+"""A sentence of fewer letters that begins with a hole."""
 JOINTS = (("; ", "；"), (": ", "："), (", ", "，"), ("  ", "  "))
 """Where a message was put together from sentences, each of them may be known."""
 MOST_JOINTS = 40
@@ -60,6 +63,11 @@ class Sentence:
             found.append(text[at:start])
             at = start + len(piece)
         return [*found, text[at:end]] if at <= end else None
+
+    def allows(self, values: Sequence[str]) -> bool:
+        """A word between two holes, such as `{0} with {1}`, stands in any text: it is meant only between names."""
+        is_weak = not self.pieces[0] and self.letters < WEAK
+        return not (is_weak and any(_SPACED_WORDS.search(value) for value in values))
 
 
 def in_words(text: str) -> str:
@@ -148,7 +156,7 @@ def _best(text: str) -> tuple[Sentence | None, list[str] | None]:
     words = set(WORD.findall(text))
     matching = ((sentence, sentence.match(text)) for sentence in catalogue()[1] if sentence.words <= words)
     return max(
-        ((one, values) for one, values in matching if values is not None),
+        ((one, values) for one, values in matching if values is not None and one.allows(values)),
         key=lambda pair: pair[0].letters,
         default=(None, None),
     )
