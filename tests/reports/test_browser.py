@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.reports.hostile import HOSTILE
-from truebatch.reports.page import Section, render_page
+from truebatch.reports.page import Card, Section, render_page
 from truebatch.reports.pictures import curves, heat_map
 from truebatch.reports.tables import Table
 
@@ -18,7 +19,7 @@ CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
 )
 KEPT = Path(__file__).parents[2] / "artefacts"
-WAYS = {"light": ((1000, 1400), []), "dark": ((1000, 1400), ["--force-dark-mode"]), "narrow": ((500, 1400), [])}
+WAYS = {"light": ((1000, 1400), []), "dark": ((1000, 1400), ["--force-dark-mode"]), "narrow": ((400, 1400), [])}
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed"),
@@ -30,7 +31,14 @@ pytestmark = [
 def page(tmp_path_factory) -> Path:
     lines = {"one by one": ([1, 2, 3], [3.0, 2.0, 1.0]), "真批次": ([1, 2, 3], [3.0, 2.0, 1.0])}
     grid = heat_map([[1.0, 2.0], [3.0, 4.0]], title="Cuts", rows=["a", "b"], columns=["1", "2"])
+    wide = Table(tuple(f"column {n}" for n in range(14)), (tuple(str(10**n) for n in range(14)),) * 2)
+    photo = io.BytesIO()
+    Image.effect_noise((200, 120), 60).convert("RGB").save(photo, "JPEG")
+    card = Card(
+        title="样本-1: score 7.5", words=["answer " * 40], images=[("image/jpeg", photo.getvalue(), "before")] * 2
+    )
     sections = [
+        Section(title="Gallery", tables=[wide], cards=[card] * 4),
         Section(title="Loss 损失", drawn=[lambda: curves(lines, title="loss", x="step", y="loss"), lambda: grid]),
         Section(title="Hostile", tables=[Table(("words", "again"), tuple((word, word) for word in HOSTILE))]),
     ]
@@ -52,6 +60,9 @@ def test_the_report_is_drawn_and_not_wider_than_the_window(page, way):
         assert shown.size == (width, height)
         ground = shown.convert("L").getpixel((2, height - 2))
         assert (ground < 60) == (way == "dark")
+        # Nothing reaches into the margin on the right: tables and pictures keep to the window.
+        margin = shown.convert("L").crop((width - 6, 0, width, height))
+        assert max(abs(level - ground) for level in margin.getextrema()) < 8
         # Something is drawn in every third of the page.
         for third in range(3):
             part = shown.convert("L").crop((0, third * height // 3, width, (third + 1) * height // 3))
