@@ -78,7 +78,9 @@ def test_a_command_that_is_mentioned_exists_with_its_options(line):
 
 
 @pytest.mark.slow  # two processes that import torch
-@pytest.mark.parametrize("page", [page for page in ENGLISH if "torchrun --nproc-per-node 2 " in page.read_text()])
+@pytest.mark.parametrize(
+    "page", [page for page in ENGLISH if "torchrun --nproc-per-node 2 " in page.read_text("utf-8")]
+)
 def test_files_for_torchrun_run_in_two_processes(page, tmp_path):
     for code in blocks(page, "python"):
         if named := OWN_FILE.match(code):
