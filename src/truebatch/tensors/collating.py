@@ -45,6 +45,14 @@ def collate(
         side: where padded rows have their padding. Packed rows have it at the end.
         slots: entries of the segment table of packed rows, for shapes that never change.
         counts: what the loss terms are divided by, if the plan knows it.
+
+    >>> import numpy as np
+    >>> from truebatch import Field, collate
+    >>> from truebatch.planning.rows import padded_rows
+    >>> fields = [Field(name="ids"), Field(name="labels", source="ids", shift=1, pad=-100)]
+    >>> batch = collate([{"ids": [5, 6, 7]}, {"ids": [8]}], padded_rows(np.array([0, 1]), 3), fields)
+    >>> batch["labels"].tolist()
+    [[6, 7, -100], [-100, -100, -100]]
     """
     check_fields(fields)
     _check_number(samples, rows)

@@ -22,7 +22,12 @@ from truebatch.tensors.reading import Dataset, Transform
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainData:
-    """The samples of a run."""
+    """The samples of a run.
+
+    >>> from truebatch import Field, TrainData
+    >>> len(TrainData(samples=[{"ids": [1, 2]}, {"ids": [3]}], fields=[Field(name="ids")]).samples)
+    2
+    """
 
     samples: Dataset
     """Addressed by sample id; each maps field names to lists, arrays or tensors."""
