@@ -42,6 +42,7 @@ from truebatch.errors import ConfigError, TruebatchError, exit_code_of
 from truebatch.language.choosing import Language, language, unknown_language
 from truebatch.language.helping import translate_help
 from truebatch.language.saying import say_error
+from truebatch.settingrules import FOREIGN
 
 DONE, USAGE, OUR_FAULT, INTERRUPTED = 0, 2, 70, 75
 COMPLETING = "_TRUEBATCH_COMPLETE"
@@ -196,5 +197,20 @@ def _report_usage(error: Any, arguments: list[str]) -> int:
         return USAGE
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "truebatch"
-    say_error(error.format_message(), shlex.join(["truebatch", *arguments]), f"{path} --help")
+    do = _as_setting(error, context) or f"{path} --help"
+    say_error(error.format_message(), shlex.join(["truebatch", *arguments]), do)
     return USAGE
+
+
+def _as_setting(error: Any, context: Any) -> str:
+    """What to write for an option that is a setting here, such as --batch_size; empty if it is none."""
+    wanted = str(getattr(error, "option_name", "") or "").lstrip("-").replace("-", "_")
+    known = {option for one in getattr(getattr(context, "command", None), "params", ()) for option in one.opts}
+    if not wanted or "--set" not in known:
+        return ""
+    if wanted == "batch_size" and "--samples" in known:
+        return "write --samples N: most samples of one forward pass"
+    if wanted in ("output_dir", "out_dir", "default_root_dir") and "--out" in known:
+        return "write --out FOLDER"
+    name = FOREIGN.get(wanted, wanted)
+    return f"it is a setting: write --set train.{name}=..." if name in {*FOREIGN.values(), "max_steps", "seed"} else ""

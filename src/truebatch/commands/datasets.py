@@ -84,6 +84,8 @@ def _refuse_options(data: str, field: str | None, tokenizer: Path | None, costs:
 
 def _refuse_plain_name(data: str) -> None:
     path = Path(data)
+    if "：" in data and not path.exists():
+        resolve_target(data)  # says that it is the full-width colon
     if path.suffix == ".py" and path.is_file():
         raise ConfigError(
             f"{data} is a Python file: say which name in it",

@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 from truebatch.errors import ConfigError, DataError
-from truebatch.textfiles import read_text
+from truebatch.textfiles import nearest, read_text
 
 MAX_BYTES = 16 << 20
 MAX_LAYERS = 10_000
@@ -92,9 +92,11 @@ def read_configuration(path: Path) -> dict[str, Any]:
     """What the config.json of a model folder says, after looking for what no model has."""
     file = path / "config.json"
     if not file.is_file():
+        beside = [one.name for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
+        hint = "" if path.exists() else nearest(path.name, beside)
         raise ConfigError(
-            f"{path} is not a model folder",
-            seen="no config.json in it" if path.is_dir() else "no such folder",
+            f"{path} is not a model folder{hint}",
+            seen="no config.json in it" if path.is_dir() else "it is a file" if path.exists() else "no such folder",
             do="name a folder written by save_pretrained, or a target such as model.py:build",
         )
     text = read_text(file, max_bytes=MAX_BYTES)

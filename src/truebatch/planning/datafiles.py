@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,8 @@ from truebatch.textfiles import MAX_LINE_BYTES, open_file, read_lines, read_text
 
 MAX_JSON_BYTES = 4 * 2**30
 FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+
+_HEADER = re.compile(r"[A-Za-z_]\w*([,\t][\w ]+)+")
 
 Placed = tuple[str, Any]
 
@@ -59,7 +62,18 @@ def _read_jsonl(path: Path) -> Iterator[Placed]:
                 seen=f"line 1 begins {line[:40]!r}",
                 do=f"name it {path.stem}.json",
             )
+        if number == 1 and _is_header(line):
+            raise DataError(
+                f"{path}:1 is not JSON; it looks like the header of a table",
+                seen=repr(line.rstrip()[:60]),
+                do=f"name it {path.stem}.{'tsv' if chr(9) in line else 'csv'}",
+            )
         yield f"{path}:{number}", _parse(line, f"{path}:{number}")
+
+
+def _is_header(line: str) -> bool:
+    """Names with commas or tabs between them: a CSV file under another name."""
+    return _HEADER.fullmatch(line.rstrip()) is not None
 
 
 def _parse(text: str, place: str) -> Any:

@@ -42,8 +42,9 @@ def choose_device(device: str) -> torch.device:
         found = torch.device(device)
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as error:
+        gpu = "name one that `nvidia-smi` shows" if torch.cuda.is_available() else "a GPU needs a torch built for CUDA"
         raise ConfigError(
-            "this device is not there", seen=f"device={device!r}: {str(error)[:100]}", do="use auto, cpu or cuda:0"
+            "this device is not there", seen=f"device={device!r}: {str(error)[:100]}", do=f"use auto or cpu; {gpu}"
         ) from error
     return found
 

@@ -13,6 +13,14 @@ from truebatch.textfiles import nearest
 
 def find_system(target: str) -> System:
     """The system a word names. What is no system raises `ConfigError` with the nearest name."""
+    if "：" in target:
+        resolve_target(target)  # says that it is the full-width colon
+    if target not in SYSTEMS and not is_target(target) and ".py" in target:
+        raise ConfigError(
+            f"{target} does not say which name in the file is the system",
+            seen=repr(target),
+            do=f"write {target.partition('.py')[0]}.py:NAME, where NAME is a truebatch.System",
+        )
     if target not in SYSTEMS and not is_target(target):
         raise ConfigError(
             f"there is no system {target!r}{nearest(target, sorted(SYSTEMS))}",

@@ -30,6 +30,8 @@ _CAUSES = {
     errno.EFBIG: ("a file would become larger than allowed here", "raise the limit (ulimit -f)"),
     errno.EROFS: ("the filesystem can only be read", "mount it for writing or choose another folder"),
     errno.EIO: ("the device reported a fault", "check the device or choose another folder"),
+    errno.EEXIST: ("a file stands where the folder should be", "name another folder, or move that file away"),
+    errno.ENOTDIR: ("a file stands where the folder should be", "name another folder, or move that file away"),
     errno.EACCES: ("writing here is not allowed", "check the permissions of the folder"),
 }
 
