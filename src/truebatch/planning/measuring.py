@@ -119,7 +119,7 @@ def _refuse_cache(what: str, seen: str) -> NoReturn:
 
 
 def _placed(samples: Sequence[Any]) -> Iterator[Placed]:
-    if not isinstance(samples, Sized):
+    if not isinstance(samples, Sized) or getattr(samples, "ndim", 1) == 0:
         raise DataError(
             "a dataset needs a length and access by position",
             seen=f"a {type(samples).__name__}",
