@@ -51,11 +51,12 @@ def meet(case: Hostile, folder: Path) -> int:
     return exit_code_of(error)
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_hostile_file_is_refused_in_three_parts_and_runs_nothing(case, tmp_path, monkeypatch, capsys, heard):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRUEBATCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRUEBATCH_LANG", "en")
     code = meet(case, tmp_path)
     out, err = capsys.readouterr()
     assert code == case.code, err
