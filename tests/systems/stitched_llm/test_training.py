@@ -178,6 +178,10 @@ def test_settings_that_contradict_each_other_are_refused():
         StitchConfig(bottom="x")
     with pytest.raises(ConfigError, match="start_tokens must be at least 1"):
         StitchConfig(start_tokens=0)
+    with pytest.raises(ConfigError, match="cut_bottom must be at least 1"):
+        StitchConfig(cut_bottom=0)
+    with pytest.raises(ConfigError, match="cut_top must be at least 0"):
+        StitchConfig(cut_top=-1)
     with pytest.raises(ConfigError, match="no other start"):
         StitchConfig(adapter="identity")
     with pytest.raises(ConfigError, match="nothing would be trained"):

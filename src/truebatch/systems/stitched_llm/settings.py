@@ -75,10 +75,10 @@ class StitchConfig:
         _check_words(self)
         _check_sources(self)
         counts = ("rank", "inner", "first_layers", "lora_rank", "made_up_samples", "donor_steps", "start_tokens")
-        for name in counts:
-            if getattr(self, name) is not None and getattr(self, name) < 1:
+        for name, least in (*((name, 1) for name in (*counts, "cut_bottom", "max_length")), ("cut_top", 0)):
+            if getattr(self, name) is not None and getattr(self, name) < least:
                 raise ConfigError(
-                    f"{name} must be at least 1", seen=f"{name}={getattr(self, name)}", do=f"raise {name}"
+                    f"{name} must be at least {least}", seen=f"{name}={getattr(self, name)}", do=f"raise {name}"
                 )
         if self.lora and self.stored == "int8":
             raise ConfigError(
