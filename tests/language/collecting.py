@@ -143,6 +143,8 @@ def _headers(tree: ast.AST) -> Iterator[str]:
         tops: list[ast.expr] = []
         if isinstance(node, ast.Call) and _name(node.func) == "Table" and node.args:
             tops = [node.args[0], *node.args[2:]]
+        elif isinstance(node, ast.Call) and _name(node.func) == "Section":
+            tops = [one.value for one in node.keywords if one.arg == "title"]
         elif isinstance(node, ast.Assign) and any(getattr(target, "id", "") in HEADERS for target in node.targets):
             tops = [node.value]
         for part in (part for top in tops for part in ast.walk(top)):

@@ -45,7 +45,8 @@ def show_doctor(
     place = folder or Path()
     checks = check_machine(place)
     if not as_json:
-        _print(("check", "verdict", "found"), [(check.name, check.verdict, check.words) for check in checks])
+        header = ("check", "verdict", "found")
+        _print(header, [(check.name, check.verdict, check.words) for check in checks])
     is_well = all(check.verdict != "failed" for check in checks)
     trials = _drill(place, (1, 3) if keep is None else (keep,), quiet=as_json) if drill and is_well else []
     if as_json:
@@ -79,7 +80,8 @@ def _print_drill(trials: list[dict[str, Any]]) -> None:
     rows = [(t["failpoint"], t["action"], str(t["visit"]), str(t["keep"]), t["problem"] or "recovered") for t in trials]
     failed = sum(1 for trial in trials if trial["problem"])
     say()
-    _print(("failpoint", "action", "visit", "keep", "result"), rows)
+    header = ("failpoint", "action", "visit", "keep", "result")
+    _print(header, rows)
     say(f"\n{len(trials) - failed} of {len(trials)} trials recovered by themselves")
 
 

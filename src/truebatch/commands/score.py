@@ -14,6 +14,7 @@ from truebatch.commands.settings import RUNS
 from truebatch.commands.vl_reward import run_reward
 from truebatch.errors import ConfigError
 from truebatch.language.saying import say
+from truebatch.language.translating import in_words
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
@@ -233,7 +234,9 @@ def _watch(begun: Callable[[], None]) -> Watch:
         if now - told[0] < _SECONDS and progress.done < progress.samples:
             return
         told[0] = now
-        sys.stderr.write(("\r\033[K" if is_terminal else "") + progress.line() + ("" if is_terminal else "\n"))
+        sys.stderr.write(
+            ("\r\033[K" if is_terminal else "") + in_words(progress.line()) + ("" if is_terminal else "\n")
+        )
         if is_terminal and progress.done >= progress.samples:
             say(file=sys.stderr)
 

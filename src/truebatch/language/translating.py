@@ -97,6 +97,9 @@ def _sentence(text: str, *, depth: int) -> str:
     known = _one_after_another(text, depth=depth) or _known(text, depth=depth)
     if known is not None:
         return known
+    if text[0] == "(" and text[-1] == ")":
+        inner = _sentence(text[1:-1], depth=depth + 1)
+        return text if inner == text[1:-1] else f"（{inner}）"
     for joint, chinese in JOINTS:
         first, *rest = text.split(joint)
         if len(rest) > MOST_JOINTS:

@@ -11,6 +11,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from truebatch import __version__
+from truebatch.language.choosing import language
+from truebatch.language.translating import in_words
 from truebatch.notebook import shown_text
 from truebatch.reports.tables import Table
 
@@ -84,7 +86,11 @@ def _render(title: str, ready: Sequence[_Ready]) -> str:
     environment.filters["inline"] = Markup
     environment.filters["image"] = _as_image
     environment.filters["clean"] = shown_text
-    text = environment.get_template("page.html.jinja").render(title=title, parts=ready, version=__version__)
+    environment.filters["words"] = lambda text: in_words(shown_text(text))
+    environment.filters["cell"] = lambda text: shown_text(in_words(text) if " " in text else text)
+    text = environment.get_template("page.html.jinja").render(
+        title=title, parts=ready, version=__version__, language="zh-CN" if language() == "zh" else "en"
+    )
     return text.encode("utf-8", "replace").decode("utf-8")
 
 

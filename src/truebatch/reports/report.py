@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from truebatch.errors import ConfigError, RunError
+from truebatch.language.translating import in_words
 from truebatch.notebook import shown_text
 from truebatch.reports.page import Section, render_page
 from truebatch.reports.runsections import is_run, log_sections, read_log, run_sections
@@ -36,9 +37,9 @@ def print_report(runs: Sequence[Path], out: TextIO) -> None:
     for section in report_sections(runs):
         if not (section.words or section.tables or section.cards):
             continue
-        out.write(f"\n== {shown_text(section.title)}\n")
+        out.write(f"\n== {in_words(shown_text(section.title))}\n")
         for line in section.words:
-            out.write(f"{shown_text(line)}\n")
+            out.write(f"{in_words(shown_text(line))}\n")
         for table in section.tables:
             out.write("\n")
             print_table(table, file=out)
