@@ -24,6 +24,7 @@ from operator import eq
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
@@ -33,6 +34,7 @@ from truebatch.bench.scoring_work import Way, make_llama, make_qwen, ours, pictu
 from truebatch.bench.training_timing import time_once
 from truebatch.scoring.backend import Cost
 from truebatch.scoring.batching import Limits, plan_batches
+from truebatch.scoring.budget import fit_prepared, grown
 from truebatch.scoring.journal import open_journal
 from truebatch.scoring.listing import list_samples
 from truebatch.scoring.pictures import picture_sizes
@@ -179,11 +181,23 @@ def _vision_ways(config: ScoringBench, new: int) -> list[tuple[str, Way, int]]:
         some = prompts[:few] if size == 1 else prompts[: max(few, 4 * size)]
         way = ours(model, some, cells=config.cells if size > 8 else 10**6, rows=size, new_tokens=new)
         ways.append(("one by one" if size == 1 else f"at most {size} a batch", way, len(some)))
+    if config.device == "cuda":
+        cells = _fitted_cells(model, prompts, new)
+        fitted = ours(model, prompts, cells=cells, rows=len(prompts), new_tokens=new)
+        ways.append((f"fitted budget, {cells:,} cells", fitted, len(prompts)))
     shared: dict[str, Any] = {"rows": 256, "cells": config.cells, "new_tokens": new, "is_pinned": True}
     turned = ours(model, prompts[::-1], **shared)
     ways.append((SHAPE, ours(model, prompts, **shared), len(prompts)))
     ways.append((TURNED, lambda: turned()[::-1], len(prompts)))
     return ways
+
+
+def _fitted_cells(model: Any, prompts: Sequence[Any], new: int, limit_bytes: int | None = None) -> int:
+    """The most cells of a batch that memory holds, measured as a run does it."""
+    long = [grown(one, new) if new else one for one in prompts]
+    unlimited = {"cells": 10**9, "rows": len(prompts), "new_tokens": min(new, 1)}
+    lengths = np.array([len(one.ids) + min(new, 1) for one in long], dtype=np.int64)
+    return fit_prepared(lambda some: ours(model, some, **unlimited)(), long, lengths, model, limit_bytes=limit_bytes)
 
 
 def _pipeline(model: Any, prompts: Sequence[Any], new: int) -> Way:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from filelock import FileLock
+from torch import nn
 
 from truebatch.planning.rows import Ints
 from truebatch.scoring.ahead import attempt
@@ -67,13 +68,22 @@ def fit_cells(backend: ModelBackend, samples: Sequence[Asked], *, limit_bytes: i
     prepared, lengths = _measured(backend, samples)
     if not prepared:
         return None
-    resident = held_bytes([*backend.model.parameters(), *backend.model.buffers()])
+    return fit_prepared(backend.judge, prepared, lengths, backend.model, limit_bytes=limit_bytes)
+
+
+def fit_prepared(
+    judge: Callable[[Sequence[Any]], object], prepared: Sequence[Any], lengths: Ints, model: nn.Module, *,
+    limit_bytes: int | None = None,
+) -> int:  # fmt: skip
+    """The same for samples that are prepared and as long as they may become, and any way to judge a batch of them."""
+    device = next(model.parameters()).device
+    resident = held_bytes([*model.parameters(), *model.buffers()])
     room = usable_bytes(free_bytes_of(device), device) if limit_bytes is None else limit_bytes
-    points = _probe_all(backend, prepared, lengths, choose_probes(lengths), device)
+    points = _probe_all(judge, prepared, lengths, choose_probes(lengths), device)
     for share in SHARES:
         fit = _fitted(points, resident)
         cells = largest_cells(fit, lengths, layout="padded", limit_bytes=resident + int(share * room))
-        points += _probe_all(backend, prepared, lengths, [_dearest(lengths, cells)], device)
+        points += _probe_all(judge, prepared, lengths, [_dearest(lengths, cells)], device)
     fit = _fitted(points, resident)
     return max(1, largest_cells(fit, lengths, layout="padded", limit_bytes=resident + room))
 
@@ -87,25 +97,29 @@ def _measured(backend: ModelBackend, samples: Sequence[Asked]) -> tuple[list[Any
     ready = [(cost, attempt(backend.prepare, one)) for cost, one in chosen]
     good = [(cost.new_tokens, one) for cost, one in ready if not isinstance(one, Exception)]
     lengths = np.array([len(one.ids) + new for new, one in good], dtype=np.int64)
-    return [_grown(backend, one, new) for new, one in good], lengths
+    if isinstance(backend.readout, Generate):
+        return [grown(one, new) for new, one in good], lengths
+    return [one for _, one in good], lengths
 
 
-def _grown(backend: ModelBackend, one: Any, new_tokens: int) -> Any:
+def grown(one: Any, new_tokens: int) -> Any:
     """A prompt that already has what may be generated: one forward pass then takes no less than all of them would."""
-    if not isinstance(backend.readout, Generate):
-        return one
     return replace(one, ids=one.ids + (one.ids[-1],) * (new_tokens - 1), max_new_tokens=1)
 
 
 def _probe_all(
-    backend: ModelBackend, prepared: Sequence[Any], lengths: Ints, probes: Sequence[Ints], device: torch.device
+    judge: Callable[[Sequence[Any]], object],
+    prepared: Sequence[Any],
+    lengths: Ints,
+    probes: Sequence[Ints],
+    device: torch.device,
 ) -> list[Point]:
     """What each batch added, up to the first that did not fit."""
     points = []
     for ids in probes:
         some = [prepared[int(i)] for i in ids]
         try:
-            added = added_bytes(lambda some=some: backend.judge(some), device=device)  # type: ignore[misc]
+            added = added_bytes(lambda some=some: judge(some), device=device)  # type: ignore[misc]
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
