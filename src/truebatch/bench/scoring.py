@@ -195,7 +195,7 @@ def _vision_ways(config: ScoringBench, new: int) -> list[tuple[str, Way, int]]:
 def _fitted_cells(model: Any, prompts: Sequence[Any], new: int, limit_bytes: int | None = None) -> int:
     """The most cells of a batch that memory holds, measured as a run does it."""
     long = [grown(one, new) if new else one for one in prompts]
-    unlimited = {"cells": 10**9, "rows": len(prompts), "new_tokens": min(new, 1)}
+    unlimited: dict[str, Any] = {"cells": 10**9, "rows": len(prompts), "new_tokens": min(new, 1)}
     lengths = np.array([len(one.ids) + min(new, 1) for one in long], dtype=np.int64)
     return fit_prepared(lambda some: ours(model, some, **unlimited)(), long, lengths, model, limit_bytes=limit_bytes)
 
