@@ -41,7 +41,7 @@ FIGURES: tuple[Figure, ...] = (
         ("trainer_accumulation",),
     ),
     Figure("the same under DeepSpeed", "deepspeed", ("deepspeed",)),
-    Figure("resumed steps, kills, damaged checkpoints, SIGTERM, NaN", "reliability", ("reliability",)),
+    Figure("resumed steps, kills, damaged checkpoints, SIGTERM, NaN", "reliability", ("reliability", "scoring_kills*")),
     Figure("the Hugging Face Trainer resumed, and killed inside a save", "trainer_reliability", ("trainer_reliability",)),
     Figure("training speed on ragged data against even data, on a card", "training --device cuda", ("training_cuda",)),
     Figure("the same on a CPU", "training", ("training_cpu",)),
