@@ -9,9 +9,9 @@ import torch
 
 from tests.systems.vlm_pruning.worlds import METHOD, alone, batch_of, build, encode, samples
 from truebatch.errors import ConfigError
-from truebatch.systems.vlm_pruning.choosing import DEAD, average_share
+from truebatch.systems.vlm_pruning.choosing import DEAD
 from truebatch.systems.vlm_pruning.model import Choosing
-from truebatch.systems.vlm_pruning.objective import BUDGET, answer_loss, mask_terms
+from truebatch.systems.vlm_pruning.objective import answer_loss
 from truebatch.systems.vlm_pruning.settings import MethodSettings
 from truebatch.tensors.noise import noise_for
 
@@ -36,17 +36,6 @@ def test_what_runs_is_removal_and_tokens_that_are_gone_still_learn(choice):
     is_gone = (found.used[0] <= DEAD / 2) & stream.vision.is_real
     assert is_gone.any()
     assert (first[is_gone] != 0).all()
-
-
-def test_the_budget_of_masks_of_zero_and_one_counts_what_is_used_and_learns_by_probabilities():
-    model, _, stream, found = trained_pass(choice="straight_through", sparsity_loss_only_on_excess=False)
-    terms = mask_terms(model, stream.vision, found)
-    used = [torch.where(z > 0, 0.0, DEAD) for z in found.logits]
-    share = average_share(used, stream.vision, layers=METHOD.pruning_layers, num_layers=6)
-    target = 1 - METHOD.target_sparsity
-    assert torch.allclose(terms[BUDGET], (share - target) ** 2, atol=1e-6)
-    gradient = torch.autograd.grad(terms[BUDGET].sum(), found.logits[0])[0]
-    assert (gradient[stream.vision.is_real] != 0).all()
 
 
 def test_masks_that_scale_are_nothing_at_one_and_no_removal_at_zero():

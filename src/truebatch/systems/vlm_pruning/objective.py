@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from truebatch.systems.vlm_pruning.choosing import average_share, hard_mask, keep_of, target_share
-from truebatch.systems.vlm_pruning.model import Choosing, Pass, PrunedVLM, keep_is_wanted
+from truebatch.systems.vlm_pruning.choosing import average_share, keep_of, target_share
+from truebatch.systems.vlm_pruning.model import Choosing, Pass, PrunedVLM
 from truebatch.systems.vlm_pruning.places import Places
 from truebatch.systems.vlm_pruning.pooling import pool_text
 from truebatch.systems.vlm_pruning.schedules import Moment, moment_at
@@ -116,18 +116,9 @@ def answer_logits(model: PrunedVLM, stream: Stream, found: Pass) -> Tensor:
 
 
 def mask_terms(model: PrunedVLM, places: Places, found: Pass) -> dict[str, Tensor]:
-    """[N] each: budget, count and binarisation from keep probabilities; outside training from the masks that acted.
-
-    Where masks are 0 or 1 in training, the budget counts what would be kept in use, and learns by the probabilities:
-    tokens that noise keeps now and then are not kept in use.
-    """
+    """[N] each: budget, count and binarisation from keep probabilities; outside training from the masks that acted."""
     method, masks = model.method, found.soft if model.training else found.used
-    share = _share(model, masks, places)
-    if model.training and method.choice == "straight_through":
-        used = [
-            hard_mask(keep_is_wanted(z, method.hard_pruning_threshold, method.temperature_min)) for z in found.logits
-        ]
-        share = _share(model, used, places).detach() + (share - share.detach())
+    share = average_share(masks, places, layers=method.pruning_layers, num_layers=model.num_layers)
     has_vision = (places.lengths > 0).float()
     over = (share - target_share(method, places.lengths)) * has_vision
     over = torch.relu(over) if method.sparsity_loss_only_on_excess else over
@@ -136,10 +127,6 @@ def mask_terms(model: PrunedVLM, places: Places, found: Pass) -> dict[str, Tenso
         COUNT: share * has_vision,
         BINARISATION: torch.stack([_undecided(mask, places) for mask in masks]).mean(0),
     }
-
-
-def _share(model: PrunedVLM, masks: list[Tensor], places: Places) -> Tensor:
-    return average_share(masks, places, layers=model.method.pruning_layers, num_layers=model.num_layers)
 
 
 def _undecided(log_mask: Tensor, places: Places) -> Tensor:
