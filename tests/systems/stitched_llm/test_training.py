@@ -19,6 +19,7 @@ from truebatch.systems.stitched_llm.saving import load_stitched
 from truebatch.systems.stitched_llm.settings import StitchConfig, StitchTrain
 from truebatch.systems.stitched_llm.stitching import Cut, stitch
 from truebatch.systems.stitched_llm.system import STITCHED_LLM
+from truebatch.systems.stitched_llm.vocabularies import read_vocabulary_map
 from truebatch.training.loop import train
 from truebatch.training.settings import TrainConfig
 from truebatch.training.starting import Start, settings_type, train_system
@@ -188,6 +189,17 @@ def test_settings_that_contradict_each_other_are_refused():
         StitchConfig(adapter="identity", start="identity")
     with pytest.raises(ConfigError, match="also_train is not known"):
         StitchConfig(also_train=("everything",))
+
+
+@pytest.mark.parametrize(
+    "text", ['{"1": -5}', '{"1": 3.7}', '{"1": true}', '{"1": "2"}', '{"x": 2}', "[1]", "{", '{"9": 1}']
+)
+def test_a_map_that_would_name_another_token_without_a_word_is_refused(tmp_path, text):
+    (tmp_path / "map.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"map\.json"):
+        read_vocabulary_map(tmp_path / "map.json", size=5)
+    (tmp_path / "map.json").write_text('{"1": 7, "4": 0}')
+    assert read_vocabulary_map(tmp_path / "map.json", size=5).tolist() == [-1, 7, -1, -1, 0]
 
 
 def test_a_start_on_few_tokens_says_so():

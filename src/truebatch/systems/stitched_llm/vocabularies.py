@@ -55,7 +55,7 @@ def match_by_text(bottom: Any, top: Any, *, size: int) -> Tensor:
 def read_vocabulary_map(file: Path, *, size: int) -> Tensor:
     """The same from a JSON file: {"id below": id above}."""
     try:
-        pairs = {int(a): int(b) for a, b in json.loads(file.read_text(encoding="utf-8")).items()}
+        pairs = {int(a): _id(b) for a, b in json.loads(file.read_text(encoding="utf-8")).items()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"{file} is no map of ids", seen=str(error)[:200], do='write a JSON object: {"id below": id above, ...}'
@@ -70,6 +70,13 @@ def read_vocabulary_map(file: Path, *, size: int) -> Tensor:
     found = torch.full((size,), NOBODY, dtype=torch.int64)
     found[list(pairs)] = torch.tensor(list(pairs.values()), dtype=torch.int64)
     return found
+
+
+def _id(value: Any) -> int:
+    """A token id; anything else would be another token without a word: 3.7 the third, -5 the fifth from the end."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no token id")
+    return value
 
 
 def head_in_vocabulary(head: nn.Linear, vocabulary: Tensor) -> nn.Linear:
