@@ -58,6 +58,10 @@ def test_the_embedded_benchmark_runs_and_its_report_can_be_made_again(tmp_path, 
     assert {**again, "speed": 0} == {**first, "speed": 0}
     assert Path("run/report.md").read_bytes() == markdown
     assert "Paint the" in Path("run/gallery.html").read_text()
+    assert run(["report", "run"]) == 0
+    page = Path("run/report.html").read_text()
+    assert "Scores by category" in page
+    assert page.count("<img") == 24, "every pair before and after"
     assert run(["vl_reward", "run", *command]) == 0
     assert "0 edited now" in capsys.readouterr().out
     assert run(["vl_reward", "compare", "run", "run", "--json"]) == 0
