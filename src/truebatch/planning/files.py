@@ -171,7 +171,7 @@ def _parse_about(file: Path, metadata: object) -> dict[str, Any]:
         raise DataError(
             "this file is not a plan", seen=f"{file}: no truebatch metadata", do="give a file from save_plan"
         )
-    about = _parse(file, text.encode())
+    about = _parse(file, text.encode("utf-8", "surrogatepass"))
     version = about.get("version")
     if about.get("format") != FORMAT or not isinstance(version, int):
         raise DataError(
