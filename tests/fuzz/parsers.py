@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from truebatch import load_plan
@@ -99,8 +100,13 @@ def fuzz_list(data: bytes) -> None:
 
 def fuzz_target(data: bytes) -> None:
     text = _text(data)
-    if is_target(text):
+    if is_target(text) and not _is_other_module(text.rpartition(":")[0].partition(".")[0]):
         resolve_target(text)
+
+
+def _is_other_module(name: str) -> bool:
+    """A module that is there beside `json`: a fuzzer has no business importing it."""
+    return name.isidentifier() and name != "json" and find_spec(name) is not None
 
 
 def fuzz_override(data: bytes) -> None:
