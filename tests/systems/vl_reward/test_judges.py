@@ -219,4 +219,4 @@ def test_judges_in_two_real_processes_give_the_answers_of_one_in_this(tmp_path, 
         config = replace(config, reward_model=replace(config.reward_model, params=params))
         summaries.append({**run_benchmark(config, say=lambda line: None).summary, "editor": ""})  # it names its folder
     assert summaries[0] == summaries[1]
-    assert len({(one["score"], one["answer"]) for one in summaries[0]["samples"]}) > 6
+    assert len({(one["score"], one["answer"]) for one in summaries[0]["samples"]}) > 3
