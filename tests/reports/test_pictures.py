@@ -44,3 +44,10 @@ def test_hostile_names_stay_text(hostile):
 def test_values_that_are_not_finite_are_left_out():
     with_nan = curves({"a": ([1, 2, 3], [1.0, math.nan, 3.0])}, title="t", x="x", y="y")
     assert with_nan == curves({"a": ([1, 3], [1.0, 3.0])}, title="t", x="x", y="y")
+
+
+def test_a_logarithmic_axis_has_plain_numbers():
+    text = curves({"a": ([1, 2, 4], [0.01, 1.0, 100.0])}, title="t", x="x", y="y", log_x=True, log_y=True)
+    assert "mathdefault" not in text
+    assert ">100<" in text
+    assert ">4<" in text

@@ -57,7 +57,7 @@ def curves(
             axes.axvline(place, color=_INK, linestyle=":", linewidth=1)
             axes.annotate(_plain(name), (place, 1), xycoords=("data", "axes fraction"), fontsize=9, color=_INK)
         if log_y:
-            axes.set_yscale("log")
+            _logarithms(axes)
         if log_x:
             _powers_of_two(axes, [place for xs, _ in lines.values() for place in xs])
         elif all(float(place).is_integer() for xs, _ in lines.values() for place in xs):
@@ -201,6 +201,15 @@ def _svg(figure: Any) -> str:
     text = held.getvalue()
     text = text[text.index("<svg") :]
     return re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL).strip() + "\n"
+
+
+def _logarithms(axes: Any) -> None:
+    """Powers of ten at equal distances, as plain numbers: formulas stay text here, and would be seen as they are."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _powers_of_two(axes: Any, places: Sequence[float]) -> None:
