@@ -12,7 +12,7 @@ import pytest
 from tests.fuzz.parsers import CORPUS, FUZZED, Fuzzed
 from truebatch.errors import TruebatchError
 
-FEW, MANY = 150, 20_000
+FEW, MANY = 300, 20_000
 SECONDS = 20
 """An input that takes longer hangs."""
 
