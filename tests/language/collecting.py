@@ -24,7 +24,7 @@ from truebatch.language.translating import CATALOGUES, HOLE
 
 ROOT = Path(truebatch.__file__).parent
 WORDS = re.compile(r"[A-Za-z]{2,}")
-WORD_AND_HOLE = re.compile(r"(?:^|[\s(])[a-z]{2,}[,:;]? [\0(]|\0[,;:]? \(?[a-z]{2,}(?=$|[\s,:;.)])")
+WORD_AND_HOLE = re.compile(r"(?:^|[\s(])(?:[a-z]{2,}|ETA)[,:;]? [\0(]|\0[,;:]? \(?[a-z]{2,}(?=$|[\s,:;./)])")
 SILENT = Path(__file__).parent / "silent"
 """What looks like a sentence and is none, such as SQL, prompts and the words of embedded texts: a list for each part."""
 HEADERS = {"header", "heading"}

@@ -25,7 +25,7 @@ WORD = re.compile(r"[A-Za-z]+")
 _SPACED_WORDS = re.compile(r"[^,\s] \S")
 WEAK = 8
 """A sentence of fewer letters that begins with a hole."""
-JOINTS = (("; ", "；"), (": ", "："), (", ", "，"), ("  ", "  "))
+JOINTS = (("; ", "；"), (": ", "："), (", ", "，"))
 """Where a message was put together from sentences, each of them may be known."""
 MOST_JOINTS = 40
 """More of them part a list of values, not sentences."""
@@ -97,6 +97,8 @@ def _sentence(text: str, *, depth: int) -> str:
     known = _one_after_another(text, depth=depth) or _known(text, depth=depth)
     if known is not None:
         return known
+    if "  " in text:
+        return _columns(text, depth=depth)
     if text[0] == "(" and text[-1] == ")":
         inner = _sentence(text[1:-1], depth=depth + 1)
         return text if inner == text[1:-1] else f"（{inner}）"
@@ -109,6 +111,16 @@ def _sentence(text: str, *, depth: int) -> str:
             texts = zip([first, *rest], ["", *[chinese] * len(rest)], parts, strict=True)
             return "".join(new or sign + _sentence(old, depth=depth + 1) for old, sign, new in texts)
     return text
+
+
+def _columns(text: str, *, depth: int) -> str:
+    """What stands in columns, each where it stood as far as there is room; a Chinese character takes two."""
+    said = ""
+    for part, gap in re.findall(r"(\S+(?: \S+)*)( *)", text):
+        new = _sentence(part, depth=depth + 1)
+        wider = sum(not character.isascii() for character in new) + len(new) - len(part)
+        said += new + (" " * max(2, len(gap) - wider) if len(gap) > 2 else gap)
+    return said
 
 
 def _one_after_another(text: str, *, depth: int) -> str | None:

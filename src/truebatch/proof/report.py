@@ -107,7 +107,7 @@ class VerifyReport:
 
     def __str__(self) -> str:
         lines = [_headline(self)]
-        lines += [f"  {mark(r)} {r.name:<46} {describe(r)}" for r in self.results]
+        lines += [f"  {mark(r)}  {r.name:<46}  {describe(r)}" for r in self.results]
         lines += [*_module_words(self), *_leak_words(self), *_cause_words(self)]
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
@@ -142,13 +142,17 @@ def mark(result: Result) -> str:
     return {"equal": "=", "different": "x", "raised": "!", "note": "~"}[result.verdict]
 
 
+_SAID = {"outputs": "outputs {number}", "loss": "loss {number}", "gradient": "gradient {number}"}
+
+
 def describe(result: Result) -> str:
     """One line on a result: how far, where, or what was raised."""
     if result.verdict == "raised":
         return f"raised {result.error.splitlines()[0][:90] if result.error else ''}"
     over = [d for d in result.differences if d.is_over]
     shown = over or result.differences
-    return ", ".join(f"{d.part} {_number(d.value)}" + (f" in {d.where}" if d.is_over else "") for d in shown)
+    texts = [_SAID[d.part].format(number=_number(d.value)) + (f" in {d.where}" if d.is_over else "") for d in shown]
+    return ", ".join(texts)
 
 
 def _number(value: float) -> str:

@@ -87,7 +87,7 @@ def _validate(job: Job, progress: Progress, log: MetricsLog | None) -> bool:
     is_best = progress.improve(total, min_delta=job.config.min_delta)
     named = {f"validation/{name}": value for name, value in terms.items()}
     job.tell(log, {"step": progress.step, "validation_loss": total, **named})
-    job.say(f"step {progress.step}: validation loss {total:.4f}" + (" (best)" if is_best else ""))
+    job.say(f"step {progress.step}: validation loss {total:.4f}" + (", the best so far" if is_best else ""))
     patience = job.config.patience
     if patience is not None and progress.validations_without_improvement >= patience:
         progress.is_done, progress.why = True, f"validation has not improved {patience} times"
