@@ -192,7 +192,8 @@ def _show_curves(samples: Sequence[Any], ready: Prepared, size: DemoSize, seed: 
     speed = {
         name: size.samples_per_step / statistics.median(r["seconds"] for r in all_) for name, all_ in records.items()
     }
-    _write(f"   samples a second: {ONE} {speed[ONE]:.0f}, {MANY} {speed[MANY]:.0f}: {speed[MANY] / speed[ONE]:.1f} x")
+    one, many = speed[ONE], speed[MANY]
+    _write(f"   samples a second: one by one {one:.0f}, true batches {many:.0f}: {many / one:.1f} x")
     keep_table(run, "30-trained-twice", replace(table, title=title))
     _keep_pictures(run, losses, speed)
     return [f"the loss differs by {max(apart):.1e}, {TOLERANCE:.0e} is allowed"] * (max(apart) > TOLERANCE)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from truebatch.language.translating import in_words
+
 MARKS = "ox+"
 SHARED = "*"
 """Where several curves fall into one place."""
@@ -24,7 +26,7 @@ def draw_curves(curves: Mapping[str, Sequence[float]], *, width: int = 60, heigh
             cells.setdefault((row, column), set()).add(name)
     marks = dict(zip(curves, MARKS, strict=False))
     labels = {0: f"{high:7.3f}", height - 1: f"{low:7.3f}"}
-    legend = ", ".join(f"{mark} {name}" for name, mark in marks.items())
+    legend = ", ".join(f"{mark} {in_words(name)}" for name, mark in marks.items())
     drawn = [
         f"{labels.get(row, ''):>7} |" + "".join(_mark(cells.get((row, column)), marks) for column in range(width))
         for row in range(height)
