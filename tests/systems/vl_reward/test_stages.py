@@ -144,6 +144,22 @@ def test_editors_and_judges_are_given_back_also_after_an_error(pairs, tmp_path):
     assert closed == [1, 1]
 
 
+def test_an_editor_that_has_lost_its_gpu_does_not_go_on_to_fail_every_other_pair(pairs, tmp_path):
+    lost = []
+
+    def losing(image, instruction, seed):
+        if lost or seed == pair_seed(pairs[3], 0):
+            lost.append(seed)
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return edit_picture(image, instruction)
+
+    with pytest.raises(ConfigError, match="lost its GPU"):
+        edit_all(pairs[:8], [ScriptedEditor(losing)], tmp_path / "run", seed=0, how=HOW)
+    assert len(lost) == 1
+    rows = run_both(pairs[:8], tmp_path / "run", right)
+    assert [row.status for row in rows] == ["ok"] * 8
+
+
 def test_a_second_call_edits_and_judges_nothing_again(pairs, tmp_path):
     calls = []
 

@@ -102,6 +102,14 @@ class EditBackend:
         except Exception as error:  # an editor of others may raise anything: the pair is then not edited
             if is_out_of_memory(error):
                 raise
+            if "CUDA error" in str(
+                error
+            ):  # nothing runs on this GPU any more: all further pairs would fail for nothing
+                raise ConfigError(
+                    "an editor has lost its GPU",
+                    seen=f"at {asked.id!r}: {str(error)[:200]}",
+                    do="give the same command again: it goes on; a pair that does it again is recorded as failed",
+                ) from error
             return SampleError("model", "edit_failed", f"{type(error).__name__}: {error}")
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
