@@ -32,9 +32,9 @@ class Progress:
     def line(self) -> str:
         """One line for a terminal."""
         left = "" if self.seconds_left is None else f", {_clock(self.seconds_left)} left"
-        bad = f", {self.failed:,} failed" if self.failed else ""
+        bad = f"; {self.failed:,} failed" if self.failed else ""
         share = 100 * self.tokens_done / max(1, self.tokens)
-        return f"{self.done:,}/{self.samples:,} samples{bad}, {share:.1f}% of {self.tokens:,} tokens{left}"
+        return f"{self.done:,}/{self.samples:,} samples, {share:.1f}% of {self.tokens:,} tokens{left}{bad}"
 
 
 Watch = Callable[[Progress], None]
