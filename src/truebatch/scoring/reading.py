@@ -81,7 +81,9 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[str, Any]]:
     try:
         header = _next_row(reader) or []
         if isinstance(header, str):
-            raise DataError(f"{path}:1 is no header of a CSV file", seen=header, do="write the names of the columns first")
+            raise DataError(
+                f"{path}:1 is no header of a CSV file", seen=header, do="write the names of the columns first"
+            )
         while (row := _next_row(reader)) is not None:
             place = f"{path}:{reader.line_num}"
             if isinstance(row, str):
