@@ -1,6 +1,6 @@
 """The gradient of a step under DeepSpeed ZeRO 1 and 2 in two processes, against one by one; needs deepspeed.
 
-    truebatch bench deepspeed --json docs/results/deepspeed.json
+truebatch bench deepspeed --json docs/results/deepspeed.json
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A stitched model under DeepSpeed ZeRO in two processes, against one by one; needs deepspeed.
 
-    truebatch bench stitched_llm_deepspeed --json docs/results/stitched_llm_deepspeed.json
+truebatch bench stitched_llm_deepspeed --json docs/results/stitched_llm_deepspeed.json
 """
 
 from __future__ import annotations

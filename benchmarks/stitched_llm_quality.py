@@ -1,6 +1,6 @@
 """What stitched models reach: 500 steps over tiny donors, and SmolLM2-135M stitched to itself, which must be there.
 
-    truebatch bench stitched_llm_quality --json docs/results/stitched_llm_quality.json
+truebatch bench stitched_llm_quality --json docs/results/stitched_llm_quality.json
 """
 
 from __future__ import annotations
