@@ -445,6 +445,7 @@ ORDER = [
 """A new file goes after everything it imports. `__init__` files hold no imports of their own rooms."""
 
 PLANNING_MAY_IMPORT = {"numpy", "numba", "pyarrow", "PIL", "safetensors", "tokenizers"}
+PLANNING_MAY_USE = ("truebatch.planning.", "truebatch.errors", "truebatch.notebook", "truebatch.textfiles")
 ONLY_IN = {
     "pydantic": ("config",),
     "pydantic_core": ("config",),
@@ -514,10 +515,7 @@ def test_planning_imports_numpy_and_never_torch():
         if name.startswith("planning.")
         for imported, _ in imports(file)
         if (top := imported.partition(".")[0]) not in PLANNING_MAY_IMPORT | set(sys.stdlib_module_names) | {"truebatch"}
-        or (
-            top == "truebatch"
-            and not imported.startswith(("truebatch.planning.", "truebatch.errors", "truebatch.notebook", "truebatch.textfiles"))
-        )
+        or (top == "truebatch" and not imported.startswith(PLANNING_MAY_USE))
     ]
     assert not foreign
 

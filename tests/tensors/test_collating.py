@@ -230,7 +230,10 @@ BAD = {
         {"ids": [[1, 2]]},
         "'ids' has different shapes.*\n  seen: \\(\\) in sample 7 and \\(2,\\) in sample 40 after the ragged axis",
     ),
-    "another dtype": ({"ids": [0.5]}, "'ids' has different dtypes.*\n  seen: float32 in sample 40 and int64 in sample 7"),
+    "another dtype": (
+        {"ids": [0.5]},
+        "'ids' has different dtypes.*\n  seen: float32 in sample 40 and int64 in sample 7",
+    ),
 }
 
 
@@ -280,7 +283,9 @@ def test_a_set_without_entries_and_a_flat_value_for_a_nested_field_are_refused()
 def test_once_values_of_different_shapes_are_refused():
     fields = (ALONG, Field(name="box", kind="once"))
     samples = [{"ids": [1], "box": [1, 2]}, {"ids": [1], "box": [1, 2, 3]}]
-    with pytest.raises(BatchError, match=r"'box' has different shapes.*\n  seen: \(2,\) in sample 0 and \(3,\) in sample 1\n"):
+    with pytest.raises(
+        BatchError, match=r"'box' has different shapes.*\n  seen: \(2,\) in sample 0 and \(3,\) in sample 1\n"
+    ):
         collate(samples, padded_rows(np.array([0, 1]), 1), fields)
 
 

@@ -52,7 +52,9 @@ def measure_by_reading(samples: Dataset, fields: Sequence[Field], *, what: str =
     field = next((f for f in ragged if f.axis == CELLS), ragged[0] if ragged else None)
     if field is None:
         return Measured(lengths=np.ones(number, dtype=np.int64), found="one cell a sample")
-    lengths = np.fromiter((_length(_read(samples, i), field.key, i) for i in range(number)), dtype=np.int64, count=number)
+    lengths = np.fromiter(
+        (_length(_read(samples, i), field.key, i) for i in range(number)), dtype=np.int64, count=number
+    )
     return Measured(lengths=lengths, found=f"length of field {field.key!r}")
 
 
