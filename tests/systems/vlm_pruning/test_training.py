@@ -208,7 +208,12 @@ def test_weights_that_are_missing_extra_or_of_another_shape_are_refused(tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", ["soft", "straight_through"])
 def test_ten_and_ten_steps_are_twenty(tmp_path, choice):
-    given = ("train.epochs=7", "train.max_steps=20", f"method_settings.choice={choice}")
+    given = (
+        "train.epochs=7",
+        "train.max_steps=20",
+        "dataset_settings.validation=0",
+        f"method_settings.choice={choice}",
+    )
     weights, losses = run(tmp_path / "straight", *given)
     run(tmp_path / "parts", *given, "train.save_every=10")
     shutil.rmtree(tmp_path / "parts" / "checkpoints" / "step-20")
