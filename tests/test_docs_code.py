@@ -116,8 +116,8 @@ def test_the_guide_is_one_file_that_runs_and_its_commands_train_it(tmp_path, mon
     exec(compile(code, str(guide), "exec"), {"__name__": "__main__"})
     told = capsys.readouterr().out
     assert told.startswith("BROKEN")
-    assert "= right padded" in told
-    assert "x packed" in told
+    assert re.search(r"^ *= +right padded", told, re.MULTILINE)
+    assert re.search(r"^ *x +packed", told, re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     Path("task.py").write_text(code, encoding="utf-8")
     for line in (line for line in commands(guide) if TASK in line or "runs/tagger" in line):

@@ -227,10 +227,10 @@ def _accumulate(
     return total
 
 
-def sums_of(engine: Engine, batch: MicroBatch) -> dict[str, Tensor]:
+def sums_of(engine: Engine, batch: MicroBatch) -> Mapping[str, Tensor]:
     """What the objective gives for a micro-batch; an index that the model has no row for names the samples."""
     try:
-        return dict(engine.objective.sums(engine.model, batch))
+        return engine.objective.sums(engine.model, batch)
     except IndexError as error:
         raise BatchError(
             f"the model or the loss has no row for an index in the data: {str(error)[:120]}",
