@@ -136,16 +136,23 @@ def _tables(name: str, result: Mapping[str, Any]) -> Iterable[str]:
 
 def _part(key: str, value: Any) -> Iterable[str]:
     """A list of rows, rows by name, or values by name as a table; anything else is left in the file."""
+    if not value:
+        return
     if isinstance(value, Mapping) and any(_is_single(one) for one in value.values()):
         yield _named(_words(key), {name: one for name, one in value.items() if _is_single(one)})
     elif isinstance(value, Mapping) and all(isinstance(one, Mapping) for one in value.values()):
         rows = [{_words(key): name, **one} for name, one in value.items() if one]
         is_even = len({tuple(row)[1:] for row in rows}) == 1
-        long = [{_words(key): row[_words(key)], "of": k, "value": v} for row in rows for k, v in list(row.items())[1:]]
-        yield _rows(rows if is_even else long)
+        yield _rows(rows if is_even else _turned(_words(key), {name: _flat(one) for name, one in value.items()}))
     elif isinstance(value, Sequence) and value and all(isinstance(one, Mapping) for one in value):
         yield f"{_words(key)}:"
         yield _rows(value)
+
+
+def _turned(head: str, columns: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A column for each name and a row for each figure: names that have different figures."""
+    figures = dict.fromkeys(figure for one in columns.values() for figure in one)
+    return [{head: _words(figure), **{name: one.get(figure) for name, one in columns.items()}} for figure in figures]
 
 
 def _named(head: str, values: Mapping[str, Any]) -> str:
