@@ -16,22 +16,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from truebatch.bench.commandline import command_line
-from truebatch.bench.keeping import keep_result
+from truebatch.bench.keeping import keep_result, origin
 from truebatch.bench.training_timing import time_once
 from truebatch.errors import ConfigError
 from truebatch.planning.keyed import keyed_order
@@ -110,7 +106,15 @@ def run_gpt_bench(config: GPTBenchConfig, *, out: Path | None, say: Say) -> dict
     if config.device == "cpu":
         torch.set_num_threads(config.threads)
     began = time.monotonic()
-    result: dict[str, Any] = {"ratios": {}, "padding": [], "rows": [], "choice": {}, "left_out": [], **_about(config)}
+    result: dict[str, Any] = {
+        "ratios": {},
+        "padding": [],
+        "rows": [],
+        "choice": {},
+        "left_out": [],
+        **origin("truebatch.bench.chinese_gpt", config, "numpy"),
+        "threads": torch.get_num_threads(),
+    }
     if config.tables:
         _measure_tables(config, result, out, say, began)
     if config.quality:
@@ -323,16 +327,6 @@ def _figures(settings: Any, run: Path, config: GPTBenchConfig) -> dict[str, Any]
     model.load_state_dict(dict(weights))
     held = CHINESE_GPT.test(settings)
     return dict(CHINESE_GPT.evaluate(settings, model.to(config.device).eval(), held, run))  # type: ignore[arg-type]
-
-
-def _about(config: GPTBenchConfig) -> dict[str, Any]:
-    name = torch.cuda.get_device_name() if config.device == "cuda" else platform.machine()
-    return {
-        "command": command_line("truebatch.bench.chinese_gpt"),
-        "date": datetime.now(UTC).date().isoformat(), "hardware": name, "threads": torch.get_num_threads(),
-        "torch": torch.__version__, "numpy": np.__version__, "python": platform.python_version(),
-        "config": asdict(config),
-    }  # fmt: skip
 
 
 def make_config(

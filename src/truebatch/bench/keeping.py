@@ -1,11 +1,19 @@
-"""A result onto the disk, again after every row: a run that is stopped keeps the rows it has."""
+"""A result onto the disk, again after every row: a run that is stopped keeps the rows it has. And where it comes from."""
 
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from truebatch.bench.commandline import command_line
 
 
 def keep_result(result: Mapping[str, Any], out: Path | None) -> None:
@@ -13,3 +21,16 @@ def keep_result(result: Mapping[str, Any], out: Path | None) -> None:
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def origin(module: str, config: Any, *libraries: str) -> dict[str, Any]:
+    """What a result says of itself: command, date, hardware, versions and the settings of the benchmark."""
+    return {
+        "command": command_line(module),
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": torch.cuda.get_device_name() if config.device == "cuda" else platform.machine(),
+        "torch": torch.__version__,
+        **{name: version(name) for name in libraries},
+        "python": platform.python_version(),
+        "config": asdict(config),
+    }

@@ -11,15 +11,13 @@ parameters in bf16. Weights are random, nothing is downloaded.
 from __future__ import annotations
 
 import argparse
-import platform
 import random
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from operator import eq
 from pathlib import Path
 from typing import Any
@@ -28,8 +26,7 @@ import numpy as np
 import torch
 import transformers
 
-from truebatch.bench.commandline import command_line
-from truebatch.bench.keeping import keep_result
+from truebatch.bench.keeping import keep_result, origin
 from truebatch.bench.scoring_work import Way, make_llama, make_qwen, ours, picture_prompts, text_prompts, theirs
 from truebatch.bench.training_timing import time_once
 from truebatch.scoring.backend import Cost
@@ -81,7 +78,13 @@ def run_bench(config: ScoringBench, *, out: Path | None, say: Say) -> dict[str, 
     """Measure everything; the result is written after every row."""
     if config.device == "cpu":
         torch.set_num_threads(1)
-    result: dict[str, Any] = {"ratios": {}, "overheads": {}, "rows": [], "left_out": [], **_about(config)}
+    result: dict[str, Any] = {
+        "ratios": {},
+        "overheads": {},
+        "rows": [],
+        "left_out": [],
+        **origin("truebatch.bench.scoring", config, "transformers"),
+    }
     began = time.monotonic()
     result["overheads"] = _overheads(config)
     for name, value in result["overheads"].items():
@@ -294,15 +297,6 @@ def _line(row: dict[str, Any]) -> str:
         f"{row['what']:18} {row['way']:30} {row['samples_per_second']:9.2f} samples/s {row['speedup']:7.2f}x "
         f"{row['equal']}/{row['compared']} equal"
     )
-
-
-def _about(config: ScoringBench) -> dict[str, Any]:
-    name = torch.cuda.get_device_name() if config.device == "cuda" else platform.machine()
-    return {
-        "command": command_line("truebatch.bench.scoring"), "date": datetime.now(UTC).date().isoformat(),
-        "hardware": name, "torch": torch.__version__, "transformers": transformers.__version__,
-        "python": platform.python_version(), "config": asdict(config),
-    }  # fmt: skip
 
 
 def main() -> None:

@@ -14,21 +14,17 @@ import hashlib
 import importlib
 import inspect
 import json
-import platform
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
-from truebatch.bench.commandline import command_line
-from truebatch.bench.keeping import keep_result
+from truebatch.bench.keeping import keep_result, origin
 from truebatch.generation.settings import Generation
 from truebatch.hf.loading import load_model
 from truebatch.scoring.batching import Level, Limits
@@ -69,7 +65,7 @@ def run_bench(config: RealBench, *, out: Path | None, say: Say) -> dict[str, Any
     """Measure every row; the result is written after each."""
     if config.device == "cpu":
         torch.set_num_threads(config.threads)
-    result: dict[str, Any] = {"rows": [], **_about(config)}
+    result: dict[str, Any] = {"rows": [], **origin("truebatch.bench.scoring_real", config, "transformers")}
     began = time.monotonic()
     result["prompts"] = _lengths(config)
     for row in _rows(config):
@@ -164,15 +160,6 @@ def _is_equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def _likeliest(row: dict[str, Any]) -> str:
     chances = row["output"]["probabilities"]
     return str(max(chances, key=lambda label: chances[label]))
-
-
-def _about(config: RealBench) -> dict[str, Any]:
-    return {
-        "command": command_line("truebatch.bench.scoring_real"), "date": datetime.now(UTC).date().isoformat(),
-        "hardware": torch.cuda.get_device_name() if config.device == "cuda" else platform.machine(),
-        "torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version(),
-        "config": asdict(config),
-    }  # fmt: skip
 
 
 def main() -> None:

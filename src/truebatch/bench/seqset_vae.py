@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,8 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from truebatch.bench.commandline import command_line
-from truebatch.bench.keeping import keep_result
+from truebatch.bench.keeping import keep_result, origin
 from truebatch.bench.seqset_vae_ways import count_saved, loss_of, make_batches, note_loss_of, warmed_up
 from truebatch.bench.training_timing import GIB, forget_models, peak_gib, reset_peak_memory, time_once, time_update
 from truebatch.errors import ConfigError
@@ -96,7 +93,14 @@ def run_seqset(config: SeqSetBenchConfig, *, out: Path | None, say: Say) -> dict
     if config.device == "cpu":
         torch.set_num_threads(1)
     began = time.monotonic()
-    result: dict[str, Any] = {"ratios": {}, "rows": [], "left_out": [], **_about(config)}
+    result: dict[str, Any] = {
+        "ratios": {},
+        "rows": [],
+        "left_out": [],
+        **origin("truebatch.bench.seqset_vae", config),
+        "threads": torch.get_num_threads(),
+        "note_claims": NOTE_CLAIMS,
+    }
     bench = Bench(config, *make_work(config), result, began)
     say(f"built in {time.monotonic() - began:.1f} s: {json.dumps(result['work'])}")
     update = time_update(bench.model, bench.device)
@@ -257,16 +261,6 @@ def _train(bench: Bench, size: int, cut: int) -> list[float]:
         apply_update(engine, outcome)
         losses.append(sum(outcome.loss.values()))
     return losses
-
-
-def _about(config: SeqSetBenchConfig) -> dict[str, Any]:
-    name = torch.cuda.get_device_name() if config.device == "cuda" else platform.machine()
-    return {
-        "command": command_line("truebatch.bench.seqset_vae"),
-        "date": datetime.now(UTC).date().isoformat(), "hardware": name, "threads": torch.get_num_threads(),
-        "torch": torch.__version__, "python": platform.python_version(),
-        "note_claims": NOTE_CLAIMS, "config": asdict(config),
-    }  # fmt: skip
 
 
 def make_config(*, device: str, seconds: float | None = None, quick: bool = False) -> SeqSetBenchConfig:

@@ -13,23 +13,19 @@ seconds count.
 from __future__ import annotations
 
 import argparse
-import platform
 import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
-from truebatch.bench.commandline import command_line
-from truebatch.bench.keeping import keep_result
+from truebatch.bench.keeping import keep_result, origin
 from truebatch.bench.scoring_work import make_qwen
 from truebatch.bench.training_timing import peak_gib, reset_peak_memory
 from truebatch.bench.vl_reward_work import Clock, clocked, make_pairs, turn_around
@@ -90,7 +86,12 @@ def run_reward_bench(config: RewardBench, *, out: Path | None, say: Say) -> dict
     """Measure all rows; the result is written after every one, ratios first."""
     if config.device == "cpu":
         torch.set_num_threads(1)
-    result: dict[str, Any] = {"ratios": {}, "rows": [], "left_out": [], **_about(config)}
+    result: dict[str, Any] = {
+        "ratios": {},
+        "rows": [],
+        "left_out": [],
+        **origin("truebatch.bench.vl_reward", config, "transformers"),
+    }
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(config, Path(folder), result, say)
         for size in config.sizes:
@@ -216,15 +217,6 @@ def _line(row: dict[str, Any]) -> str:
         f"{row['way']:18} {row['samples']:4} pairs {row['samples_per_second']:8.2f} a second {row['speedup']:6.2f}x "
         f"{row['peak_gib']:6.1f} GiB {row['equal']}/{row['compared']} equal; ms a pair: {parts}"
     )
-
-
-def _about(config: RewardBench) -> dict[str, Any]:
-    name = torch.cuda.get_device_name() if config.device == "cuda" else platform.machine()
-    return {
-        "command": command_line("truebatch.bench.vl_reward"), "date": datetime.now(UTC).date().isoformat(),
-        "hardware": name, "torch": torch.__version__, "transformers": transformers.__version__,
-        "python": platform.python_version(), "config": asdict(config),
-    }  # fmt: skip
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from threading import Lock
 from typing import Any
 
 from truebatch.errors import ConfigError, DataError
-from truebatch.scoring.backend import Asked, SampleError
+from truebatch.scoring.backend import Answer, Asked, Backend, SampleError
 from truebatch.scoring.remaining import Work
 from truebatch.training.outofmemory import is_out_of_memory
 
@@ -73,3 +73,10 @@ def attempt(step: Callable[[Asked], Any], sample: Asked) -> Any:
     except Exception as error:  # whatever a template or a processor of others raises belongs to this sample
         kind = "out_of_memory" if is_out_of_memory(error) else "raised"
         return SampleError("prepare", kind, f"{type(error).__name__}: {error}")
+
+
+def judge_prepared(backend: Backend, prepared: Sequence[Any]) -> list[Answer | SampleError]:
+    """An answer for everything that could be prepared, and the errors where they stand."""
+    good = [one for one in prepared if not isinstance(one, SampleError)]
+    answers = iter(backend.judge(good) if good else [])
+    return [one if isinstance(one, SampleError) else next(answers) for one in prepared]

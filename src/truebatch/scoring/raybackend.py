@@ -13,7 +13,7 @@ from threading import Lock
 from typing import Any
 
 from truebatch.errors import ConfigError, TruebatchError
-from truebatch.scoring.ahead import attempt
+from truebatch.scoring.ahead import attempt, judge_prepared
 from truebatch.scoring.backend import Answer, Asked, Backend, Cost, SampleError
 from truebatch.scoring.budget import fit_cells
 from truebatch.scoring.calling import ScoreCall, open_one
@@ -69,9 +69,7 @@ class Judge:
     def judge(self, samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Answers for all samples."""
         prepared = [attempt(self.backend.prepare, unpack_asked(sample)) for sample in samples]
-        good = [one for one in prepared if not isinstance(one, SampleError)]
-        answers = iter(self.backend.judge(good) if good else [])
-        return [pack_answer(one if isinstance(one, SampleError) else next(answers)) for one in prepared]
+        return [pack_answer(answer) for answer in judge_prepared(self.backend, prepared)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
 from truebatch.errors import TruebatchError
-from truebatch.scoring.ahead import attempt
-from truebatch.scoring.backend import Backend, SampleError
+from truebatch.scoring.ahead import attempt, judge_prepared
+from truebatch.scoring.backend import Backend
 from truebatch.scoring.budget import fit_cells
 from truebatch.scoring.calling import ScoreCall, open_one
 from truebatch.scoring.checking import check_identity, pack_report
@@ -79,12 +79,11 @@ def _answer(backend: Backend, request: Mapping[str, Any], pool: ThreadPoolExecut
         report = check_identity(backend, samples, n=request["n"], tolerance=request["tolerance"])
         return {"report": pack_report(report)}
     prepared = list(pool.map(lambda sample: attempt(backend.prepare, sample), samples))
-    good = [one for one in prepared if not isinstance(one, SampleError)]
     try:
-        answers = iter(backend.judge(good) if good else [])
+        answers = judge_prepared(backend, prepared)
     except Exception as error:  # told to the run, which cuts the batch
         return {"error": f"{type(error).__name__}: {error}", "memory": is_out_of_memory(error)}
-    return {"answers": [pack_answer(one if isinstance(one, SampleError) else next(answers)) for one in prepared]}
+    return {"answers": [pack_answer(answer) for answer in answers]}
 
 
 if __name__ == "__main__":

@@ -119,3 +119,8 @@ def test_mixed_pictures_are_large_and_small_shapes_in_turn_and_only_small_ones_l
     lost = [detail_lost(sample["image"], 56, largest=112) for sample in mixed[::3]]
     large, small = ([value for value, kind in zip(lost, kinds[::3], strict=True) if kind == name] for name in MIXED)
     assert max(large) < MllmSettings().image_detail < min(small)
+
+
+def test_mixed_shapes_of_half_a_block_are_refused():
+    with pytest.raises(ConfigError, match="whole blocks"):
+        MixedShapes(images=BLOCK + 2)

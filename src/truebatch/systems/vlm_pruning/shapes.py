@@ -8,6 +8,7 @@ commonest answer, is right one time in four, in any split.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -64,8 +65,32 @@ class Scene:
     """Category -> answer."""
 
 
+class DrawnSamples(Sequence[Mapping[str, Any]]):
+    """Samples that are drawn when they are asked for, by number or as a slice."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def _draw(self, at: int) -> Mapping[str, Any]:
+        """The sample of a number from 0 on."""
+
+    @overload
+    def __getitem__(self, at: int) -> Mapping[str, Any]: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Mapping[str, Any]]: ...
+    def __getitem__(self, at: int | slice) -> Mapping[str, Any] | list[Mapping[str, Any]]:
+        if isinstance(at, slice):
+            return [self[one] for one in range(*at.indices(len(self)))]
+        if not -len(self) <= at < len(self):
+            raise IndexError(at)
+        return self._draw(at % len(self))
+
+    def __iter__(self) -> Iterator[Mapping[str, Any]]:
+        return (self[at] for at in range(len(self)))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ShapeQuestions(Sequence[Mapping[str, Any]]):
+class ShapeQuestions(DrawnSamples):
     """Samples of one split, three questions an image; drawn when asked for, always the same for the same seed."""
 
     images: int
@@ -93,16 +118,8 @@ class ShapeQuestions(Sequence[Mapping[str, Any]]):
     def __len__(self) -> int:
         return self.images * len(CATEGORIES)
 
-    @overload
-    def __getitem__(self, at: int) -> Mapping[str, Any]: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[Mapping[str, Any]]: ...
-    def __getitem__(self, at: int | slice) -> Mapping[str, Any] | list[Mapping[str, Any]]:
-        if isinstance(at, slice):
-            return [self[one] for one in range(*at.indices(len(self)))]
-        if not -len(self) <= at < len(self):
-            raise IndexError(at)
-        number, category = divmod(at % len(self), len(CATEGORIES))
+    def _draw(self, at: int) -> Mapping[str, Any]:
+        number, category = divmod(at, len(CATEGORIES))
         return self._sample(self._first + number, CATEGORIES[category])
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
@@ -125,7 +142,7 @@ class ShapeQuestions(Sequence[Mapping[str, Any]]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MixedShapes(Sequence[Mapping[str, Any]]):
+class MixedShapes(DrawnSamples):
     """Blocks of pictures with few large cells and with many small ones in turn, all of one size in pixels.
 
     What a smaller image size costs depends on the picture: large shapes survive it, small ones do not.
@@ -136,6 +153,14 @@ class MixedShapes(Sequence[Mapping[str, Any]]):
     split: Split = "train"
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if self.images % BLOCK:
+            raise ConfigError(
+                "blocks of large and of small shapes take turns, so each kind has whole blocks",
+                seen=f"images={self.images}",
+                do=f"give a multiple of {BLOCK}",
+            )
+
     def _kinds(self) -> dict[str, ShapeQuestions]:
         shared: dict[str, Any] = {"images": self.images, "split": self.split, "seed": self.seed}
         return {name: ShapeQuestions(grid=grid, cell=MIXED_SIDE // grid, **shared) for name, grid in MIXED.items()}
@@ -143,17 +168,9 @@ class MixedShapes(Sequence[Mapping[str, Any]]):
     def __len__(self) -> int:
         return self.images * len(CATEGORIES) * len(MIXED)
 
-    @overload
-    def __getitem__(self, at: int) -> Mapping[str, Any]: ...
-    @overload
-    def __getitem__(self, at: slice) -> list[Mapping[str, Any]]: ...
-    def __getitem__(self, at: int | slice) -> Mapping[str, Any] | list[Mapping[str, Any]]:
-        if isinstance(at, slice):
-            return [self[one] for one in range(*at.indices(len(self)))]
-        if not -len(self) <= at < len(self):
-            raise IndexError(at)
+    def _draw(self, at: int) -> Mapping[str, Any]:
         per_block = BLOCK * len(CATEGORIES)
-        block, inside = divmod(at % len(self), per_block)
+        block, inside = divmod(at, per_block)
         turn, which = divmod(block, len(MIXED))
         name = tuple(MIXED)[which]
         found = self._kinds()[name][turn * per_block + inside]
@@ -161,9 +178,6 @@ class MixedShapes(Sequence[Mapping[str, Any]]):
             **found, "id": f"{found['id']}-{name}", "image_id": f"{found['image_id']}-{name}",
             "category": f"{name} {found['category']}",
         }  # fmt: skip
-
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        return (self[at] for at in range(len(self)))
 
 
 @lru_cache(maxsize=4096)
