@@ -223,3 +223,15 @@ def test_a_call_that_would_be_misread_is_refused(change, words):
     with pytest.raises(AttentionError) as caught:
         attend(**{**parts, "segments": segments, "causal": True, **change})
     assert words in caught.value.seen
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
+def test_a_bias_may_be_all_that_has_a_gradient():
+    segments = packed_segments([30, 14]).to("cuda")
+    query, key, value = torch.randn(3, 1, 2, 44, 16, device="cuda")
+    grads = []
+    for kernel in ("block", "per_segment"):
+        bias = torch.zeros(1, 1, 44, 44, device="cuda", requires_grad=True)
+        attend(query, key, value, segments, causal=True, bias=bias, kernel=kernel).square().sum().backward()
+        grads.append(bias.grad)
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)

@@ -39,6 +39,17 @@ def test_what_varlen_cannot_compute_is_never_given_to_it(more):
     assert choose_kernel(replace(H200, **more)) == "per_segment"
 
 
+def test_plans_of_cudnn_serve_hopper_cards_where_its_package_is_installed():
+    there = replace(H200, plans_in_cudnn=True)
+    assert choose_kernel(there) == "planned"
+    assert choose_kernel(replace(there, causal=False)) == "planned"
+    assert choose_kernel(replace(there, capability=(8, 9))) == "varlen"
+    assert choose_kernel(replace(there, has_window=True)) == "varlen"
+    assert choose_kernel(replace(there, head_size=136)) == "varlen"
+    for more in ({"dtype": torch.float32}, {"has_bias": True}, {"has_dropout": True}, {"reshapes_scores": True}):
+        assert choose_kernel(replace(there, **more)) == "per_segment"
+
+
 def test_an_older_kernel_without_windows_is_not_asked_for_one():
     assert choose_kernel(replace(H200, has_window=True)) == "varlen"
     assert choose_kernel(replace(H200, has_window=True, varlen_has_window=False)) == "per_segment"

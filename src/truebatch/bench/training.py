@@ -12,23 +12,19 @@ micro-batch instead. On a CPU one thread runs, and its CPU seconds count.
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from truebatch.bench.commandline import command_line
-from truebatch.bench.keeping import keep_result
-from truebatch.bench.training_attention import explore_attention, explore_cudnn
+from truebatch.bench.keeping import keep_result, origin
+from truebatch.bench.training_attention import explore_attention
 from truebatch.bench.training_table import ratios, table
 from truebatch.bench.training_timing import (
     forget_models,
@@ -47,6 +43,7 @@ from truebatch.errors import ConfigError
 from truebatch.hf.heads import head_of
 from truebatch.hf.shapes import SHAPES, Shape, attention_flops_per_pair, build_model, matrix_flops_per_token
 from truebatch.planning.distributions import Distribution
+from truebatch.tensors.cudnnplans import plans_are_possible
 
 EVERY_CASE = (
     "one by one", "HF default, 8", "HF group_by_length, 8", "ours packed", "uniform", "ours packed, compiled",
@@ -176,10 +173,6 @@ def run_training(config: TrainingBenchConfig, *, out: Path | None = None, say: S
     keep_result(result, out)
     for line in table(result):
         say(line)
-    if config.device == "cuda":
-        result["attention"].append(explore_cudnn(longest=config.longest, cells=config.cells))
-        say(f"attention {result['attention'][-1]}")
-        keep_result(result, out)
     return result
 
 
@@ -294,13 +287,12 @@ def _dtype(device: str) -> torch.dtype:
 
 
 def _environment(config: TrainingBenchConfig) -> dict[str, Any]:
-    name = torch.cuda.get_device_name() if config.device == "cuda" else platform.machine()
+    planned = ("nvidia-cudnn-frontend",) if config.device == "cuda" and plans_are_possible() else ()
     return {
-        "command": command_line("truebatch.bench.training"),
-        "date": datetime.now(UTC).date().isoformat(), "hardware": name, "threads": torch.get_num_threads(),
-        "torch": torch.__version__, "transformers": version("transformers"), "python": platform.python_version(),
-        "config": asdict(config), "dtype": str(_dtype(config.device)),
-    }  # fmt: skip
+        **origin("truebatch.bench.training", config, "transformers", *planned),
+        "threads": torch.get_num_threads(),
+        "dtype": str(_dtype(config.device)),
+    }
 
 
 def make_config(

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from truebatch.planning.distributions import example_lengths
+from truebatch.tensors.cudnnplans import plans_are_possible
 from truebatch.tensors.fixedtable import table_bounds
 from truebatch.tensors.segments import Segments, packed_segments
 from truebatch.tensors.varlen import call_varlen
@@ -35,13 +36,9 @@ def explore_attention(*, longest: int, cells: int) -> Iterator[dict[str, Any]]:
     yield _with_bounds("packed as planned, table of 2048 cut", packed_segments(lengths, cells=cells, slots=2048))
     in_order = packed_segments(np.sort(lengths)[::-1], cells=cells, slots=2048)
     yield _with_bounds("packed longest first, table of 2048 cut", in_order)
-
-
-def explore_cudnn(*, longest: int, cells: int) -> dict[str, Any]:
-    """The ragged kernel of cuDNN, forward alone. To be tried last: a fault of the card ends the process."""
-    table = packed_segments(_row_of_lengths(longest, cells), cells=cells, slots=128, max_length=longest).to("cuda")
-    parts = _parts(cells)
-    return _row("packed, cudnn, forward alone", lambda: _cudnn(parts, table), parts, backward=False)
+    if plans_are_possible():
+        yield _with_bounds("packed longest first, cuDNN by plan", in_order, planned=True)
+        yield _with_bounds("even rows, cuDNN by plan", packed_segments([length] * even[0]), planned=True)
 
 
 def _even_rows(even: tuple[int, int], backend: SDPBackend | None) -> dict[str, Any]:
@@ -56,11 +53,12 @@ def _one_table(name: str, segments: Segments) -> dict[str, Any]:
     return _row(name, lambda: _varlen(parts, table, table.max_length), parts)
 
 
-def _with_bounds(name: str, segments: Segments) -> dict[str, Any]:
+def _with_bounds(name: str, segments: Segments, *, planned: bool = False) -> dict[str, Any]:
     parts, table = _parts(segments.num_cells), segments.to("cuda")
     bounds = table_bounds(segments)
-    row = _row(name, lambda: _varlen(parts, table, bounds), parts)
-    return row if row["ms"] is None else {**row, "difference": _difference(parts, segments, bounds)}
+    run = lambda: _varlen(parts, table, bounds, planned=planned)  # noqa: E731
+    row = _row(name, run, parts)
+    return row if row["ms"] is None else {**row, "difference": _difference(parts, segments, run)}
 
 
 def _row_of_lengths(longest: int, cells: int) -> Any:
@@ -82,22 +80,12 @@ def _sdpa(rows: tuple[Tensor, ...], backend: SDPBackend | None) -> Tensor:
         return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
-def _varlen(parts: Parts, table: Segments, bound: int | Tensor) -> Tensor:
-    return call_varlen(*parts, table.starts, max_length=bound, causal=True, window=None, scale=None)
+def _varlen(parts: Parts, table: Segments, bound: int | Tensor, *, planned: bool = False) -> Tensor:
+    return call_varlen(*parts, table.starts, max_length=bound, causal=True, window=None, scale=None, planned=planned)
 
 
-def _cudnn(parts: Parts, table: Segments) -> Tensor:
-    bound = table.max_length
-    found = torch.ops.aten._cudnn_attention_forward(
-        *parts, None, table.starts, table.starts, bound, bound, True, 0.0, True, False
-    )
-    out: Tensor = found[0]
-    return out
-
-
-def _difference(parts: Parts, segments: Segments, bounds: Tensor) -> float:
+def _difference(parts: Parts, segments: Segments, run: Callable[[], Tensor]) -> float:
     """The largest relative distance, over output and gradients, to one call of attention a sample."""
-    table = segments.to("cuda")
     weight = torch.randn_like(parts[0])
     used = sum(segments.sample_lengths)
     weight[used:] = 0
@@ -109,23 +97,22 @@ def _difference(parts: Parts, segments: Segments, bounds: Tensor) -> float:
         return torch.cat([*outs, torch.zeros_like(parts[0][used:])])
 
     results = []
-    runs: list[Callable[[], Tensor]] = [lambda: _varlen(parts, table, bounds), alone]
-    for run in runs:
-        out = run()
+    for attend in (run, alone):
+        out = attend()
         grads = torch.autograd.grad(out, parts, weight)
         results.append([out[:used].detach(), *(grad[:used] for grad in grads)])
     pairs = zip(*results, strict=True)
     return max(float((one.double() - other.double()).norm() / other.double().norm()) for one, other in pairs)
 
 
-def _row(name: str, run: Callable[[], Tensor], parts: Parts, *, backward: bool = True) -> dict[str, Any]:
+def _row(name: str, run: Callable[[], Tensor], parts: Parts) -> dict[str, Any]:
     try:
-        return {"way": name, "ms": _milliseconds(run, parts, backward=backward)}
+        return {"way": name, "ms": _milliseconds(run, parts)}
     except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
         return {"way": name, "ms": None, "error": f"{type(error).__name__}: {str(error)[:300]}"}
 
 
-def _milliseconds(run: Callable[[], Tensor], parts: Parts, *, backward: bool) -> dict[str, float]:
+def _milliseconds(run: Callable[[], Tensor], parts: Parts) -> dict[str, float]:
     forward, both = [], []
     out = run()
     weight = torch.randn_like(out)
@@ -135,8 +122,7 @@ def _milliseconds(run: Callable[[], Tensor], parts: Parts, *, backward: bool) ->
         marks[0].record()
         out = run()
         marks[1].record()
-        if backward:
-            torch.autograd.grad(out, parts, weight)
+        torch.autograd.grad(out, parts, weight)
         marks[2].record()
         torch.cuda.synchronize()
         forward.append(marks[0].elapsed_time(marks[1]))

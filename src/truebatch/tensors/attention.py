@@ -1,6 +1,6 @@
 """Attention inside samples, for padded and packed rows, forward and backward.
 
-facts of the call -> choose_kernel -> varlen | plain | block | per_segment -> [B, H, T, D]
+facts of the call -> choose_kernel -> planned | varlen | plain | block | per_segment -> [B, H, T, D]
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 
 from truebatch.errors import AttentionError
+from truebatch.tensors.cudnnplans import plans_are_possible
 from truebatch.tensors.kernels import AMPERE, Facts, Kernel, choose_kernel
 from truebatch.tensors.scores import Rule, band_of, softmax_attention
 from truebatch.tensors.segments import Segments, owner_of_cells
 from truebatch.tensors.varlen import call_varlen, varlen_has_window, varlen_in_torch
+
+TABLE_KERNELS = ("planned", "varlen")
+"""Kernels that read the samples of a row from the table on the device."""
 
 
 def attend(
@@ -69,8 +73,9 @@ def attend_table(
     query, key, value = _in_one_dtype(query, key, value)
     rule = rule if isinstance(max_length, Tensor) else _without_idle_window(rule, max_length)
     facts = call_facts(query, value, rule)
-    if choose_kernel(facts) == "varlen":
-        return _varlen_table(query, key, value, starts, rule, max_length=max_length)
+    chosen = choose_kernel(facts)
+    if chosen in TABLE_KERNELS:
+        return _varlen_table(query, key, value, starts, rule, max_length=max_length, planned=chosen == "planned")
     return _block_table(query, key, value, starts, rule) if facts.compiling else None
 
 
@@ -88,17 +93,19 @@ def _without_idle_window(rule: Rule, max_length: int) -> Rule:
 
 
 def _choose(query: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Kernel:
-    # varlen depends on no length: the walk over all lengths is left out where it would delay the launch.
-    if choose_kernel(call_facts(query, value, rule)) == "varlen":
-        return "varlen"
+    # These depend on no length: the walk over all lengths is left out where it would delay the launch.
+    chosen = choose_kernel(call_facts(query, value, rule))
+    if chosen in TABLE_KERNELS:
+        return chosen
     return choose_kernel(gather_facts(query, value, segments, rule))
 
 
 def call_facts(query: Tensor, value: Tensor, rule: Rule) -> Facts:
     """The facts of one call that do not depend on lengths."""
+    on_card = query.device.type == "cuda"
     return Facts(
         device=query.device.type,
-        capability=_capability(query.device) if query.device.type == "cuda" else None,
+        capability=_capability(query.device) if on_card else None,
         dtype=query.dtype,
         head_size=max(query.shape[-1], value.shape[-1]),
         causal=rule.causal,
@@ -109,6 +116,7 @@ def call_facts(query: Tensor, value: Tensor, rule: Rule) -> Facts:
         compiling=torch.compiler.is_compiling(),
         varlen_in_torch=varlen_in_torch(),
         varlen_has_window=varlen_has_window(),
+        plans_in_cudnn=on_card and plans_are_possible(),
     )
 
 
@@ -156,12 +164,16 @@ def _may_attend_table(starts: Tensor, shape: tuple[int, int], *, causal: bool, w
     return same if band is None else same & band
 
 
+def _planned(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Tensor:
+    return _varlen_table(query, key, value, segments.starts, rule, max_length=segments.max_length, planned=True)
+
+
 def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Tensor:
-    return _varlen_table(query, key, value, segments.starts, rule, max_length=segments.max_length)
+    return _varlen_table(query, key, value, segments.starts, rule, max_length=segments.max_length, planned=False)
 
 
 def _varlen_table(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, rule: Rule, *, max_length: int | Tensor
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, rule: Rule, *, max_length: int | Tensor, planned: bool
 ) -> Tensor:
     out = call_varlen(
         _flat(query),
@@ -172,6 +184,7 @@ def _varlen_table(
         causal=rule.causal,
         window=rule.window,
         scale=rule.scale,
+        planned=planned,
     )
     return _unflat(out, query.shape[0])
 
@@ -297,4 +310,4 @@ def _check(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: 
         raise AttentionError("dropout is a share below 1", seen=f"dropout={rule.dropout}", do="use 0 <= dropout < 1")
 
 
-_KERNELS = {"varlen": _varlen, "plain": _plain, "block": _block, "per_segment": _per_segment}
+_KERNELS = {"planned": _planned, "varlen": _varlen, "plain": _plain, "block": _block, "per_segment": _per_segment}

@@ -7,11 +7,13 @@ from typing import Literal
 
 import torch
 
-Kernel = Literal["varlen", "plain", "block", "per_segment"]
+Kernel = Literal["planned", "varlen", "plain", "block", "per_segment"]
 
 HALF = (torch.float16, torch.bfloat16)
 AMPERE = (8, 0)
+HOPPER = (9, 0)
 MAX_VARLEN_HEAD = 256
+MAX_PLANNED_HEAD = 128
 PAIRS_PER_CALL = 2**20
 """Dense pairs a GPU computes in about the time it takes to launch one more attention call and its backward."""
 
@@ -44,18 +46,21 @@ class Facts:
     """Inside torch.compile, where a loop over host lengths would compile again for every micro-batch."""
     varlen_in_torch: bool = True
     varlen_has_window: bool = True
+    plans_in_cudnn: bool = False
+    """cuDNN's Python package is installed, so that plans of its kernels can be kept."""
 
 
 def choose_kernel(facts: Facts) -> Kernel:
     """The first row of the table that fits; the last one always does.
 
-    varlen       no mask, no wasted pair, no dropout, no bias: Ampere and newer in half precision
+    planned      no mask, no wasted pair, no dropout, no bias, no window: cuDNN's kernel on Hopper and newer
+    varlen       the same with windows and wider heads: torch's own kernel, Ampere and newer in half precision
     plain        one SDPA call without a mask: full rows, or right padding under a causal rule with little of it
     block        one call with a dense mask: static shapes under torch.compile, or very many short segments on a GPU
     per_segment  one SDPA call a sample (equal lengths together): everything else, on any device
     """
     if _varlen_fits(facts):
-        return "varlen"
+        return "planned" if _plan_fits(facts) else "varlen"
     if _plain_fits(facts):
         return "plain"
     if facts.compiling or _loop_is_slower(facts):
@@ -69,6 +74,11 @@ def _varlen_fits(facts: Facts) -> bool:
     in_range = facts.dtype in HALF and facts.head_size <= MAX_VARLEN_HEAD
     asks_for_more = facts.has_dropout or facts.has_bias or facts.reshapes_scores
     return modern and offered and in_range and not asks_for_more
+
+
+def _plan_fits(facts: Facts) -> bool:
+    modern = facts.capability is not None and facts.capability >= HOPPER
+    return facts.plans_in_cudnn and modern and not facts.has_window and facts.head_size <= MAX_PLANNED_HEAD
 
 
 def _plain_fits(facts: Facts) -> bool:

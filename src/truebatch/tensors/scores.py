@@ -47,16 +47,31 @@ def softmax_attention(
     if grouped and not (allowed is None and rule.bias is None):
         # Fused kernels take grouped heads only without a mask.
         key, value, grouped = _repeat_heads(key, heads), _repeat_heads(value, heads), False
+    mask = _join(allowed, rule.bias, query)
+    if not (key.requires_grad or value.requires_grad):
+        query = recorded_for_bias(query, mask)
     return scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=_join(allowed, rule.bias, query),
+        attn_mask=mask,
         dropout_p=rule.dropout,
         is_causal=causal and query.shape[2] > 1,
         scale=rule.scale,
         enable_gqa=grouped,
     )
+
+
+def recorded_for_bias(part: Tensor, bias: Tensor | None) -> Tensor:
+    """`part`, recorded by autograd where only the bias would be.
+
+    On a card, torch before 2.13 keeps what the gradient of a bias needs only if query, key or value have one too
+    (pytorch#148476); without, the backward pass of a frozen model's first layer raises or reads foreign memory.
+    """
+    is_alone = bias is not None and bias.requires_grad and not part.requires_grad
+    if not (is_alone and part.is_cuda and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+        return part
+    return part.detach().requires_grad_()
 
 
 def written_out_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, rule: Rule) -> Tensor:

@@ -1,4 +1,4 @@
-"""PyTorch's variable-length attention behind one signature, whatever the installed torch calls its options."""
+"""Variable-length attention behind one signature, whatever the installed torch calls its options."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad
 
 from truebatch.tensors.fixedtable import attend_fixed_table
+from truebatch.tensors.planned import attend_by_plan
 
 HEAD_STEP = 8
 INSTALLED = frozenset(inspect.signature(varlen_attn).parameters)
@@ -39,16 +40,23 @@ def call_varlen(
     causal: bool,
     window: int | None,
     scale: float | None,
+    planned: bool = False,
     kernel: Callable[..., Any] = varlen_attn,
 ) -> Tensor:
     """[cells, H, D] attention inside each segment of `starts`; key and value keep their own (fewer) heads.
 
     The kernel wants equal head sizes in steps of eight: zeros are added and cut off again, which changes nothing.
-    `max_length` may be the host tensor of `table_bounds`, for compiled models and tables with empty entries.
+    `max_length` may be the host tensor of `table_bounds`, for compiled models and tables with empty entries. `planned`:
+    through cuDNN instead of torch's own kernel.
     """
     width, out_width = query.shape[-1], value.shape[-1]
     padded = -(-max(width, out_width) // HEAD_STEP) * HEAD_STEP
     scale = 1 / math.sqrt(width) if scale is None else scale
+    if planned:
+        assert window is None
+        bounds = max_length if isinstance(max_length, Tensor) else torch.tensor([len(starts) - 1, max_length])
+        query, key, value = (_widen(part, padded) for part in (query, key, value))
+        return attend_by_plan(query, key, value, starts, bounds, causal=causal, scale=scale)[..., :out_width]
     if isinstance(max_length, Tensor):
         left = -1 if window is None else window - 1
         query, key, value = (_widen(part, padded) for part in (query, key, value))

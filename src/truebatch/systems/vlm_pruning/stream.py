@@ -21,6 +21,7 @@ from truebatch.systems.vlm_pruning.encoding import ANSWER, QUESTION, TEXT, VISIO
 from truebatch.systems.vlm_pruning.places import Places, find_places
 from truebatch.systems.vlm_pruning.vision import Vision
 from truebatch.tensors.microbatch import MicroBatch, RowAxis
+from truebatch.tensors.scores import recorded_for_bias
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -125,7 +126,7 @@ def run_layer(layer: nn.Module, hidden: Tensor, given: LayerInputs, *, recompute
     def call(states: Tensor, bias: Tensor | None) -> Tensor:
         with _kernels_for(states, bias):
             out = layer(
-                states, attention_mask=bias, position_embeddings=given.rotary, position_ids=None,
+                recorded_for_bias(states, bias), attention_mask=bias, position_embeddings=given.rotary, position_ids=None,
                 past_key_values=given.cache, use_cache=given.cache is not None,
             )  # fmt: skip
         found: Tensor = out[0] if isinstance(out, tuple) else out
