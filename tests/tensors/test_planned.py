@@ -8,7 +8,7 @@ import torch
 from tests.tensors.test_fixedtable import make, plain, stand_in_backward, stand_in_forward
 from truebatch.tensors import cudnnplans, planned
 from truebatch.tensors.attention import attend
-from truebatch.tensors.cudnnplans import fill_slots, find_plan, plans_are_possible, round_up
+from truebatch.tensors.cudnnplans import backward_plan, fill_slots, forward_plan, plans_are_possible, shape_of
 from truebatch.tensors.fixedtable import KernelCall, table_bounds
 from truebatch.tensors.planned import attend_by_plan
 from truebatch.tensors.segments import packed_segments
@@ -18,9 +18,9 @@ from truebatch.tensors.varlen import call_varlen
 class StandIn:
     """A plan: remembers what it was made for, refuses what lies outside."""
 
-    def __init__(self, *, used, longest, causal, scale):
-        self.slots, self.longest = round_up(used, 16), round_up(longest, 128)
-        self.causal, self.scale = causal, scale
+    def __init__(self, shape):
+        self.slots, self.longest = shape.slots, shape.longest
+        self.causal, self.scale = shape.causal, shape.scale
 
     def call(self, starts):
         lengths = starts.diff()
@@ -30,12 +30,9 @@ class StandIn:
         return KernelCall(starts, longest, self.causal, -1, 0 if self.causal else -1, self.scale)
 
 
-@pytest.fixture(params=["planned", "refused"])
+@pytest.fixture(params=["planned", "refused", "refused backward"])
 def kernel(monkeypatch, request):
     """cuDNN's kernels, or a cuDNN that has none for the shape."""
-
-    def find(query, key, **shape):
-        return StandIn(**shape) if request.param == "planned" else None
 
     def forward(plan, query, key, value, starts):
         out, _ = stand_in_forward(query, key, value, plan.call(starts))
@@ -45,7 +42,9 @@ def kernel(monkeypatch, request):
         assert stats.shape == query.shape[:2]
         return stand_in_backward(grad, query, key, value, out, None, plan.call(starts))
 
-    monkeypatch.setattr(planned, "find_plan", find)
+    made = {"forward_plan": request.param != "refused", "backward_plan": request.param == "planned"}
+    for name, is_made in made.items():
+        monkeypatch.setattr(planned, name, lambda shape, cells=0, there=is_made: StandIn(shape) if there else None)
     monkeypatch.setattr(planned, "attend_planned", forward)
     monkeypatch.setattr(planned, "differentiate_planned", backward)
     monkeypatch.setattr(planned, "flash_forward", stand_in_forward)
@@ -140,7 +139,9 @@ def test_plans_of_cudnn_on_this_card(causal, width):
     shapes = [(1, heads, sum(lengths), width) for heads in (8, 2, 2)]
     parts = [torch.randn(s, device="cuda", dtype=torch.bfloat16, generator=chance).requires_grad_() for s in shapes]
     query = parts[0].transpose(1, 2).reshape(-1, 8, width)
-    assert find_plan(query, parts[1][0].transpose(0, 1), used=9, longest=700, causal=causal, scale=0.1) is not None
+    shape = shape_of(query, parts[1][0].transpose(0, 1), used=9, longest=700, causal=causal, scale=0.1)
+    assert forward_plan(shape) is not None
+    assert backward_plan(shape, cells=len(query)) is not None
     results = []
     for kernel in ("planned", "per_segment"):
         wide = parts if kernel == "planned" else [part.detach().double().requires_grad_() for part in parts]

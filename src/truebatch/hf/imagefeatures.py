@@ -1,14 +1,15 @@
-"""Images go through the vision tower one by one, and one that was there before is not encoded again.
+"""Images go through the vision tower here, and one that was there before is not encoded again.
 
-One by one, because a tower that takes all patches of a batch at once gives an image other bits beside other images.
+One by one where bits are promised: a tower that takes all patches of a batch at once gives an image other bits beside
+other images. Otherwise all new images of a batch together, in one call of attention a layer.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,10 @@ from torch import Tensor, nn
 from truebatch.generation.prompts import Decoder, Prompt, Session
 from truebatch.hf.images import style_of
 from truebatch.hf.inputs import inner_model, read_border
+from truebatch.hf.towerattention import one_call_for_images
+
+Part = tuple[Tensor, Tensor | None]
+"""The pixels of an image, and its grid where the model takes one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,12 +34,14 @@ class PicturePrompt(Prompt):
 
 @dataclass(slots=True)
 class ImageDecoder:
-    """A decoder that encodes each image alone and keeps the features of the last ones; for models that allow it."""
+    """A decoder that encodes images itself and keeps the features of the last ones; for models that allow it."""
 
     decoder: Decoder
     model: nn.Module
     most: int = 64
     """Images whose features are kept; 0 keeps none."""
+    together: bool = False
+    """Encode the new images of a batch in one pass; an image's bits then depend on its company."""
     reused: int = 0
     _known: OrderedDict[tuple[bytes, bytes], Any] = field(default_factory=OrderedDict)
 
@@ -49,16 +56,17 @@ class ImageDecoder:
         return self.decoder.max_length
 
     def start(self, prompts: Sequence[Prompt], /) -> tuple[Tensor, Session]:
-        """As the inner decoder does, with images encoded one by one."""
-        hashes = [hash_ for prompt in prompts for hash_ in getattr(prompt, "image_hashes", ())]
-        if not hashes:
-            return self.decoder.start(prompts)
-        with self._one_by_one(hashes):
+        """As the inner decoder does, with images encoded here."""
+        with self.encoding(prompts):
             return self.decoder.start(prompts)
 
     @contextmanager
-    def _one_by_one(self, hashes: Sequence[bytes]) -> Iterator[None]:
-        """The model's own way to encode images, replaced for one forward pass and put back."""
+    def encoding(self, prompts: Sequence[Prompt]) -> Iterator[None]:
+        """While open, the model's own way to encode images is replaced, for one forward pass of these prompts."""
+        hashes = [hash_ for prompt in prompts for hash_ in getattr(prompt, "image_hashes", ())]
+        if not hashes:
+            yield
+            return
         owner: Any = inner_model(self.model)
         original = owner.get_image_features
 
@@ -66,36 +74,45 @@ class ImageDecoder:
             parts = _split(pixel_values, image_grid_thw)
             if len(parts) != len(hashes):
                 raise AssertionError(f"{len(parts)} images came, {len(hashes)} were announced")
-            found = [self._features(original, *one, more, named) for one in zip(parts, hashes, strict=True)]
-            return _joined(found)
+            return _joined(self._features(lambda **given: original(*more, **given, **named), parts, hashes))
 
         owner.get_image_features = each
         try:
-            yield
+            with one_call_for_images(self.model) if self.together else nullcontext():
+                yield
         finally:
             del owner.get_image_features  # the instance's; the class still has its own
 
-    def _features(
-        self,
-        encode: Any,
-        part: tuple[Tensor, Tensor | None],
-        hash_: bytes,
-        more: tuple[Any, ...],
-        named: dict[str, Any],
-    ) -> Any:
-        pixels, grid = part
-        key = (hash_, str(grid.tolist() if grid is not None else tuple(pixels.shape)).encode())
-        if key in self._known:
-            self.reused += 1
-            self._known.move_to_end(key)
-            return self._known[key]
-        given = {"pixel_values": pixels} | ({} if grid is None else {"image_grid_thw": grid})
-        found = encode(*more, **given, **named)
-        if self.most:
-            self._known[key] = found
-            while len(self._known) > self.most:
-                self._known.popitem(last=False)
-        return found
+    def _features(self, encode: Callable[..., Any], parts: Sequence[Part], hashes: Sequence[bytes]) -> list[Any]:
+        """The features of every image, those of known ones as they are."""
+        keys = [(hash_, _shape_of(part)) for part, hash_ in zip(parts, hashes, strict=True)]
+        new = {key: part for key, part in zip(keys, parts, strict=True) if key not in self._known}
+        self.reused += sum(key in self._known for key in keys)
+        found = dict(zip(new, self._encoded(encode, list(new.values())), strict=True))
+        out = [self._known[key] if key in self._known else found[key] for key in keys]
+        for key, one in zip(keys, out, strict=True):
+            if self.most:
+                self._known[key] = one
+                self._known.move_to_end(key)
+        while len(self._known) > self.most:
+            self._known.popitem(last=False)
+        return out
+
+    def _encoded(self, encode: Callable[..., Any], parts: Sequence[Part]) -> list[Any]:
+        if self.together and len(parts) > 1:
+            return _parted(encode(**_given(parts)), len(parts))
+        return [encode(**_given([part])) for part in parts]
+
+
+def _given(parts: Sequence[Part]) -> dict[str, Tensor]:
+    pixels, grids = zip(*parts, strict=True)
+    given = {"pixel_values": torch.cat(pixels)}
+    return given if grids[0] is None else {**given, "image_grid_thw": torch.cat(grids)}
+
+
+def _shape_of(part: Part) -> bytes:
+    pixels, grid = part
+    return str(grid.tolist() if grid is not None else tuple(pixels.shape)).encode()
 
 
 def can_encode_alone(model: nn.Module) -> bool:
@@ -105,11 +122,23 @@ def can_encode_alone(model: nn.Module) -> bool:
     return style is not None and style.name in ("grid", "flat") and hasattr(inner_model(model), "get_image_features")
 
 
-def _split(pixels: Tensor, grid: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
+def _split(pixels: Tensor, grid: Tensor | None) -> list[Part]:
     if grid is None:
         return [(one, None) for one in torch.split(pixels, 1)]
     parts = torch.split(pixels, grid.prod(dim=-1).tolist())
     return list(zip(parts, torch.split(grid, 1), strict=True))
+
+
+def _parted(found: Any, number: int) -> list[Any]:
+    """The output of all images as outputs of single ones."""
+    if len(found.pooler_output) != number:
+        raise AssertionError(f"features of {len(found.pooler_output)} images came for {number}")
+    layers = getattr(found, "deepstack_features", None)
+    parts = []
+    for at in range(number):
+        deep = {} if layers is None else {"deepstack_features": [layer[at : at + 1] for layer in layers]}
+        parts.append(type(found)(pooler_output=found.pooler_output[at : at + 1], **deep))
+    return parts
 
 
 def _joined(found: Sequence[Any]) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,25 +51,22 @@ class Shape(NamedTuple):
     heads: int
     key_heads: int
     width: int
-    cells: int
     slots: int
     """Samples at the most."""
     longest: int
     causal: bool
     scale: float
-    deterministic: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Two planned graphs, and what is needed to call them."""
+    """A planned graph, and what is needed to call it."""
 
-    forward: Any
-    backward: Any
+    graph: Any
     factors: Tensor
     """[3, 1] int64: elements a cell of tensors with all heads, with the heads of keys, and with one value a head."""
-    room: tuple[int, int]
-    """Bytes that the graphs want beside their tensors."""
+    room: int
+    """Bytes that the graph wants beside its tensors."""
 
 
 def round_up(number: int, least: int) -> int:
@@ -80,16 +78,29 @@ def round_up(number: int, least: int) -> int:
     return max(1 << (number - 1).bit_length(), least)
 
 
-def find_plan(query: Tensor, key: Tensor, *, used: int, longest: int, causal: bool, scale: float) -> Plan | None:
-    """The plan for `used` samples of at most `longest` cells; None where cuDNN has no kernel for them."""
-    return _make_plan(
-        Shape(
-            dtype=query.dtype, device=query.device.index, heads=query.shape[1], key_heads=key.shape[1],
-            width=query.shape[2], cells=len(query), slots=round_up(used, FEWEST_SLOTS),
-            longest=round_up(longest, SHORTEST), causal=causal, scale=scale,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
+def shape_of(query: Tensor, key: Tensor, *, used: int, longest: int, causal: bool, scale: float) -> Shape:
+    """The shape whose plans serve `used` samples of at most `longest` cells."""
+    return Shape(
+        dtype=query.dtype, device=query.device.index, heads=query.shape[1], key_heads=key.shape[1],
+        width=query.shape[2], slots=round_up(used, FEWEST_SLOTS), longest=round_up(longest, SHORTEST), causal=causal,
+        scale=scale,
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=512)
+def forward_plan(shape: Shape) -> Plan | None:
+    """The plan for attention; None where cuDNN has no kernel for it."""
+    return _make_plan(shape, functools.partial(_forward_graph, shape))
+
+
+def backward_plan(shape: Shape, *, cells: int) -> Plan | None:
+    """The plan for the gradients of rows with so many cells; None where cuDNN has no kernel for them."""
+    return _backward_plan(shape, round_up(cells, SHORTEST), torch.are_deterministic_algorithms_enabled())
+
+
+@functools.lru_cache(maxsize=512)
+def _backward_plan(shape: Shape, cells: int, deterministic: bool) -> Plan | None:
+    return _make_plan(shape, functools.partial(_backward_graph, shape, cells, deterministic))
 
 
 def attend_planned(plan: Plan, query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +108,7 @@ def attend_planned(plan: Plan, query: Tensor, key: Tensor, value: Tensor, starts
     out = query.new_empty(query.shape)
     stats = query.new_empty(query.shape[:2], dtype=torch.float32)
     tensors = {QUERY: query, KEY: key, VALUE: value, OUT: out, STATS: stats}
-    _execute(plan.forward, plan.room[0], tensors | _table(plan, starts))
+    _execute(plan, tensors | _table(plan, starts))
     return out, stats
 
 
@@ -108,7 +119,7 @@ def differentiate_planned(
     grads = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
     tensors = {QUERY: query, KEY: key, VALUE: value, OUT: out, STATS: stats, GRAD: grad}
     tensors |= dict(zip((GRAD_QUERY, GRAD_KEY, GRAD_VALUE), grads, strict=True))
-    _execute(plan.backward, plan.room[1], tensors | _table(plan, starts))
+    _execute(plan, tensors | _table(plan, starts))
     return grads
 
 
@@ -129,12 +140,12 @@ def fill_slots(starts: Tensor, used: int) -> Tensor:
     return torch.cat([starts[: used + 1], starts[used : used + 1].expand(slots - used)])
 
 
-def _execute(graph: Any, room: int, tensors: dict[int, Tensor]) -> None:
+def _execute(plan: Plan, tensors: dict[int, Tensor]) -> None:
     device = tensors[QUERY].device
     handle = _handle(device.index)
     _library().set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
-    workspace = torch.empty(room, dtype=torch.uint8, device=device)
-    graph.execute(tensors, workspace, handle=handle)
+    workspace = torch.empty(plan.room, dtype=torch.uint8, device=device)
+    plan.graph.execute(tensors, workspace, handle=handle)
 
 
 @functools.cache
@@ -143,19 +154,14 @@ def _handle(device: int) -> Any:
         return _library().create_handle()
 
 
-@functools.lru_cache(maxsize=512)
-def _make_plan(shape: Shape) -> Plan | None:
+def _make_plan(shape: Shape, build: Callable[[], Any]) -> Plan | None:
     try:
-        forward, backward = _forward_graph(shape), _backward_graph(shape)
+        graph = build()
     except _library().cudnnGraphNotSupportedError:
         return None
     each = [shape.heads * shape.width, shape.key_heads * shape.width, shape.heads]
-    return Plan(
-        forward=forward,
-        backward=backward,
-        factors=torch.tensor(each, device=f"cuda:{shape.device}")[:, None],
-        room=(forward.get_workspace_size(), backward.get_workspace_size()),
-    )
+    factors = torch.tensor(each, device=f"cuda:{shape.device}")[:, None]
+    return Plan(graph=graph, factors=factors, room=graph.get_workspace_size())
 
 
 def _forward_graph(shape: Shape) -> Any:
@@ -169,7 +175,7 @@ def _forward_graph(shape: Shape) -> Any:
     return _planned(graph)
 
 
-def _backward_graph(shape: Shape) -> Any:
+def _backward_graph(shape: Shape, cells: int, deterministic: bool) -> Any:
     graph, made = _begin(shape)
     wide, narrow = _lies(shape, shape.heads), _lies(shape, shape.key_heads)
     out, grad = (graph.tensor(uid=number, **wide, ragged_offset=made[WIDE]) for number in (OUT, GRAD))
@@ -177,10 +183,9 @@ def _backward_graph(shape: Shape) -> Any:
         uid=STATS, **_lies(shape, shape.heads, width=1), data_type=_library().data_type.FLOAT,
         ragged_offset=made[SINGLE],
     )  # fmt: skip
-    cells = -(-shape.cells // 64) * 64
     grads = graph.sdpa_backward(
         q=made[QUERY], k=made[KEY], v=made[VALUE], o=out, dO=grad, stats=stats, **_rule(shape, made),
-        max_total_seq_len_q=cells, max_total_seq_len_kv=cells, use_deterministic_algorithm=shape.deterministic,
+        max_total_seq_len_q=cells, max_total_seq_len_kv=cells, use_deterministic_algorithm=deterministic,
         name="gradients",
     )  # fmt: skip
     _name_result(grads[0], GRAD_QUERY, wide, made[WIDE])

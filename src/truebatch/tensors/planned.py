@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from truebatch.tensors.cudnnplans import Plan, attend_planned, differentiate_planned, fill_slots, find_plan
+from truebatch.tensors.cudnnplans import (
+    Shape,
+    attend_planned,
+    backward_plan,
+    differentiate_planned,
+    fill_slots,
+    forward_plan,
+    shape_of,
+)
 from truebatch.tensors.fixedtable import KernelCall, flash_backward, flash_forward
 
 
@@ -31,7 +39,8 @@ def attend_by_plan(
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, bounds: Tensor, rule: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
-    plan, call = _served(query, key, starts, bounds, rule)
+    shape, call = _served(query, key, starts, bounds, rule)
+    plan = forward_plan(shape)
     if plan is not None:
         return attend_planned(plan, query, key, value, fill_slots(call.starts, len(call.starts) - 1))
     out, lse = flash_forward(query, key, value, call)
@@ -55,7 +64,8 @@ def _backward(
     bounds: Tensor,
     rule: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    plan, call = _served(query, key, starts, bounds, rule)
+    shape, call = _served(query, key, starts, bounds, rule)
+    plan = backward_plan(shape, cells=len(query))
     if plan is not None:
         slots = fill_slots(call.starts, len(call.starts) - 1)
         return differentiate_planned(plan, grad, query, key, value, out, stats, slots)
@@ -83,9 +93,9 @@ _forward.register_autograd(_differentiate, setup_context=_keep_for_backward)
 
 def _served(
     query: Tensor, key: Tensor, starts: Tensor, bounds: Tensor, rule: Sequence[float]
-) -> tuple[Plan | None, KernelCall]:
-    """The plan for this call, and the same call for torch's own kernel."""
+) -> tuple[Shape, KernelCall]:
+    """The shape of the plans for this call, and the same call for torch's own kernel."""
     used, longest = bounds.tolist()
     causal, scale = bool(rule[0]), rule[1]
-    plan = find_plan(query, key, used=used, longest=longest, causal=causal, scale=scale)
-    return plan, KernelCall(starts[: used + 1], max(longest, 2), causal, -1, 0 if causal else -1, scale)
+    shape = shape_of(query, key, used=used, longest=longest, causal=causal, scale=scale)
+    return shape, KernelCall(starts[: used + 1], max(longest, 2), causal, -1, 0 if causal else -1, scale)

@@ -1,0 +1,168 @@
+"""Prompts in one row against padded rows and against one prompt at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from tests.generation.toys import make_prompts
+from tests.hf.tiny_models import CONFIGS
+from truebatch.bench.scoring_work import make_qwen, picture_prompts
+from truebatch.errors import ConfigError
+from truebatch.generation.decoding import collect, generate_tokens
+from truebatch.generation.prompts import Prompt, start_session
+from truebatch.generation.settings import Generation
+from truebatch.hf import packedreading
+from truebatch.hf.attention import NAME
+from truebatch.hf.decoding import hf_decoder
+from truebatch.hf.imagefeatures import ImageDecoder
+from truebatch.hf.packedreading import PackedDecoder, can_read_packed, compile_reading
+from truebatch.tensors.compiling import uncompile_layers
+
+TEXTS = [(5,), (7, 8, 9, 3, 2, 1, 4, 11, 12), (20, 21, 22), (5, 30, 31, 32, 33, 34), (40, 41)]
+PACKED = ("llama", "qwen3", "gpt_neox")
+PADDED = ("mistral", "qwen2", "gemma2", "gemma3_text", "gpt_oss")
+"""Layers with a window: their cache cannot be laid out again."""
+
+
+def make(name):
+    kind, values = CONFIGS[name]
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**values)).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(8)
+    return made
+
+
+@pytest.fixture(scope="module", params=PACKED)
+def decoders(request):
+    plain = hf_decoder(make(request.param), end_ids=())
+    assert can_read_packed(plain)
+    return plain, PackedDecoder(plain, plain)
+
+
+@torch.inference_mode()
+def test_logits_in_one_row_are_those_of_each_prompt_alone(decoders):
+    plain, packed = decoders
+    prompts = make_prompts(TEXTS)
+    alone = torch.cat([plain.start([one])[0] for one in prompts])
+    torch.testing.assert_close(packed.logits(prompts), alone, rtol=1e-4, atol=1e-4)
+    assert packed.is_equal, packed.why
+    assert plain.model.config._attn_implementation != NAME
+
+
+@pytest.mark.parametrize(
+    "settings", [Generation(max_new_tokens=7, temperature=0), Generation(max_new_tokens=5, beams=3)]
+)
+def test_texts_go_on_from_one_row_as_from_padded_ones(decoders, settings):
+    plain, packed = decoders
+    prompts = make_prompts(TEXTS)
+    want = [collect(generate_tokens(plain, [one], settings), 1)[0] for one in prompts]
+    assert collect(generate_tokens(packed, prompts, settings), len(prompts)) == want
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_models_whose_cache_cannot_be_laid_out_again_are_not_tried(name):
+    assert not can_read_packed(hf_decoder(make(name)))
+
+
+@torch.inference_mode()
+def test_a_model_that_gives_something_else_in_one_row_goes_on_with_padded_rows(monkeypatch):
+    plain = hf_decoder(make("llama"))
+    monkeypatch.setattr(packedreading, "packed_inputs", _one_long_sample)
+    packed = PackedDecoder(plain, plain)
+    prompts = make_prompts(TEXTS)
+    assert torch.equal(packed.logits(prompts), plain.start(prompts)[0])
+    assert packed.is_equal is False
+    assert "away from" in packed.why
+
+
+def _one_long_sample(segments, **given):
+    """A table that keeps no prompt apart."""
+    from truebatch.hf.attention import packed_inputs
+    from truebatch.tensors.segments import packed_segments
+
+    return packed_inputs(packed_segments([segments.num_cells]), **given)
+
+
+@torch.inference_mode()
+def test_a_model_that_ignores_the_attention_interface_goes_on_with_padded_rows():
+    plain = hf_decoder(make("falcon"))
+    packed = PackedDecoder(plain, plain)
+    prompts = make_prompts(TEXTS)
+    assert torch.equal(packed.logits(prompts), plain.start(prompts)[0])
+    assert packed.is_equal is False
+    assert "interface" in packed.why
+
+
+@torch.inference_mode()
+def test_a_long_common_beginning_is_left_to_the_decoder_that_reads_it_once():
+    plain = hf_decoder(make("llama"))
+    packed = PackedDecoder(plain, plain)
+    common = tuple(range(3, 33))
+    prompts = [Prompt(ids=(*common, *rest), key=0) for rest in TEXTS]
+    assert torch.equal(packed.logits(prompts), plain.start(prompts)[0])
+    assert packed.is_equal
+
+
+@torch.inference_mode()
+def test_rows_of_fixed_length_are_compiled_once():
+    graphs = []
+
+    def count(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    plain = hf_decoder(make("qwen3"))
+    prompts = make_prompts(TEXTS)
+    want = torch.cat([plain.start([one])[0] for one in prompts])
+    torch.compiler.reset()
+    packed = PackedDecoder(plain, plain, cells=64)
+    assert compile_reading(plain, backend=count) == plain.model.config.num_hidden_layers
+    try:
+        for some in (slice(0, 5), slice(1, 4), slice(0, 3), slice(2, 5)):
+            torch.testing.assert_close(packed.logits(prompts[some]), want[some], rtol=1e-4, atol=1e-4)
+    finally:
+        uncompile_layers(plain.model)
+    assert packed.is_equal, packed.why
+    assert len(graphs) == 1
+
+
+def test_what_does_not_read_in_one_row_is_not_compiled_for_it():
+    with pytest.raises(ConfigError, match="cannot be compiled"):
+        compile_reading(hf_decoder(make("gemma2")))
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    model = make_qwen(torch.device("cpu"), is_tiny=True)
+    prompts = [*picture_prompts(3, 40, 8, 500), *picture_prompts(2, 30, 4, 500)]
+    return model, prompts
+
+
+def test_images_and_texts_in_one_row_equal_one_by_one(pictures):
+    model, prompts = pictures
+    plain = hf_decoder(model, end_ids=())
+    packed = PackedDecoder(ImageDecoder(plain, model, most=0, together=True), plain)
+    alone = torch.cat([start_session(plain, [one])[0] for one in prompts])
+    with torch.inference_mode():
+        torch.testing.assert_close(packed.logits(prompts), alone, rtol=1e-4, atol=1e-4)
+    assert packed.is_equal, packed.why
+    settings = Generation(max_new_tokens=6, temperature=0)
+    want = [collect(generate_tokens(plain, [one], settings), 1)[0] for one in prompts]
+    assert collect(generate_tokens(packed, prompts, settings), len(prompts)) == want
+
+
+def test_images_together_are_kept_and_split_as_one_by_one(pictures):
+    model, prompts = pictures
+    plain = hf_decoder(model, end_ids=())
+    together = ImageDecoder(plain, model, most=8, together=True)
+    alone = ImageDecoder(plain, model, most=8)
+    for some in (prompts[:2], prompts, [prompts[0], prompts[0], prompts[4]]):
+        one, other = (start_session(decoder, some)[0] for decoder in (together, alone))
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert together.reused == alone.reused
+    assert model.model.visual.config._attn_implementation == "sdpa"
