@@ -130,6 +130,8 @@ ORDER = [
     "hf.finetuning.encoded",
     "hf.finetuning.encoding",
     "hf.finetuning.models",
+    "hf.growingcache",
+    "hf.rowattention",
     "hf.decoding",
     "hf.prefixes",
     "hf.imagefeatures",

@@ -6,6 +6,7 @@ prompts -> ids, attention_mask, position_ids -> forward -> logits of the last ce
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 from truebatch.errors import BatchError, ConfigError
 from truebatch.generation.prompts import Prompt, pad_left
 from truebatch.hf.finetuning.models import num_positions
+from truebatch.hf.growingcache import grow_in_place
 from truebatch.hf.images import forget_last_call, image_token_id, sample_positions
-from truebatch.hf.inputs import Border, read_border
+from truebatch.hf.inputs import Border, language_model, read_border
+from truebatch.hf.rowattention import attend_folded, grouped_configs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,6 +30,8 @@ class HFDecoder:
     end_ids: frozenset[int]
     max_length: int | None
     border: Border
+    grouped: tuple[Any, ...] = ()
+    """Configs of layers whose query heads share keys, see `grouped_configs`."""
 
     def start(self, prompts: Sequence[Prompt], /) -> tuple[Tensor, HFSession]:
         """One forward pass over all prompts, padded on the left; [B, V] logits of what follows."""
@@ -45,7 +50,8 @@ def hf_decoder(model: nn.Module, *, end_ids: Iterable[int] | None = None) -> HFD
     """The decoder of a causal model; by default a text ends where the model's own generation settings say."""
     config: Any = getattr(model, "config", None)
     ends = _own_end_ids(model) if end_ids is None else end_ids
-    return HFDecoder(model, frozenset(int(i) for i in ends), num_positions(config), read_border(model))
+    grouped = grouped_configs(language_model(model))
+    return HFDecoder(model, frozenset(int(i) for i in ends), num_positions(config), read_border(model), grouped)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,8 +114,9 @@ class HFSession:
             "return_dict": True,
         }
         known = {name: value for name, value in inputs.items() if name in border.accepts}
-        out = self._decoder.model(input_ids=ids, **known, **beside)
-        self._cache = _cache_of(out, self._decoder.model)
+        with attend_folded(self._decoder.grouped) if ids.shape[1] == 1 else nullcontext():
+            out = self._decoder.model(input_ids=ids, **known, **beside)
+        self._cache = grow_in_place(_cache_of(out, self._decoder.model))
         logits: Tensor = out.logits[:, -1]
         return logits
 
