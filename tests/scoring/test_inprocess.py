@@ -20,6 +20,7 @@ from truebatch.scoring.manifest import settle_manifest
 from truebatch.scoring.reading import read_asked
 from truebatch.scoring.readouts import Generate, Head, Labels, Words, YesNo, last_number
 from truebatch.scoring.wire import decode, encode
+from truebatch.tensors.compiling import uncompile_layers
 
 TEN = Labels({str(n): n for n in range(1, 11)})
 TWO = Labels({"a": 1, "b": 0})
@@ -357,3 +358,43 @@ def test_generation_settings_and_the_image_processor_are_in_the_fingerprint(tmp_
     processor.image_processor.size = {"shortest_edge": 60}
     with pytest.raises(RunError, match=r"processor\.settings"):
         settle_manifest(tmp_path, model_backend(model, processor, TEXT, LIMITS).describe())
+
+
+def test_labels_of_one_token_are_read_in_one_row_and_equal_one_by_one(text):
+    asked = list(read_asked(questions(9)))
+    for level in ("close", "plan"):
+        backend = model_backend(*text, TWO, Limits(level=level, cells=4096))
+        prepared = [backend.prepare(one) for one in asked]
+        alone = [backend.judge([one])[0] for one in prepared]
+        together = backend.judge(prepared)
+        assert backend.decoder.is_equal, backend.decoder.why
+        assert [a.score for a in together] == pytest.approx([a.score for a in alone], abs=1e-5)
+        assert check_identity(backend, asked).ok
+
+
+def test_compiled_layers_read_labels_as_written_ones_do(text, monkeypatch):
+    monkeypatch.setattr("truebatch.tensors.compiling.BACKEND", "eager")
+    asked = list(read_asked(questions(9)))
+    plain = model_backend(*text, TWO, Limits(cells=4096))
+    want = [plain.judge([plain.prepare(one)])[0].score for one in asked]
+    compiled = model_backend(*text, TWO, Limits(cells=1024), compiled=True)
+    try:
+        found = [one.score for one in compiled.judge([compiled.prepare(one) for one in asked])]
+    finally:
+        uncompile_layers(compiled.model)
+    assert compiled.decoder.is_equal, compiled.decoder.why
+    assert found == pytest.approx(want, abs=1e-5)
+    assert compiled.describe()["reuse"]["compiled"]
+
+
+@pytest.mark.parametrize(
+    ("readout", "limits", "says"),
+    [
+        (TEXT, Limits(cells=1024), "only the reading of labels"),
+        (TWO, Limits(cells=1024, level="shape"), "only the reading of labels"),
+        (TWO, Limits(), "rows of a fixed length"),
+    ],
+)
+def test_what_is_not_compiled_is_refused(text, readout, limits, says):
+    with pytest.raises(ConfigError, match=says):
+        model_backend(*text, readout, limits, compiled=True)

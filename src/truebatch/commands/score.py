@@ -67,6 +67,12 @@ def show_score(
     rows: Annotated[int, typer.Option(help="Most samples of a batch; 1 judges one by one.")] = 256,
     dtype: Annotated[str, typer.Option(help="auto (as saved), float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
+    compiled: Annotated[
+        bool,
+        typer.Option(
+            "--compile", help="On a card, for labels of one token: compile the model's layers; needs --cells."
+        ),
+    ] = False,
     served: Annotated[str, typer.Option(help="With an address: the model's name there.")] = "",
     workers: Annotated[int, typer.Option(help="Processes that judge, each on a GPU of its own; 0: this one.")] = 0,
     engine: Annotated[str, typer.Option(help="local, or ray: workers are a pool of Ray Data actors.")] = "local",
@@ -124,7 +130,7 @@ def show_score(
     is_served, is_off = model.startswith("http"), true_batch == "off"
     call = ScoreCall(
         data=str(data), model=model, served=served, readout=readout, dtype=dtype, device=device, workers=workers,
-        timeout=timeout, reuse=not is_off, engine=engine,
+        timeout=timeout, reuse=not is_off, engine=engine, compiled=compiled,
         limits={"level": level or ("close" if is_served else "plan"), "cells": cells, "rows": 1 if is_off else rows},
     )  # fmt: skip
     if engine not in ("local", "ray") or (engine == "ray" and not workers):

@@ -145,7 +145,7 @@ def compile_reading(plain: HFDecoder, *, backend: Any = None) -> int:
         raise ConfigError(
             "this model cannot be compiled for reading",
             seen=f"{type(plain.model).__name__} does not read prompts in one row",
-            do="leave compile out",
+            do="leave compiled out, or give the command without --compile",
         )
     return compile_layers(language_model(plain.model), backend=backend)
 

@@ -38,6 +38,8 @@ class ScoreCall:
     dtype: str = "auto"
     device: str = "auto"
     reuse: bool = True
+    compiled: bool = False
+    """Compile the layers of the model, for labels of one token."""
     workers: int = 0
     """Processes that judge; 0: this one."""
     timeout: float = 600.0
@@ -68,7 +70,7 @@ def open_one(call: ScoreCall) -> Backend:
         return HttpBackend(call.model, call.served, readout, timeout=call.timeout)
     return open_backend(
         call.model, readout, limits, dtype=call.dtype, device=call.device,
-        reuse_prefix=call.reuse, reuse_images=call.reuse,
+        reuse_prefix=call.reuse, reuse_images=call.reuse, compiled=call.compiled,
     )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from truebatch.generation.prompts import Decoder, advance_session, start_session
 from truebatch.hf.decoding import HFDecoder, first_cells, hf_decoder
 from truebatch.hf.imagefeatures import ImageDecoder, PicturePrompt, can_encode_alone
 from truebatch.hf.images import image_token_id
+from truebatch.hf.packedreading import PackedDecoder, can_read_packed, compile_reading
 from truebatch.hf.prefixes import PrefixDecoder
 from truebatch.scoring.backend import Answer, Asked, Cost, SampleError
 from truebatch.scoring.batching import Limits
@@ -122,6 +123,10 @@ class ModelBackend:
         self, decoder: Decoder, prepared: Sequence[PicturePrompt], forced: Sequence[Sequence[int]] | None
     ) -> list[Tensor]:
         groups = list(decoder.groups(prepared)) if isinstance(decoder, PinnedDecoder) else [list(range(len(prepared)))]
+        if decoder is self.decoder and self._reads_once():
+            with torch.inference_mode():
+                logits = decoder.logits(prepared)  # type: ignore[attr-defined]
+            return list(torch.softmax(logits.double(), dim=-1).cpu()[:, None])
         found: dict[int, Tensor] = {}
         for numbers in groups:
             logits, session = start_session(decoder, [prepared[number] for number in numbers])
@@ -132,6 +137,10 @@ class ModelBackend:
                 chances.append(torch.softmax(logits.double(), dim=-1).cpu())
             found.update(zip(numbers, torch.stack(chances, dim=1), strict=True))
         return [found[number] for number in range(len(prepared))]
+
+    def _reads_once(self) -> bool:
+        """True where one forward pass in one row answers, and no cache is needed."""
+        return isinstance(self.decoder, PackedDecoder) and self.prompting.new_tokens == 1
 
     def reused(self) -> dict[str, int]:
         """Tokens and images that were not run again."""
@@ -152,9 +161,9 @@ class ModelBackend:
         labels = as_labels(self.readout)
         assert labels is not None
         assert self.trie is not None
-        if isinstance(self.decoder, PinnedDecoder):
+        if isinstance(self.decoder, PinnedDecoder) or self._reads_once():
             with torch.inference_mode():
-                reads = read_labels_afresh(self.decoder.logits, prepared, self.trie)
+                reads = read_labels_afresh(self.decoder.logits, prepared, self.trie)  # type: ignore[attr-defined]
         else:
             reads = read_labels(self.decoder, prepared, self.trie)
         return [labels.answer(read, len(one.ids)) for read, one in zip(reads, prepared, strict=True)]
@@ -204,9 +213,12 @@ class ModelBackend:
 
 def model_backend(
     model: nn.Module, processor: Any, readout: Readout, limits: Limits, *,
-    name: str = "", reuse_prefix: bool = True, reuse_images: bool = True,
+    name: str = "", reuse_prefix: bool = True, reuse_images: bool = True, compiled: bool = False,
 ) -> ModelBackend:  # fmt: skip
-    """The backend of a loaded model in evaluation mode."""
+    """The backend of a loaded model in evaluation mode.
+
+    `compiled`: for labels of one token on a card. Layers are compiled once, for rows of `limits.cells` tokens.
+    """
     model.eval()
     processor = _own(processor)
     plain, is_pinned = hf_decoder(model), limits.level == "shape"
@@ -224,10 +236,15 @@ def model_backend(
     if reuse_prefix and not is_pinned:
         decoder = PrefixDecoder(plain)
     if can_encode_alone(model) and (reuse_images or is_pinned):
-        decoder = ImageDecoder(decoder, model, most=64 if reuse_images else 0)
+        decoder = ImageDecoder(decoder, model, most=64 if reuse_images else 0, together=limits.level == "close")
+    if compiled:
+        _check_compile(limits, trie)
+        compile_reading(plain)
+    if not is_pinned and can_read_packed(plain):
+        decoder = PackedDecoder(decoder, plain, cells=limits.cells if compiled else None)
     if is_pinned:
         decoder = PinnedDecoder(decoder, Shapes(limits.most_cells), _filler(model, plain), max(1, new_tokens))
-    reuse = {"prefix": reuse_prefix and not is_pinned, "images": reuse_images}
+    reuse = {"prefix": reuse_prefix and not is_pinned, "images": reuse_images, "compiled": compiled}
     return ModelBackend(
         model=model, prompting=prompting, readout=readout, limits=limits, decoder=decoder, plain=plain,
         name=name or type(model).__name__, trie=trie, weights=weights_hash(model), reuse=reuse,
@@ -282,6 +299,22 @@ def _check_readout(model: nn.Module, readout: Readout, *, is_pinned: bool) -> No
     if not isinstance(readout, Head) and not can_speak:
         raise ConfigError(
             "this model has no next tokens to read", seen=type(model).__name__, do="use Head(), or a causal model"
+        )
+
+
+def _check_compile(limits: Limits, trie: Trie | None) -> None:
+    if limits.level == "shape" or trie is None or trie.depth() != 1:
+        seen = (
+            "level `shape`" if limits.level == "shape" else "no labels" if trie is None else f"labels of {trie.depth()}"
+        )
+        raise ConfigError(
+            "only the reading of labels of one token is compiled",
+            seen=seen + ("" if limits.level == "shape" or trie is None else " tokens"),
+            do="leave compiled (--compile) out, or choose labels that are one token each",
+        )
+    if limits.cells is None:
+        raise ConfigError(
+            "compiled layers need rows of a fixed length", seen="cells=None", do="give cells, such as 16384"
         )
 
 

@@ -20,7 +20,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 def open_backend(
     folder: str | Path, readout: Readout, limits: Limits, *, dtype: str = "auto", device: str = "auto",
-    reuse_prefix: bool = True, reuse_images: bool = True,
+    reuse_prefix: bool = True, reuse_images: bool = True, compiled: bool = False,
 ) -> ModelBackend:  # fmt: skip
     """The backend of a folder written by `save_pretrained`, the processor beside the weights."""
     path = Path(folder)
@@ -30,8 +30,9 @@ def open_backend(
         model, processor = load_model(path), load_processor(path)
     model = model.to(choose_device(device), None if dtype == "auto" else DTYPES[dtype])
     return model_backend(
-        model, processor, readout, limits, name=path.name, reuse_prefix=reuse_prefix, reuse_images=reuse_images
-    )
+        model, processor, readout, limits, name=path.name, reuse_prefix=reuse_prefix, reuse_images=reuse_images,
+        compiled=compiled,
+    )  # fmt: skip
 
 
 def choose_device(device: str) -> torch.device:

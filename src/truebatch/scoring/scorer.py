@@ -129,14 +129,19 @@ class Scorer:
     def __init__(
         self, model: Model, readout: Readout | None = None, *,
         processor: Any = None, limits: Limits | None = None, dtype: str = "auto", device: str = "auto", reuse: bool = True,
+        compiled: bool = False,
     ) -> None:  # fmt: skip
-        """`model`: a folder, a loaded model with its `processor`, a function from samples to numbers, or backends."""
+        """`model`: a folder, a loaded model with its `processor`, a function from samples to numbers, or backends.
+
+        `compiled`: layers are compiled, for labels of one token on a card; `limits` must then give `cells`.
+        """
         self.limits = limits or Limits()
         several = list(model) if isinstance(model, list | tuple) else [model]
-        self.backends: Sequence[Backend] = [self._open(m, readout, processor, dtype, device, reuse) for m in several]
+        options: dict[str, Any] = {"reuse_prefix": reuse, "reuse_images": reuse, "compiled": compiled}
+        self.backends: Sequence[Backend] = [self._open(m, readout, processor, dtype, device, options) for m in several]
 
     def _open(
-        self, model: Any, readout: Readout | None, processor: Any, dtype: str, device: str, reuse: bool
+        self, model: Any, readout: Readout | None, processor: Any, dtype: str, device: str, options: dict[str, Any]
     ) -> Backend:
         if isinstance(model, nn.Module | str | Path):
             if readout is None:
@@ -144,10 +149,10 @@ class Scorer:
                     "a model needs a readout", seen="readout=None", do="give YesNo(), Labels(...), Head() or Generate()"
                 )
             if isinstance(model, nn.Module):
-                return model_backend(model, processor, readout, self.limits, reuse_prefix=reuse, reuse_images=reuse)
-            return open_backend(
-                model, readout, self.limits, dtype=dtype, device=device, reuse_prefix=reuse, reuse_images=reuse
-            )
+                return model_backend(model, processor, readout, self.limits, **options)
+            return open_backend(model, readout, self.limits, dtype=dtype, device=device, **options)
+        if options["compiled"]:
+            raise ConfigError("only a model is compiled", seen=f"a {type(model).__name__}", do="leave compiled out")
         if all(hasattr(model, name) for name in ("describe", "cost", "prepare", "judge", "close")):
             found: Backend = model
             return found
