@@ -392,6 +392,7 @@ ORDER = [
     "bench.census",
     "bench.training_work",
     "bench.training_ways",
+    "bench.training_settings",
     "bench.training_timing",
     "bench.training_attention",
     "bench.training_table",

@@ -1,14 +1,18 @@
 """The training benchmark compares like with like, says what it left out, and its ratios are of what they say."""
 
 import json
+import sys
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
-from truebatch.bench.training import Case, TrainingBenchConfig, make_config, run_training
+from truebatch.bench import training
+from truebatch.bench.training import run_training
+from truebatch.bench.training_settings import Case, TrainingBenchConfig, make_config
 from truebatch.bench.training_table import ratios, table
-from truebatch.bench.training_ways import all_ways, compare_gradients
+from truebatch.bench.training_ways import EVERY_CASE, LIGER, TRL, WAYS, all_ways, compare_gradients
 from truebatch.bench.training_work import make_work
 from truebatch.errors import ConfigError
 from truebatch.hf.heads import head_of
@@ -85,7 +89,89 @@ def test_one_case_is_measured_written_and_shown(tmp_path):
     assert all(row["compilations"] == 0 for row in result["rows"])  # nothing compiles after the warm-up
 
 
-def test_what_there_was_no_time_for_is_named():
+SMALL = {
+    "cells": 120, "longest": 40, "samples": 40, "step_tokens": 500, "way_seconds": 0.0, "thinned": 8,
+    "backend": "eager", "seconds": 100,
+}  # fmt: skip
+
+
+@pytest.fixture
+def fast_peak(monkeypatch):
+    """The matrix rate of this machine is not measured."""
+    monkeypatch.setattr(training, "measure_peak", lambda _: 0.1)
+
+
+@pytest.fixture
+def liger(monkeypatch):
+    """A stand-in for Liger: it marks the instance, and transformers' own module for every model after."""
+    from transformers.models.qwen2 import modeling_qwen2
+
+    def apply(*, model):
+        model.is_marked = True
+        monkeypatch.setattr(modeling_qwen2, "is_marked", True, raising=False)
+
+    for name in ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.monkey_patch"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["liger_kernel.transformers.monkey_patch"]._apply_liger_kernel_to_instance = apply
+    return modeling_qwen2
+
+
+def test_only_ligers_own_rows_see_its_kernels(liger, fast_peak, monkeypatch):
+    seen = []
+    time_rounds = training.time_rounds
+
+    def watch(way, *args, **kwargs):
+        seen.append((way.name, getattr(liger, "is_marked", False)))
+        return time_rounds(way, *args, **kwargs)
+
+    monkeypatch.setattr(training, "time_rounds", watch)
+    cases = (Case("qwen2-tiny", "chat", True), Case("qwen2-tiny", "patient"))
+    ways = ("one by one", "ours packed", *LIGER)
+    run_training(TrainingBenchConfig(**SMALL, cases=cases, ways=ways), say=lambda _: None)
+    assert {name for name, _ in seen} == set(ways)
+    assert all(is_marked == name.startswith("Liger") for name, is_marked in seen)
+
+
+def test_named_ways_alone_are_measured(fast_peak):
+    config = TrainingBenchConfig(**SMALL, cases=(Case("qwen2-tiny", "patient", True),), ways=("uniform", "ours padded"))
+    result = run_training(config, say=lambda _: None)
+    assert [row["way"] for row in result["rows"]] == ["ours padded", "uniform"]
+    assert "equality" not in result
+    assert set(result["work"]["qwen2-tiny/patient"]["seconds_of_ways"]) == {"ours padded", "uniform"}
+
+
+def test_ways_are_named_with_commas_although_names_hold_some():
+    named = "uniform, our kernel, compiled,ours packed, uniform, HF default, 8"
+    assert make_config(device="cpu", ways=named).ways == (
+        "HF default, 8", "ours packed", "uniform", "uniform, our kernel, compiled"
+    )  # fmt: skip
+    assert make_config(device="cpu").ways == ()
+    with pytest.raises(ConfigError, match="no such way; did you mean 'ours packed'"):
+        make_config(device="cpu", ways="uniform,our packed")
+
+
+def test_a_way_runs_beside_its_limit_and_every_name_is_known(prepared):
+    model, work = prepared
+    names = [way.name for way in all_ways(model, work, device=torch.device("cpu"), backend="eager")]
+    assert names == [name for name in WAYS if name not in (TRL, *LIGER)]
+    for order in (WAYS, EVERY_CASE):
+        for way in ("ours packed", "ours packed, compiled"):
+            assert order[order.index(way) + 1] == way.replace("ours packed", "uniform")
+
+
+def test_later_cases_time_fewer_micro_batches_of_other_ways_and_rows_say_so(fast_peak):
+    cases = (Case("qwen2-tiny", "chat", True), Case("qwen2-tiny", "patient"))
+    config = TrainingBenchConfig(**{**SMALL, "thinned": 4}, cases=cases, ways=("one by one", "ours packed"))
+    rows = run_training(config, say=lambda _: None)["rows"]
+    assert [row["micro_batches"] for row in rows] == [4, 1, 2, 1]
+
+
+def test_an_encoder_has_no_ways_of_causal_models():
+    config = TrainingBenchConfig(ways=("uniform", TRL, *LIGER))
+    assert config.ways_of(Case("bert-tiny", "chat")) == ("uniform",)
+
+
+def test_what_there_was_no_time_for_is_named(fast_peak):
     config = TrainingBenchConfig(cases=(Case("qwen2-tiny", "chat"),), seconds=-1.0)
     lines = []
     result = run_training(config, say=lines.append)

@@ -22,6 +22,19 @@ from truebatch.tensors.microbatch import MicroBatch
 
 Run = Callable[[Any], None]
 """Forward and backward of one micro-batch."""
+TRL = "TRL padding-free, 8"
+LIGER = ("Liger, HF default, 8", "Liger, HF packed")
+WAYS = (
+    "one by one", "HF default, 8", "HF group_by_length, 8", "HF packed, sdpa", TRL, "ours padded", "ours packed",
+    "uniform", "uniform, our kernel", "ours packed, compiled", "uniform, compiled", "uniform, our kernel, compiled",
+    *LIGER,
+)  # fmt: skip
+"""All ways in the order they run in. A way and its limits are neighbours: the clock of a card drifts."""
+EVERY_CASE = (
+    "one by one", "HF default, 8", "HF group_by_length, 8", "ours packed", "uniform", "ours packed, compiled",
+    "uniform, compiled",
+)  # fmt: skip
+"""The ways that every case has; the first case has all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -37,6 +50,8 @@ class Way:
     most: int = 4
     """Micro-batches of one timed round."""
     compiled: bool = False
+    is_other: bool = False
+    """Neither ours nor a limit of ours: later cases time fewer of its micro-batches."""
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     """Open while this way runs."""
 
@@ -51,13 +66,14 @@ def all_ways(model: Any, work: Work, *, device: torch.device, backend: str) -> l
         "tokens": lambda b: b[0].numel(), "cells": lambda b: b[0].numel(),
     }  # fmt: skip
     known: dict[str, Any] = {"tokens": _num_tokens, "cells": lambda b: b.rows().segments.num_cells}
+    other: dict[str, Any] = {**known, "run": theirs, "is_other": True}
     compiled: dict[str, Any] = {"compiled": True, "around": lambda: _compiled(model, backend)}
     both: dict[str, Any] = {"compiled": True, "around": lambda: _packed_and_compiled(model, backend)}
     return [
-        Way(name="one by one", batches=lambda: work.chunks(1, by_length=False), run=theirs, most=16, **known),
-        Way(name="HF default, 8", batches=lambda: work.chunks(8, by_length=False), run=theirs, most=6, **known),
-        Way(name="HF group_by_length, 8", batches=lambda: work.chunks(8, by_length=True), run=theirs, most=8, **known),
-        Way(name="HF packed, sdpa", batches=work.flattened, run=_hf_packed_step(model, device), most=3, **known),
+        Way(name="one by one", batches=lambda: work.chunks(1, by_length=False), most=16, **other),
+        Way(name="HF default, 8", batches=lambda: work.chunks(8, by_length=False), most=6, **other),
+        Way(name="HF group_by_length, 8", batches=lambda: work.chunks(8, by_length=True), most=8, **other),
+        Way(name="HF packed, sdpa", batches=work.flattened, most=2, **{**other, "run": _hf_packed_step(model, device)}),
         Way(name="ours padded", batches=work.budgeted, run=ours, **known),
         Way(name="ours packed", batches=lambda: work.packed(is_static=False), run=ours, **known, **packed),
         Way(name="uniform", **uniform),
@@ -91,28 +107,38 @@ def trl_way(model: Any, work: Work, *, device: torch.device) -> Way | None:
         model(**given, use_cache=False).loss.backward()
 
     count: Callable[[dict[str, Tensor]], int] = lambda batch: batch["input_ids"].numel()  # noqa: E731
-    return Way(name="TRL padding-free, 8", batches=batches, run=run, tokens=count, cells=count)
+    return Way(name=TRL, batches=batches, run=run, tokens=count, cells=count, is_other=True)
 
 
-def liger_ways(model: Any, work: Work, *, device: torch.device) -> list[Way]:
-    """Liger's kernels and fused loss in the ways of Hugging Face, where it is installed; the model keeps them after."""
+def liger_kernels() -> Callable[..., None] | None:
+    """What puts Liger's kernels into a model, where it is installed.
+
+    It puts them into the modules of transformers too, which all models of the process share, and nothing takes them out
+    again: whatever else is measured must be measured before.
+    """
     try:
         from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
     except ImportError:
-        return []
+        return None
+    apply: Callable[..., None] = _apply_liger_kernel_to_instance
+    return apply
+
+
+def liger_ways(model: Any, work: Work, apply: Callable[..., None], *, device: torch.device) -> list[Way]:
+    """Liger's kernels and fused loss in the ways of Hugging Face; this process keeps them."""
 
     @contextmanager
     def with_kernels() -> Iterator[None]:
-        _apply_liger_kernel_to_instance(model=model)
+        apply(model=model)
         yield
 
     known: dict[str, Any] = {
-        "tokens": _num_tokens, "cells": lambda b: b.rows().segments.num_cells, "around": with_kernels
+        "tokens": _num_tokens, "cells": lambda b: b.rows().segments.num_cells, "around": with_kernels, "is_other": True,
     }  # fmt: skip
     theirs, packed = _hf_step(model, device), _hf_packed_step(model, device)
     return [
-        Way(name="Liger, HF default, 8", batches=lambda: work.chunks(8, by_length=False), run=theirs, most=6, **known),
-        Way(name="Liger, HF packed", batches=work.flattened, run=packed, most=3, **known),
+        Way(name=LIGER[0], batches=lambda: work.chunks(8, by_length=False), run=theirs, most=6, **known),
+        Way(name=LIGER[1], batches=work.flattened, run=packed, most=2, **known),
     ]
 
 

@@ -83,6 +83,7 @@ def show_census(
 def show_training(
     device: Annotated[str, typer.Option(help="cpu (tiny models, one thread) or cuda (full sizes).")] = "cpu",
     only: Annotated[str, typer.Option(help="Only these cases, such as llama-1.1b/chat; several with commas.")] = "",
+    ways: Annotated[str, typer.Option(help="Only these ways, such as 'ours packed,uniform'.")] = "",
     seconds: Annotated[float | None, typer.Option(help="Nothing begins after this time.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few and short rounds: a dry run.")] = False,
     profile: Annotated[bool, typer.Option("--profile", help="Print where the time goes.")] = False,
@@ -96,12 +97,15 @@ def show_training(
 
       truebatch bench training --quick --only llama-tiny/chat
 
+      truebatch bench training --only llama-tiny/patient --ways "ours packed,uniform"
+
       truebatch bench training --device cuda --json docs/results/training_cuda.json
     """
     # Imported here so that `truebatch --help` answers at once.
-    from truebatch.bench.training import make_config, run_training
+    from truebatch.bench.training import run_training
+    from truebatch.bench.training_settings import make_config
 
-    config = make_config(device=device, only=only, seconds=seconds, quick=quick, profile=profile)
+    config = make_config(device=device, only=only, ways=ways, seconds=seconds, quick=quick, profile=profile)
     run_training(config, out=json_file, say=typer.echo)
     return 0
 

@@ -1,0 +1,123 @@
+"""What the training benchmark measures: cases, ways and sizes, and how they are chosen by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from truebatch.bench.training_ways import EVERY_CASE, LIGER, TRL, WAYS
+from truebatch.errors import ConfigError
+from truebatch.hf.shapes import SHAPES
+from truebatch.planning.distributions import Distribution
+from truebatch.textfiles import nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One model on one distribution."""
+
+    shape: str
+    lengths: Distribution
+    all_ways: bool = False
+    """False leaves out what the first case has shown, and times fewer micro-batches of ways that are not ours."""
+
+    @property
+    def name(self) -> str:
+        """Shape and distribution, as `--only` names a case."""
+        return f"{self.shape}/{self.lengths}"
+
+
+FULL = (
+    Case("llama-1.1b", "chat", True), Case("llama-1.1b", "patient"), Case("llama-1.1b", "bimodal"),
+    Case("qwen2-0.5b", "chat"), Case("bert-110m", "chat"),
+)  # fmt: skip
+TINY = (
+    Case("llama-tiny", "chat", True), Case("llama-tiny", "patient"), Case("qwen2-tiny", "chat"),
+    Case("qwen2-tiny", "patient"),
+    Case("bert-tiny", "chat"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingBenchConfig:
+    """What is measured and for how long."""
+
+    device: str = "cpu"
+    cells: int = 16384
+    """Cells of a packed row, and the budget of padded rows."""
+    longest: int = 4096
+    """Samples are cut to this many tokens."""
+    step_tokens: int = 131072
+    """Real tokens of one update."""
+    samples: int = 4096
+    way_seconds: float = 1.0
+    """Time for the rounds of one way, warming up not counted."""
+    seconds: float = 480.0
+    """No case and no way begins after this time; what was left out is named."""
+    round_tokens: int = 0
+    """A round of every way has at least so many real tokens, if it is not 0; otherwise a number set for each way."""
+    thinned: int = 1
+    """A round has this many times fewer micro-batches: for trying the benchmark out."""
+    later_thinned: int = 2
+    """In cases behind the first, a round of a way that is not ours has this many times fewer; rows say how many."""
+    backend: str = "inductor"
+    """The compiler of compiled ways."""
+    profile: bool = False
+    """Print where the time of the packed and of the uniform rows goes."""
+    cases: tuple[Case, ...] = FULL
+    ways: tuple[str, ...] = ()
+    """Only these ways, in every case; none named: those that belong to the case."""
+
+    @property
+    def slots(self) -> int:
+        """Entries of the segment table: room for rows of short samples."""
+        return max(self.cells // 8, 64)
+
+    def ways_of(self, case: Case) -> tuple[str, ...]:
+        """The names of what is measured in a case; of an encoder no way that is for causal models alone."""
+        wanted = self.ways or (WAYS if case.all_ways else EVERY_CASE)
+        return tuple(name for name in wanted if not (SHAPES[case.shape].masked and name in (TRL, *LIGER)))
+
+
+TINY_SIZES: dict[str, Any] = {
+    "cells": 1024, "longest": 512, "step_tokens": 16384, "samples": 256, "way_seconds": 8.0, "round_tokens": 8192,
+    "backend": "aot_eager", "seconds": 900.0, "cases": TINY,
+}  # fmt: skip
+
+
+def make_config(
+    *, device: str, only: str = "", ways: str = "", seconds: float | None = None, quick: bool = False,
+    profile: bool = False,
+) -> TrainingBenchConfig:  # fmt: skip
+    """Full sizes for a card and tiny ones for a CPU; `only` names cases and `ways` ways, with commas."""
+    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+        raise ConfigError("this device cannot be measured", seen=f"device={device!r}", do="use cpu, or cuda on a card")
+    sizes: dict[str, Any] = dict(TINY_SIZES) if device == "cpu" else {"cases": FULL}
+    if seconds is not None:
+        sizes["seconds"] = seconds
+    if quick:
+        sizes |= {"thinned": 4, "way_seconds": 0.0, **({"backend": "eager"} if device == "cpu" else {})}
+    known = {case.name: case for case in sizes["cases"]}
+    cases = tuple(known[name] for name in read_names(only, list(known), kind="case")) or sizes["cases"]
+    named = read_names(ways, WAYS, kind="way")
+    return TrainingBenchConfig(device=device, profile=profile, **{**sizes, "cases": cases, "ways": named})
+
+
+def read_names(text: str, known: Sequence[str], *, kind: str) -> tuple[str, ...]:
+    """The names in a text with commas, in the order of `known`; names may hold commas themselves, an unknown is refused."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    found: set[str] = set()
+    while parts:
+        sizes = [size for size in range(len(parts), 0, -1) if ", ".join(parts[:size]) in known]
+        if not sizes:
+            raise ConfigError(
+                f"there is no such {kind}{nearest(parts[0], list(known))}",
+                seen=repr(parts[0]),
+                do=f"use {'; '.join(known)}",
+            )
+        found.add(", ".join(parts[: sizes[0]]))
+        parts = parts[sizes[0] :]
+    return tuple(name for name in known if name in found)
