@@ -17,7 +17,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from operator import eq
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ import torch
 import transformers
 
 from truebatch.bench.keeping import keep_result, origin
-from truebatch.bench.scoring_work import Way, make_llama, make_qwen, ours, picture_prompts, text_prompts, theirs
+from truebatch.bench.scoring_work import Ours, Way, make_llama, make_qwen, picture_prompts, text_prompts, theirs
 from truebatch.bench.training_timing import time_once
 from truebatch.scoring.backend import Cost
 from truebatch.scoring.batching import Limits, plan_batches
@@ -38,6 +40,9 @@ from truebatch.scoring.pictures import picture_sizes
 from truebatch.scoring.records import Outcome
 
 Say = Callable[[str], None]
+PARTS = ("texts", "pictures, labels", "pictures, texts")
+ROW = 32_768
+"""Cells of a row for compiled layers."""
 SHAPE, TURNED = "level shape", "level shape, turned around"
 
 
@@ -56,6 +61,8 @@ class ScoringBench:
     cells: int = 4096
     planned: int = 10_000
     rounds: int = 2
+    only: tuple[str, ...] = ()
+    """Parts that are measured, of `PARTS`; none named: all."""
     seconds: float = 600.0
     """Nothing begins after this time; what was left out is named."""
 
@@ -90,7 +97,9 @@ def run_bench(config: ScoringBench, *, out: Path | None, say: Say) -> dict[str, 
     for name, value in result["overheads"].items():
         say(f"{name}: {value:.4g}")
     keep_result(result, out)
-    for title, ways in (("texts", _text_ways), ("pictures, labels", _label_ways), ("pictures, texts", _picture_ways)):
+    for title, ways in zip(PARTS, (_text_ways, _label_ways, _picture_ways), strict=True):
+        if config.only and title not in config.only:
+            continue
         if time.monotonic() - began > config.seconds:
             result["left_out"].append(title)
             continue
@@ -118,7 +127,9 @@ def _measure(
             continue
         try:
             found: list[Any] = []
-            took = [time_once(lambda way=way, found=found: found.append(way()), device) for _ in range(config.rounds)]  # type: ignore[misc]
+            with way.ready() if isinstance(way, Ours) else nullcontext():
+                run = partial(_noted, way, found)
+                took = [time_once(run, device) for _ in range(config.rounds)]
         except Exception as error:  # a way of others that cannot run here is a result, not an end
             result["left_out"].append(f"{title}: {name}: {type(error).__name__}: {str(error)[:200]}")
             continue
@@ -132,6 +143,10 @@ def _measure(
             "what": title, "way": name, "samples_per_second": rate, "equal": equal, "compared": compared,
             "speedup": rate / first_rate, **_same_bits(name, answers),
         }  # fmt: skip
+
+
+def _noted(way: Way, found: list[Any]) -> None:
+    found.append(way())
 
 
 def _same_bits(name: str, answers: dict[str, list[Any]]) -> dict[str, int]:
@@ -161,8 +176,8 @@ def _text_ways(config: ScoringBench) -> list[tuple[str, Way, int]]:
         ("8 padded right, transformers", theirs(model, prompts, size=8, side="right", new_tokens=new), number),
         ("8 padded left, transformers", theirs(model, prompts, size=8, side="left", new_tokens=new), number),
         ("pipeline(batch_size=8)", _pipeline(model, prompts, new), number),
-        ("truebatch, planned", ours(model, prompts, **shared), number),
-        ("truebatch, level shape", ours(model, prompts, is_pinned=True, **shared), number),
+        ("truebatch, planned", Ours(model, prompts, **shared), number),
+        ("truebatch, level shape", Ours(model, prompts, is_pinned=True, **shared), number),
         ("generate_batch, transformers", _continuous(model, prompts[:at_once], new), at_once),
     ]
 
@@ -182,15 +197,18 @@ def _vision_ways(config: ScoringBench, new: int) -> list[tuple[str, Way, int]]:
     ways: list[tuple[str, Way, int]] = []
     for size in (1, 4, 8, 32, 256):
         some = prompts[:few] if size == 1 else prompts[: max(few, 4 * size)]
-        way = ours(model, some, cells=config.cells if size > 8 else 10**6, rows=size, new_tokens=new)
+        way = Ours(model, some, cells=config.cells if size > 8 else 10**6, rows=size, new_tokens=new)
         ways.append(("one by one" if size == 1 else f"at most {size} a batch", way, len(some)))
     if config.device == "cuda":
         cells = _fitted_cells(model, prompts, new)
-        fitted = ours(model, prompts, cells=cells, rows=len(prompts), new_tokens=new)
+        fitted = Ours(model, prompts, cells=cells, rows=len(prompts), new_tokens=new)
         ways.append((f"fitted budget, {cells:,} cells", fitted, len(prompts)))
+    if config.device == "cuda" and not new:
+        compiled = Ours(model, prompts, cells=ROW, rows=len(prompts), new_tokens=0, is_compiled=True)
+        ways.append((f"compiled layers, rows of {ROW:,} cells", compiled, len(prompts)))
     shared: dict[str, Any] = {"rows": 256, "cells": config.cells, "new_tokens": new, "is_pinned": True}
-    turned = ours(model, prompts[::-1], **shared)
-    ways.append((SHAPE, ours(model, prompts, **shared), len(prompts)))
+    turned = Ours(model, prompts[::-1], **shared)
+    ways.append((SHAPE, Ours(model, prompts, **shared), len(prompts)))
     ways.append((TURNED, lambda: turned()[::-1], len(prompts)))
     return ways
 
@@ -200,7 +218,7 @@ def _fitted_cells(model: Any, prompts: Sequence[Any], new: int, limit_bytes: int
     long = [grown(one, new) if new else one for one in prompts]
     unlimited: dict[str, Any] = {"cells": 10**9, "rows": len(prompts), "new_tokens": min(new, 1)}
     lengths = np.array([len(one.ids) + min(new, 1) for one in long], dtype=np.int64)
-    return fit_prepared(lambda some: ours(model, some, **unlimited)(), long, lengths, model, limit_bytes=limit_bytes)
+    return fit_prepared(lambda some: Ours(model, some, **unlimited)(), long, lengths, model, limit_bytes=limit_bytes)
 
 
 def _pipeline(model: Any, prompts: Sequence[Any], new: int) -> Way:
@@ -305,9 +323,12 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--seconds", type=float, default=None, help="nothing begins after this time")
     parser.add_argument("--quick", action="store_true", help="tiny models and few samples: a dry run")
+    numbers = ", ".join(f"{number} {part}" for number, part in enumerate(PARTS, 1))
+    parser.add_argument("--only", type=int, nargs="+", choices=range(1, 4), help=f"parts to measure: {numbers}")
     parser.add_argument("--out", type=Path, default=None, help="write all rows as JSON")
     args = parser.parse_args()
     config = make_config(device=args.device, seconds=args.seconds, quick=args.quick)
+    config = replace(config, only=tuple(PARTS[number - 1] for number in args.only or ()))
     run_bench(config, out=args.out, say=_say)
 
 

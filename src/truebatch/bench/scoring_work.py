@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -15,12 +17,15 @@ from truebatch.generation.prompts import Prompt
 from truebatch.generation.settings import Generation
 from truebatch.hf.decoding import hf_decoder
 from truebatch.hf.imagefeatures import ImageDecoder, PicturePrompt
+from truebatch.hf.inputs import language_model
+from truebatch.hf.packedreading import PackedDecoder, compile_reading
 from truebatch.hf.tiny import wake_weights
 from truebatch.scoring.backend import Cost
 from truebatch.scoring.batching import Limits, plan_batches
-from truebatch.scoring.labels import build_trie, read_labels, read_labels_afresh
+from truebatch.scoring.labels import build_trie, read_labels_afresh
 from truebatch.scoring.pinned import PinnedDecoder
 from truebatch.scoring.shapes import Shapes
+from truebatch.tensors.compiling import uncompile_layers
 
 IMAGE, VISION_START, VISION_END = 3, 4, 5
 LABELS = build_trie({"yes": [7], "no": [8]})
@@ -124,35 +129,61 @@ def batches_of(prompts: Sequence[Prompt], *, cells: int, rows: int, new_tokens: 
     return [[int(key) for key in batch] for batch in plan_batches(costs, Limits(cells=cells, rows=rows))]
 
 
-def ours(
-    model: nn.Module, prompts: Sequence[Prompt], *, cells: int, rows: int, new_tokens: int, is_pinned: bool = False
-) -> Way:
+@dataclass(frozen=True, eq=False)
+class Ours:
     """Our way: labels (0 new tokens) or greedy texts, in planned batches; every image is encoded anew."""
-    plain = hf_decoder(model, end_ids=() if new_tokens and prompts[0].inputs else None)
-    decoder: Any = ImageDecoder(plain, model, most=0) if prompts[0].inputs and is_pinned else plain
-    settings = Generation(max_new_tokens=max(1, new_tokens), temperature=0.0)
-    pinned = PinnedDecoder(decoder, Shapes(cells), 2, settings.max_new_tokens)
 
-    def some(numbers: Sequence[int]) -> list[Any]:
-        chosen = [prompts[number] for number in numbers]
-        if new_tokens:
-            pieces = generate_tokens(pinned if is_pinned else decoder, chosen, settings, rows=len(chosen))
-            return [one.tokens for one in collect(pieces, len(chosen))]
-        if is_pinned:
-            with torch.inference_mode():
-                return [one.probabilities for one in read_labels_afresh(pinned.logits, chosen, LABELS)]
-        return [one.probabilities for one in read_labels(decoder, chosen, LABELS)]
+    model: nn.Module
+    prompts: Sequence[Prompt]
+    cells: int
+    rows: int
+    new_tokens: int
+    is_pinned: bool = False
+    is_compiled: bool = False
+    """With compiled layers, in rows of `cells` cells."""
 
-    def run() -> list[Any]:
+    def __call__(self) -> list[Any]:
+        """All answers, in the order of the prompts."""
         found: dict[int, Any] = {}
-        groups = (
-            pinned.groups(prompts) if is_pinned else batches_of(prompts, cells=cells, rows=rows, new_tokens=new_tokens)
-        )
-        for numbers in groups:
-            found.update(zip(numbers, some(numbers), strict=True))
-        return [found[number] for number in range(len(prompts))]
+        for numbers in self._groups():
+            found.update(zip(numbers, self._some([self.prompts[n] for n in numbers]), strict=True))
+        return [found[number] for number in range(len(self.prompts))]
 
-    return run
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """While open, layers are compiled if they are to be; two prompts have been answered, which is not timed."""
+        if self.is_compiled:
+            compile_reading(hf_decoder(self.model))
+        try:
+            self._some(self.prompts[:2])
+            yield
+        finally:
+            if self.is_compiled:
+                uncompile_layers(language_model(self.model))
+
+    @cached_property
+    def decoder(self) -> Any:
+        """As a run makes it."""
+        has_images = bool(self.prompts[0].inputs)
+        plain = hf_decoder(self.model, end_ids=() if self.new_tokens and has_images else None)
+        padded: Any = ImageDecoder(plain, self.model, most=0, together=not self.is_pinned) if has_images else plain
+        if self.is_pinned:
+            return PinnedDecoder(padded, Shapes(self.cells), 2, max(1, self.new_tokens))
+        return PackedDecoder(padded, plain, cells=self.cells if self.is_compiled else None)
+
+    def _groups(self) -> Iterable[Sequence[int]]:
+        if self.is_pinned:
+            groups: Iterable[Sequence[int]] = self.decoder.groups(self.prompts)
+            return groups
+        return batches_of(self.prompts, cells=self.cells, rows=self.rows, new_tokens=self.new_tokens)
+
+    def _some(self, chosen: Sequence[Prompt]) -> list[Any]:
+        if self.new_tokens:
+            settings = Generation(max_new_tokens=self.new_tokens, temperature=0.0)
+            pieces = generate_tokens(self.decoder, chosen, settings, rows=len(chosen))
+            return [one.tokens for one in collect(pieces, len(chosen))]
+        with torch.inference_mode():
+            return [one.probabilities for one in read_labels_afresh(self.decoder.logits, chosen, LABELS)]
 
 
 @torch.inference_mode()

@@ -16,10 +16,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from truebatch.errors import ConfigError
 
-LEAST_ROOM = 64
-"""Cells of room made at once; more behind long rows, see `ROOM_SHARE`."""
-ROOM_SHARE = 8
-"""Room is at least one cell for so many that are there."""
+ROOM = 64
+"""Cells made at once. Each step reads the whole cache, so a copy every so many steps costs the same share at any length."""
 
 
 @dataclass(slots=True, eq=False)
@@ -139,8 +137,7 @@ def _append(held: Held | None, shown: Tensor, new: Tensor) -> Held:
     before = 0 if shown.numel() == 0 else shown.shape[-2]
     length = before + new.shape[-2]
     if held is None or held.shown is not shown or not _takes(held.cells, length):
-        room = max(LEAST_ROOM, length // ROOM_SHARE)
-        cells = new.new_empty((*new.shape[:2], length + room, new.shape[-1]))
+        cells = new.new_empty((*new.shape[:2], length + ROOM, new.shape[-1]))
         if before:
             cells[:, :, :before] = shown
         held = Held(cells, shown)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from truebatch.generation.prompts import Decoder, Prompt, Session
+from truebatch.hf.attention import TABLE_WORDS
 from truebatch.hf.images import style_of
 from truebatch.hf.inputs import inner_model, read_border
 from truebatch.hf.towerattention import one_call_for_images
@@ -74,7 +75,9 @@ class ImageDecoder:
             parts = _split(pixel_values, image_grid_thw)
             if len(parts) != len(hashes):
                 raise AssertionError(f"{len(parts)} images came, {len(hashes)} were announced")
-            return _joined(self._features(lambda **given: original(*more, **given, **named), parts, hashes))
+            # Some versions of transformers hand the segment table of the text down to the tower.
+            options = {name: value for name, value in named.items() if name not in TABLE_WORDS}
+            return _joined(self._features(lambda **given: original(*more, **given, **options), parts, hashes))
 
         owner.get_image_features = each
         try:
@@ -131,14 +134,22 @@ def _split(pixels: Tensor, grid: Tensor | None) -> list[Part]:
 
 def _parted(found: Any, number: int) -> list[Any]:
     """The output of all images as outputs of single ones."""
-    if len(found.pooler_output) != number:
-        raise AssertionError(f"features of {len(found.pooler_output)} images came for {number}")
-    layers = getattr(found, "deepstack_features", None)
+    features = found.pooler_output
+    if len(features) != number:
+        raise AssertionError(f"features of {len(features)} images came for {number}")
+    layers = [_by_image(layer, features) for layer in getattr(found, "deepstack_features", None) or ()]
     parts = []
     for at in range(number):
-        deep = {} if layers is None else {"deepstack_features": [layer[at : at + 1] for layer in layers]}
-        parts.append(type(found)(pooler_output=found.pooler_output[at : at + 1], **deep))
+        deep = {"deepstack_features": [layer[at] for layer in layers]} if layers else {}
+        parts.append(type(found)(pooler_output=features[at : at + 1], **deep))
     return parts
+
+
+def _by_image(layer: Any, features: Sequence[Tensor]) -> list[Any]:
+    """What one layer gives, a piece an image: some versions of transformers give a tuple, others all in one tensor."""
+    if isinstance(layer, Tensor):
+        return list(torch.split(layer, [len(one) for one in features]))
+    return [layer[at : at + 1] for at in range(len(features))]
 
 
 def _joined(found: Sequence[Any]) -> Any:
@@ -148,6 +159,12 @@ def _joined(found: Sequence[Any]) -> Any:
     layers = getattr(out, "deepstack_features", None)
     if layers is not None:
         out.deepstack_features = [
-            tuple(feature for one in found for feature in one.deepstack_features[at]) for at in range(len(layers))
+            _joined_layer([one.deepstack_features[at] for one in found]) for at in range(len(layers))
         ]
     return out
+
+
+def _joined_layer(pieces: Sequence[Any]) -> Any:
+    if isinstance(pieces[0], Tensor):
+        return torch.cat(list(pieces))
+    return tuple(feature for piece in pieces for feature in piece)

@@ -10,7 +10,7 @@ goes on with those.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from truebatch.errors import AttentionError, ConfigError
 from truebatch.generation.prompts import Decoder, Prompt, Session
 from truebatch.hf.attention import packed_inputs, use_packed_attention
 from truebatch.hf.decoding import FirstCells, HFDecoder, HFSession, first_cells
+from truebatch.hf.growingcache import cache_of_layers
 from truebatch.hf.imagefeatures import ImageDecoder
 from truebatch.hf.images import image_token_id
 from truebatch.hf.inputs import language_model
@@ -73,7 +74,8 @@ class PackedDecoder:
         cache = DynamicCache(config=self.plain.model.config)
         first = first_cells(self.plain, prompts)
         logits = self._read(prompts, first, cache)
-        return logits, HFSession(self.plain, first.is_real, first.place, _in_rows(cache, first.is_real))
+        rows = _in_rows(self.plain.model.config, cache, first.is_real)
+        return logits, HFSession(self.plain, first.is_real, first.place, rows)
 
     def logits(self, prompts: Sequence[Prompt]) -> Tensor:
         """The same logits where nothing goes on from them: no cache is made."""
@@ -175,14 +177,19 @@ def _filler(model: nn.Module) -> int:
     return 1 if image_token_id(model) == 0 else 0
 
 
-def _in_rows(cache: Any, is_real: Tensor) -> Any:
+def _in_rows(config: Any, cache: Any, is_real: Tensor) -> Any:
     """The cache of one row of prompts as that of left-padded rows, layer by layer; padding holds anything."""
-    rows, width = is_real.shape
     place = torch.zeros(is_real.shape, dtype=torch.int64, device=is_real.device)
     place[is_real] = torch.arange(int(is_real.sum()), device=is_real.device)
-    for layer in cache.layers:
-        for name in ("keys", "values"):
-            cells = getattr(layer, name)[0].transpose(0, 1)  # [T, H, D]
-            laid = cells.index_select(0, place.view(-1)).view(rows, width, *cells.shape[1:])
-            setattr(layer, name, laid.transpose(1, 2))
-    return cache
+    return cache_of_layers(config, _laid_out(cache.layers, place))
+
+
+def _laid_out(layers: list[Any], place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values [B, H, S, D] of every layer; what was read is let go."""
+    while layers:
+        layer = layers.pop(0)
+        keys, values = (
+            cells[0].transpose(0, 1).index_select(0, place.view(-1)).unflatten(0, place.shape).transpose(1, 2)
+            for cells in (layer.keys, layer.values)
+        )
+        yield keys, values
