@@ -1,11 +1,13 @@
 """Does the budget that `fit` gives hold? Probe a model, take the budget, train at it, and compare the peaks of memory.
 
     PYTHONPATH=src python benchmarks/fit_cuda.py --out fit_cuda.json
+    PYTHONPATH=src python benchmarks/fit_cuda.py --only llama-1.1b,llama-60m/13 --out fit_cuda.json
     PYTHONPATH=src python benchmarks/fit_cuda.py --device cpu --quick     (a dry run of the same code with tiny models)
 
 Needs torch, transformers and numpy. Models have random weights in bf16, samples are log-normal in length and packed;
 every step is one or two micro-batches near the budget and one update of AdamW. "card" limits the process to a part of the
-memory, so that many steps take little time; 0 is the whole card. Exits with 1 when a figure is missed.
+memory, so that many steps take little time; 0 is the whole card. `--only` names cases: a shape, behind which the GiB of
+a part of the card may stand. Exits with 1 when a figure is missed.
 """
 
 from __future__ import annotations
@@ -13,13 +15,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from truebatch.bench.keeping import keep_result, origin
+from truebatch.bench.training_settings import read_names
+from truebatch.errors import ConfigError
 from truebatch.hf.heads import head_of
 from truebatch.hf.objectives import HeadObjective
 from truebatch.hf.shapes import SHAPES, Shape, build_model
@@ -49,11 +52,11 @@ GIB = 2**30
 LEAST_SHARE, LARGEST_ERROR = 0.85, 0.05
 SHAPES_HERE = {
     **SHAPES,
-    # Little arithmetic for the memory it takes: the steps that fill a whole card are short.
-    "llama-30m": Shape(
-        name="llama-30m", config="LlamaConfig",
-        sizes={"num_hidden_layers": 16, "hidden_size": 384, "num_attention_heads": 6, "num_key_value_heads": 2,
-               "intermediate_size": 1024, "vocab_size": 8192},
+    # Little arithmetic for the memory it takes: hundreds of steps that fill a part of a card end in a minute or two.
+    "llama-60m": Shape(
+        name="llama-60m", config="LlamaConfig",
+        sizes={"num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8,
+               "intermediate_size": 1408, "vocab_size": 32000},
     ),
 }  # fmt: skip
 
@@ -69,12 +72,27 @@ class Case:
     longest: int = 2048
     """Samples are cut to this many tokens."""
 
+    @property
+    def name(self) -> str:
+        """The shape, and the GiB of a part of the card."""
+        return f"{self.shape}/{self.card_gib:g}" if self.card_gib else self.shape
+
 
 FULL = (
-    Case("llama-1.1b", 0, 6), Case("llama-1.1b", 13, 500, longest=1024), Case("qwen2-0.5b", 0, 12),
-    Case("llama-30m", 0, 500),
+    Case("llama-1.1b", 0, 6), Case("llama-60m", 13, 500), Case("qwen2-0.5b", 0, 12),
+    Case("llama-1.1b", 13, 500, longest=1024),
 )  # fmt: skip
 QUICK = (Case("llama-tiny", 0.5, 4, longest=256), Case("qwen2-tiny", 0.25, 4, longest=256))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitBenchConfig:
+    """What is measured and for how long."""
+
+    device: str = "cuda"
+    seconds: float = 240.0
+    """For all cases; steps stop then, and it is said."""
+    cases: tuple[Case, ...] = FULL
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -234,6 +252,15 @@ def problems(rows: list[Row]) -> list[str]:
     return found
 
 
+def summary(row: Row) -> str:
+    """One case in a line."""
+    return (
+        f"{row.shape} in {row.card_gib:.1f} GiB: {row.steps} of {row.steps_wanted} steps in {row.seconds:.1f} s, memory ran "
+        f"out {row.out_of_memory} times (survived), peak {row.share_of_limit:.1%} of the memory "
+        f"({row.share_reserved:.1%} reserved), predicted / real peak {row.predicted_bytes / row.peak_bytes:.4f}"
+    )
+
+
 def say(line: str) -> None:
     """Print at once, so that an interrupted run keeps what it has said."""
     print(line, flush=True)
@@ -245,28 +272,39 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--quick", action="store_true", help="tiny models")
     parser.add_argument("--seconds", type=float, default=240.0, help="for all cases; steps stop then, and it is said")
+    parser.add_argument("--only", default="", help=f"cases with commas: {', '.join(case.name for case in FULL)}")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    device = torch.device(given.device, 0) if given.device == "cuda" else torch.device(given.device)
+    known = {case.name: case for case in (QUICK if given.quick else FULL)}
+    try:
+        names = read_names(given.only, list(known), kind="case") or tuple(known)
+    except ConfigError as error:
+        parser.error(str(error))
+    config = FitBenchConfig(device=given.device, seconds=given.seconds, cases=tuple(known[name] for name in names))
+    return 1 if measure(config, out=given.out)["problems"] else 0
+
+
+def measure(config: FitBenchConfig, *, out: Path | None) -> dict[str, Any]:
+    """All cases; what was measured is written after each."""
+    device = torch.device(config.device, 0) if config.device == "cuda" else torch.device(config.device)
     began = time.monotonic()
     report: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]), "date": datetime.now(UTC).date().isoformat(),
-        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "torch": torch.__version__, "rows": [], "problems": [],
+        **origin("benchmarks.fit_cuda", config, "transformers"), "rows": [], "left_out": [], "problems": []
     }  # fmt: skip
-    rows = []
-    for case in QUICK if given.quick else FULL:
-        if time.monotonic() - began > given.seconds:
-            say(f"{case.shape}: out of time")
+    rows: list[Row] = []
+    for case in config.cases:
+        if time.monotonic() - began > config.seconds:
+            report["left_out"].append(f"{case.name}: out of time")
+            say(report["left_out"][-1])
             continue
-        row = run_case(case, device, seconds=given.seconds + began - time.monotonic())
-        rows.append(row)
-        report |= {"rows": [asdict(one) for one in rows], "problems": problems(rows)}
+        rows.append(run_case(case, device, seconds=config.seconds + began - time.monotonic()))
+        report |= {"rows": [asdict(row) for row in rows], "problems": problems(rows)}
+        say(summary(rows[-1]))
+        keep_result(report, out)
+    for row in rows:
         say(json.dumps({name: value for name, value in asdict(row).items() if name != "fit"}))
-        if given.out is not None:
-            given.out.write_text(json.dumps(report, indent=1) + "\n")
-    say("\n".join(report["problems"]) or "all figures are reached")
-    return 1 if report["problems"] else 0
+    say("\n".join([*map(summary, rows), *report["problems"]]) if report["problems"] else "all figures are reached")
+    return report
 
 
 if __name__ == "__main__":

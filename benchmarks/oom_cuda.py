@@ -12,15 +12,13 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from truebatch.bench.keeping import keep_result, origin
 from truebatch.errors import MemoryLimitError
 from truebatch.planning.plan import build_plan
 from truebatch.planning.settings import PlanConfig
@@ -46,6 +45,21 @@ FIELDS = (Field(name="input_ids"), Field(name="labels", source="input_ids", shif
 TOLERANCE = 1e-5
 PLACES = ("step.transfer", "step.forward", "step.backward", "step.accumulated")
 MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OomConfig:
+    """What is run; the sizes are those of the model and its samples."""
+
+    device: str = "cuda"
+    errors: int = 50
+    """Real errors that are survived at least."""
+    injected: int = 1000
+    """Errors raised on purpose, in twice as many steps."""
+    vocab: int = 32000
+    dim: int = 512
+    layers: int = 4
+    longest: int = 1024
 
 
 class Decoder(nn.Module):
@@ -263,7 +277,7 @@ def collect_texts(device: torch.device) -> dict[str, Any]:
 def main() -> int:
     """Run all, print it, write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda", choices=("cpu", "cuda"))
     parser.add_argument("--errors", type=int, default=50)
     parser.add_argument("--injected", type=int, default=1000, help="errors raised on purpose, in twice as many steps")
     parser.add_argument("--quick", action="store_true", help="a small model")
@@ -276,30 +290,31 @@ def main() -> int:
     if given.only_injected:
         print(json.dumps(inject(device, given.injected)))
         return 0
-    vocab, dim, layers, length = (4000, 32, 1, 64) if given.quick else (32000, 512, 4, 1024)
-    model = Decoder(vocab, dim, layers).to(device)
+    sizes = {"vocab": 4000, "dim": 32, "layers": 1, "longest": 64} if given.quick else {}
+    config = OomConfig(device=given.device, errors=given.errors, injected=given.injected, **sizes)
+    report = {**origin("benchmarks.oom_cuda", config), **measure(config, device)}
+    keep_result(report, given.out)
+    print(json.dumps(report, indent=1))
+    return 1 if report["problems"] else 0
+
+
+def measure(config: OomConfig, device: torch.device) -> dict[str, Any]:
+    """Errors on purpose, real errors, what they say, and an update that does not fit; and which figures were missed."""
+    model = Decoder(config.vocab, config.dim, config.layers).to(device)
     groups = make_groups([Group(optimiser=torch.optim.AdamW(model.parameters(), 1e-3))], model)
     engine = Engine(model=model, objective=NextToken(), groups=groups, device=device)
-    steps = make_steps(vocab, length, 4, 32)
+    steps = make_steps(config.vocab, config.longest, 4, 32)
     began = time.perf_counter()
     expected, room = room_of(engine, steps)
-    report: dict[str, Any] = {"device": str(device), "torch": torch.__version__, "room in MiB": room / MIB}
-    report["injected"] = inject_apart(given.device, given.injected)
-    report |= survive(engine, steps, expected, given.errors, room)
+    report: dict[str, Any] = {"device": str(device), "room in MiB": room / MIB}
+    report["injected"] = inject_apart(config.device, config.injected)
+    report |= survive(engine, steps, expected, config.errors, room)
     limit_memory(device, None)
     report["texts collected"] = collect_texts(device)
     report["update"] = update_without_room(engine, steps[0])
     report["seconds"] = time.perf_counter() - began
-    report |= {
-        "command": " ".join(["python", *sys.argv]), "date": datetime.now(UTC).date().isoformat(),
-        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-    }  # fmt: skip
-    wrong = problems(report, given.errors)
-    report["problems"] = wrong
-    print(json.dumps(report, indent=1))
-    if given.out is not None:
-        given.out.write_text(json.dumps(report, indent=1) + "\n")
-    return 1 if wrong else 0
+    report["problems"] = problems(report, config.errors)
+    return report
 
 
 def problems(report: dict[str, Any], errors: int) -> list[str]:
