@@ -16,7 +16,7 @@ from tests.generation.toys import make_prompts
 from tests.hf.tiny_models import WINDOW, build
 from truebatch.errors import ConfigError
 from truebatch.hf.decoding import hf_decoder
-from truebatch.hf.growingcache import LEAST_ROOM, GrowingLayer, cache_of_layers, grow_in_place
+from truebatch.hf.growingcache import ROOM, GrowingLayer, cache_of_layers, grow_in_place
 
 TEXTS = [(5,), (7, 8, 9, 3, 2, 1, 4, 11, 12), (20, 21, 22), (5, 30, 31, 32, 33, 34)]
 WORDS = st.one_of(
@@ -63,13 +63,13 @@ def test_cells_stay_where_they_are_until_their_room_is_full_and_rows_taken_keep_
     layer = GrowingLayer()
     layer.update(cells(4, 5), cells(4, 5))
     first = layer.keys.data_ptr()
-    seen = [layer.update(cells(4, 1), cells(4, 1))[0].data_ptr() for _ in range(LEAST_ROOM)]
+    seen = [layer.update(cells(4, 1), cells(4, 1))[0].data_ptr() for _ in range(ROOM)]
     assert set(seen) == {first}
     assert layer.update(cells(4, 1), cells(4, 1))[0].data_ptr() != first
     layer.reorder_cache(torch.tensor([2, 0]))
     taken = layer.values.data_ptr()
     assert layer.update(cells(2, 1), cells(2, 1))[1].data_ptr() == taken
-    assert layer.get_seq_length() == 5 + LEAST_ROOM + 2
+    assert layer.get_seq_length() == 5 + ROOM + 2
 
 
 @torch.no_grad()
