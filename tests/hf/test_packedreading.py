@@ -146,6 +146,7 @@ def pictures():
 def test_images_and_texts_in_one_row_equal_one_by_one(pictures):
     model, prompts = pictures
     plain = hf_decoder(model, end_ids=())
+    assert can_read_packed(plain)
     packed = PackedDecoder(ImageDecoder(plain, model, most=0, together=True), plain)
     alone = torch.cat([start_session(plain, [one])[0] for one in prompts])
     with torch.inference_mode():

@@ -2,6 +2,7 @@
 
     python -m truebatch.bench.vlm_pruning --device cpu --out docs/results/vlm_pruning_cpu.json
     PYTHONPATH=src python3 -m truebatch.bench.vlm_pruning --device cuda --seconds 185 --out vlm_pruning_cuda.json
+    PYTHONPATH=src python3 -m truebatch.bench.vlm_pruning --device cuda --only loading --fitted 20 --out loading.json
 
 One process, one model with random weights (on a card the shape of LLaVA-1.5-7B, bf16), the same samples for every way.
 A step is forward and backward of both ways through the decoder, and the update of both optimisers. Rows without a word
@@ -15,22 +16,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from truebatch.bench.commandline import command_line
-from truebatch.bench.keeping import keep_result
+from truebatch.bench.keeping import keep_result, origin
+from truebatch.bench.training_settings import read_names
 from truebatch.bench.training_timing import GIB, forget_models, peak_gib, reset_peak_memory, time_once
 from truebatch.bench.vlm_pruning_generation import generation_row
 from truebatch.bench.vlm_pruning_rows import (
@@ -56,6 +53,7 @@ from truebatch.bench.vlm_pruning_work import (
     note_images,
     planned_steps,
     preprocessing_seconds,
+    repeated,
     run_steps,
     widest_and_narrowest,
 )
@@ -67,6 +65,10 @@ from truebatch.tensors.loader import LoadedStep
 from truebatch.training.outofmemory import free_memory, is_out_of_memory
 
 Say = Callable[[str], None]
+PARTS = ("training", "loading", "generation", "further", "note")
+"""What is measured, in this order."""
+LOADED_STEPS = 3
+"""Steps of a row with loading at least; the first waits for the workers and does not count."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +95,7 @@ class PruningBenchConfig:
     """Prompts of the generation rows."""
     seconds: float = 600.0
     """Nothing begins after this time; what was left out is named."""
+    parts: tuple[str, ...] = PARTS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,15 +107,16 @@ class Cut:
 
 
 def run_pruning(config: PruningBenchConfig, *, out: Path | None, say: Say) -> dict[str, Any]:
-    """Measure all rows; the result is written to `out` after every one, ratios first."""
+    """Measure the rows of all parts; the result is written to `out` after every one, ratios first."""
     if config.device == "cpu":
         torch.set_num_threads(1)
     bench = Bench(config, out, say)
-    bench.training_rows()
-    bench.loading_rows()
-    bench.generation_rows()
-    bench.further_rows()
-    bench.note_rows()
+    measure: dict[str, Callable[[], None]] = {
+        "training": bench.training_rows, "loading": bench.loading_rows, "generation": bench.generation_rows,
+        "further": bench.further_rows, "note": bench.note_rows,
+    }  # fmt: skip
+    for part in config.parts:
+        measure[part]()
     bench.result["seconds"] = time.monotonic() - bench.began
     bench.write()
     for name, value in bench.result["ratios"].items():
@@ -127,10 +131,12 @@ class Bench:
         self.config, self.out, self.say = config, out, say
         self.began = time.monotonic()
         self.device = torch.device(config.device)
-        self.result: dict[str, Any] = {"ratios": {}, "rows": [], "left_out": [], **_about(config)}
+        about = origin("truebatch.bench.vlm_pruning", config, "transformers")
+        self.result: dict[str, Any] = {"ratios": {}, "rows": [], "left_out": [], **about, "parts": list(config.parts)}
         self.work = make_work(self.device, is_large=config.is_large, number=config.samples)
         self.width = int(statistics.mean(self.work.lengths))
         self.fitted = config.fitted or config.note_batch
+        self.result["fitted_samples"] = self.fitted
         learned = sum(p.numel() for p in self.work.model.parameters() if p.requires_grad)
         frozen = sum(p.numel() for p in self.work.model.backbone.parameters())
         self.result["parameters"] = {"frozen": frozen, "trained": learned}
@@ -226,8 +232,8 @@ class Bench:
         """Time the steps behind the first by the clock: workers are other processes."""
         if self._is_over(way + LOADED):
             return
-        longer = replace(work, samples=work.samples * 2, lengths=np.tile(work.lengths, 2))
-        per_step = max(1, len(work.samples) // 2)
+        per_step = min(self.config.samples_per_step, len(work.samples))
+        longer = repeated(work, LOADED_STEPS * per_step)
         steps = planned_steps(
             longer, samples=cut.samples, cells=cut.cells, per_step=per_step, workers=self.config.workers
         )
@@ -292,23 +298,10 @@ class Bench:
         keep_result(self.result, self.out)
 
 
-def _about(config: PruningBenchConfig) -> dict[str, Any]:
-    is_card = config.device == "cuda"
-    return {
-        "command": command_line("truebatch.bench.vlm_pruning"),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": torch.cuda.get_device_name() if is_card else f"{platform.machine()} CPU, one thread",
-        "versions": {
-            "torch": torch.__version__,
-            "transformers": version("transformers"),
-            "python": platform.python_version(),
-        },
-        "config": asdict(config),
-    }
-
-
-def make_config(*, device: str = "cpu", seconds: float | None = None, quick: bool = False) -> PruningBenchConfig:
-    """The sizes for a device; `quick` is a dry run."""
+def make_config(
+    *, device: str = "cpu", seconds: float | None = None, quick: bool = False, only: str = "", fitted: int | None = None
+) -> PruningBenchConfig:
+    """The sizes for a device; `quick` is a dry run, `only` names parts with commas, `fitted` the samples of the budget."""
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("there is no card here", seen="torch.cuda.is_available() is False", do="use --device cpu")
     sizes: dict[str, Any] = {}
@@ -324,7 +317,24 @@ def make_config(*, device: str = "cpu", seconds: float | None = None, quick: boo
         }  # fmt: skip
     if seconds is not None:
         sizes["seconds"] = seconds
-    return PruningBenchConfig(device=device, **sizes)
+    if fitted is not None:
+        sizes["fitted"] = fitted
+    config = PruningBenchConfig(device=device, **sizes, parts=read_names(only, PARTS, kind="part") or PARTS)
+    _refuse_unfitted(config)
+    return config
+
+
+def _refuse_unfitted(config: PruningBenchConfig) -> None:
+    """A fitted budget is found by the training rows, or given."""
+    if config.fitted is not None and config.fitted < 1:
+        raise ConfigError("a budget holds a sample at least", seen=f"--fitted {config.fitted}", do="use 1 or more")
+    needing = [part for part in config.parts if part in ("loading", "further")]
+    if config.fitted is None and needing and "training" not in config.parts:
+        raise ConfigError(
+            f"{' and '.join(needing)} needs the number of samples that training rows find",
+            seen=f"--only {','.join(config.parts)} without --fitted",
+            do="give --fitted N, the fitted_samples of an earlier result, or measure training too",
+        )
 
 
 def main() -> None:
@@ -334,8 +344,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="write all rows as JSON")
     parser.add_argument("--seconds", type=float, default=None, help="nothing begins after this time")
     parser.add_argument("--quick", action="store_true", help="a tiny model and few samples: a dry run")
+    parser.add_argument("--only", default="", help=f"parts with commas: {', '.join(PARTS)}")
+    parser.add_argument(
+        "--fitted", type=int, default=None, help="samples of the fitted budget, instead of finding them"
+    )
     args = parser.parse_args()
-    run_pruning(make_config(device=args.device, seconds=args.seconds, quick=args.quick), out=args.out, say=_say)
+    config = make_config(
+        device=args.device, seconds=args.seconds, quick=args.quick, only=args.only, fitted=args.fitted
+    )  # fmt: skip
+    run_pruning(config, out=args.out, say=_say)
     forget_models()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -141,6 +141,12 @@ def make_samples(number: int, *, even: int | None = None) -> list[dict[str, Any]
         question = " ".join(["what"] * count) + "?"
         made.append({"id": f"s{at}", "image": image, "question": question, "answer": "red circle"})
     return made
+
+
+def repeated(work: Work, number: int) -> Work:
+    """The same samples again and again until there are so many."""
+    samples = [work.samples[at % len(work.samples)] for at in range(number)]
+    return replace(work, samples=samples, lengths=np.resize(work.lengths, number))
 
 
 def planned_steps(work: Work, *, samples: int | None, cells: int | None, per_step: int, workers: int) -> Any:

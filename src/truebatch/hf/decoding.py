@@ -20,6 +20,7 @@ from truebatch.hf.growingcache import grow_in_place
 from truebatch.hf.images import forget_last_call, image_token_id, sample_positions
 from truebatch.hf.inputs import Border, language_model, read_border
 from truebatch.hf.rowattention import attend_folded, grouped_configs
+from truebatch.tensors.scores import kernels_without_plans
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,7 +115,8 @@ class HFSession:
             "return_dict": True,
         }
         known = {name: value for name, value in inputs.items() if name in border.accepts}
-        with attend_folded(self._decoder.grouped) if ids.shape[1] == 1 else nullcontext():
+        folded = attend_folded(self._decoder.grouped) if ids.shape[1] == 1 else nullcontext()
+        with folded, kernels_without_plans(ids.device):
             out = self._decoder.model(input_ids=ids, **known, **beside)
         self._cache = grow_in_place(_cache_of(out, self._decoder.model))
         logits: Tensor = out.logits[:, -1]

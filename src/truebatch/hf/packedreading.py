@@ -133,7 +133,8 @@ class PackedDecoder:
 def can_read_packed(plain: HFDecoder) -> bool:
     """Whether prompts of this model may be tried in one row: it takes positions and gives the logits of chosen cells."""
     config: Any = plain.model.config
-    if not {"position_ids", "logits_to_keep", "use_cache"} <= plain.border.accepts:
+    accepts = plain.border.accepts
+    if not ({"position_ids", "logits_to_keep", "past_key_values"} <= accepts and {"use_cache", "kwargs"} & accepts):
         return False
     layers = DynamicCache(config=config).layers
     # Other kinds of layers keep a part of a row, or something else than keys and values.

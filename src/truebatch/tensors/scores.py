@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -60,6 +63,16 @@ def softmax_attention(
         scale=rule.scale,
         enable_gqa=grouped,
     )
+
+
+def kernels_without_plans(device: torch.device) -> AbstractContextManager[Any]:
+    """While open, on a card: only kernels of SDPA that need no plan for every new shape, as cuDNN's do.
+
+    A plan takes tens of milliseconds, and in generation every step has a new shape.
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def recorded_for_bias(part: Tensor, bias: Tensor | None) -> Tensor:

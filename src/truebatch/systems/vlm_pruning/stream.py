@@ -5,13 +5,11 @@ micro-batch -> embeddings with vision features in place, rotary angles, where sa
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from truebatch.errors import BatchError, ConfigError
@@ -21,7 +19,7 @@ from truebatch.systems.vlm_pruning.encoding import ANSWER, QUESTION, TEXT, VISIO
 from truebatch.systems.vlm_pruning.places import Places, find_places
 from truebatch.systems.vlm_pruning.vision import Vision
 from truebatch.tensors.microbatch import MicroBatch, RowAxis
-from truebatch.tensors.scores import recorded_for_bias
+from truebatch.tensors.scores import kernels_without_plans, recorded_for_bias
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -124,7 +122,7 @@ def run_layer(layer: nn.Module, hidden: Tensor, given: LayerInputs, *, recompute
     """One decoder layer; with `recompute` its activations are computed again in backward."""
 
     def call(states: Tensor, bias: Tensor | None) -> Tensor:
-        with _kernels_for(states, bias):
+        with kernels_without_plans(states.device):
             out = layer(
                 recorded_for_bias(states, bias), attention_mask=bias, position_embeddings=given.rotary, position_ids=None,
                 past_key_values=given.cache, use_cache=given.cache is not None,
@@ -140,14 +138,6 @@ def run_layer(layer: nn.Module, hidden: Tensor, given: LayerInputs, *, recompute
     else:
         after = call(hidden, given.bias)
     return after if given.deepstack is None else after + given.deepstack
-
-
-def _kernels_for(states: Tensor, bias: Tensor | None) -> AbstractContextManager[Any]:
-    """On a card: kernels that need no plan for every new shape, and that have a gradient for the bias."""
-    if not states.is_cuda:
-        return nullcontext()
-    plain = [] if bias is not None else [SDPBackend.FLASH_ATTENTION]
-    return sdpa_kernel([*plain, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def final_norm(backbone: nn.Module, hidden: Tensor) -> Tensor:
