@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from truebatch.bench.choosing import read_names
 from truebatch.bench.keeping import keep_result, origin
-from truebatch.bench.training_settings import read_names
 from truebatch.errors import ConfigError
 from truebatch.hf.heads import head_of
 from truebatch.hf.objectives import HeadObjective

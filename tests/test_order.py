@@ -383,6 +383,7 @@ ORDER = [
     "systems.vl_reward.compat",
     "environment",
     "checkup",
+    "bench.choosing",
     "bench.commandline",
     "bench.keeping",
     "bench.processes",

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from truebatch.bench.choosing import read_names
 from truebatch.bench.training_ways import EVERY_CASE, LIGER, TRL, WAYS
 from truebatch.errors import ConfigError
 from truebatch.hf.shapes import SHAPES
 from truebatch.planning.distributions import Distribution
-from truebatch.textfiles import nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +103,3 @@ def make_config(
     cases = tuple(known[name] for name in read_names(only, list(known), kind="case")) or sizes["cases"]
     named = read_names(ways, WAYS, kind="way")
     return TrainingBenchConfig(device=device, profile=profile, **{**sizes, "cases": cases, "ways": named})
-
-
-def read_names(text: str, known: Sequence[str], *, kind: str) -> tuple[str, ...]:
-    """The names in a text with commas, in the order of `known`; names may hold commas themselves, an unknown is refused."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    found: set[str] = set()
-    while parts:
-        sizes = [size for size in range(len(parts), 0, -1) if ", ".join(parts[:size]) in known]
-        if not sizes:
-            raise ConfigError(
-                f"there is no such {kind}{nearest(parts[0], list(known))}",
-                seen=repr(parts[0]),
-                do=f"use {'; '.join(known)}",
-            )
-        found.add(", ".join(parts[: sizes[0]]))
-        parts = parts[sizes[0] :]
-    return tuple(name for name in known if name in found)

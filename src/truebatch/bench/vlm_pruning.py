@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
+from truebatch.bench.choosing import read_names
 from truebatch.bench.keeping import keep_result, origin
-from truebatch.bench.training_settings import read_names
 from truebatch.bench.training_timing import GIB, forget_models, peak_gib, reset_peak_memory, time_once
 from truebatch.bench.vlm_pruning_generation import generation_row
 from truebatch.bench.vlm_pruning_rows import (
@@ -320,11 +320,11 @@ def make_config(
     if fitted is not None:
         sizes["fitted"] = fitted
     config = PruningBenchConfig(device=device, **sizes, parts=read_names(only, PARTS, kind="part") or PARTS)
-    _refuse_unfitted(config)
+    refuse_unfitted(config)
     return config
 
 
-def _refuse_unfitted(config: PruningBenchConfig) -> None:
+def refuse_unfitted(config: PruningBenchConfig) -> None:
     """A fitted budget is found by the training rows, or given."""
     if config.fitted is not None and config.fitted < 1:
         raise ConfigError("a budget holds a sample at least", seen=f"--fitted {config.fitted}", do="use 1 or more")
