@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.generation.toys import make_prompts
@@ -208,6 +210,15 @@ def test_two_that_use_one_model_leave_it_as_it_was():
     one.__exit__(None, None, None)
     two.__exit__(None, None, None)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_decoder_from_another_process_steps_too():
+    decoder = hf_decoder(build("llama", attention="sdpa"))
+    right = walk(decoder)
+    for table in (AttentionInterface, AttentionMaskInterface):
+        table._global_mapping.pop(NAME)  # as where nobody has asked for it yet
+    for found, expected in zip(walk(pickle.loads(pickle.dumps(decoder))), right, strict=True):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("name", ["falcon", "gpt2"])

@@ -37,15 +37,15 @@ def grouped_configs(model: nn.Module) -> tuple[Any, ...]:
     readers = [part for part in model.modules() if id(getattr(part, "config", None)) in configs]
     if not all(_takes_any_name(type(part).__module__) for part in readers):
         return ()
-    if configs:
-        AttentionInterface.register(NAME, folded_attention)
-        AttentionMaskInterface.register(NAME, sdpa_mask)
     return tuple(configs.values())
 
 
 @contextmanager
 def attend_folded(configs: Sequence[Any]) -> Iterator[None]:
     """While open, layers of these configs that attend with sdpa do so without copied heads; others stay as they are."""
+    # Here, not where configs are found: a decoder may have come from another process.
+    AttentionInterface.register(NAME, folded_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
     # Read and written by value, not remembered: two that use one model at once leave it as it was.
     for config in configs:
         if config._attn_implementation == _PLAIN:
