@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from truebatch.hf.finetuning.models import num_positions
 from truebatch.hf.growingcache import grow_in_place
 from truebatch.hf.images import forget_last_call, image_token_id, sample_positions
 from truebatch.hf.inputs import Border, language_model, read_border
+from truebatch.hf.replaying import FixedSteps, Replaying, fix_rows
 from truebatch.hf.rowattention import attend_folded, grouped_configs
 from truebatch.tensors.scores import kernels_without_plans
 
@@ -33,6 +34,7 @@ class HFDecoder:
     border: Border
     grouped: tuple[Any, ...] = ()
     """Configs of layers whose query heads share keys, see `grouped_configs`."""
+    replaying: Replaying = field(default_factory=Replaying)
 
     def start(self, prompts: Sequence[Prompt], /) -> tuple[Tensor, HFSession]:
         """One forward pass over all prompts, padded on the left; [B, V] logits of what follows."""
@@ -83,6 +85,7 @@ class HFSession:
         self._is_real = is_real  # [B, S] of all cells, old and new
         self._place = place  # [B] the position of each row's next token
         self._cache = cache  # of cells before the first forward pass, or None
+        self._fixed: FixedSteps | None = None  # steps are replayed
 
     @property
     def cache(self) -> Any:
@@ -91,36 +94,82 @@ class HFSession:
 
     def advance(self, tokens: Tensor, /) -> Tensor:
         """Append one token to every row; [B, V] logits of what follows."""
+        if self._fixed is not None and not self._fixed.has_room:
+            self._loosen()
+        if self._fixed is not None:
+            return self._fixed.advance(tokens, self._decoder.replaying.record)
+        if self._decoder.replaying.is_possible(tokens.device):
+            return self._first_fixed(tokens)
+        return self._grow(tokens)
+
+    def _grow(self, tokens: Tensor) -> Tensor:
         self._is_real = torch.cat([self._is_real, torch.ones_like(self._is_real[:, :1])], dim=1)
-        positions = self._place[:, None]
+        place = self._place
         self._place = self._place + 1
-        if self._decoder.border.has_grid_positions:
-            positions = positions.expand(3, -1, -1)
-        return self.forward(tokens[:, None], positions, {})
+        return self.forward(tokens[:, None], self._at(place), {})
+
+    def _first_fixed(self, tokens: Tensor) -> Tensor:
+        """Begin to replay, if the cache has room for it; the first time of a model, take the step both ways."""
+        replaying = self._decoder.replaying
+        fixed = fix_rows(self._fixed_step, self._cache, self._is_real, self._place, config=self._decoder.model.config)
+        if fixed is None:
+            return self._grow(tokens)
+        if replaying.is_equal is None:
+            logits = self._grow(tokens)
+            replaying.judge(fixed.advance(tokens, lambda run: run), logits)
+            fixed.replay = None  # the next step is recorded
+            self._fixed = fixed if replaying.is_equal else None
+            return logits
+        self._fixed = fixed
+        return self._fixed.advance(tokens, self._decoder.replaying.record)
+
+    def _loosen(self) -> None:
+        """Go on in tensors that grow."""
+        fixed = self._fixed
+        assert fixed is not None
+        self._fixed, self._place = None, fixed.place
+        self._is_real = fixed.is_seen[:, 0, 0, : fixed.length]
+        self._cache = fixed.growing(self._decoder.model.config)
+        if len(fixed.rows) < len(self._place):
+            self.select(fixed.rows)
 
     def select(self, rows: Tensor, /) -> None:
         """Go on with these rows."""
+        if self._fixed is not None:
+            if self._fixed.select(rows):
+                return
+            self._loosen()
         self._is_real, self._place = self._is_real[rows], self._place[rows]
         self._cache.reorder_cache(rows)
 
+    def _at(self, place: Tensor) -> Tensor:
+        positions = place[:, None]
+        return positions.expand(3, -1, -1) if self._decoder.border.has_grid_positions else positions
+
+    def _fixed_step(self, ids: Tensor, place: Tensor, is_seen: Tensor, cache: Any) -> Tensor:
+        logits: Tensor = self._call(ids, self._at(place), is_seen, cache, {}).logits[:, -1]
+        return logits
+
     def forward(self, ids: Tensor, positions: Tensor, beside: Mapping[str, Tensor]) -> Tensor:
         """Cells [B, t] at these positions, [B, t] or [3, B, t], behind those in the cache."""
-        border = self._decoder.border
-        inputs = {
-            "attention_mask": self._is_real.long(),
-            "position_ids": positions,
-            "logits_to_keep": 1,
-            "past_key_values": self._cache,
-            "use_cache": True,
-            "return_dict": True,
-        }
-        known = {name: value for name, value in inputs.items() if name in border.accepts}
-        folded = attend_folded(self._decoder.grouped) if ids.shape[1] == 1 else nullcontext()
-        with folded, kernels_without_plans(ids.device):
-            out = self._decoder.model(input_ids=ids, **known, **beside)
+        out = self._call(ids, positions, self._is_real.long(), self._cache, beside)
         self._cache = grow_in_place(_cache_of(out, self._decoder.model))
         logits: Tensor = out.logits[:, -1]
         return logits
+
+    def _call(self, ids: Tensor, positions: Tensor, mask: Tensor, cache: Any, beside: Mapping[str, Tensor]) -> Any:
+        inputs = {
+            "attention_mask": mask,
+            "position_ids": positions,
+            "logits_to_keep": 1,
+            "past_key_values": cache,
+            "use_cache": True,
+            "return_dict": True,
+        }
+        known = {name: value for name, value in inputs.items() if name in self._decoder.border.accepts}
+        folded = attend_folded(self._decoder.grouped) if ids.shape[1] == 1 else nullcontext()
+        with folded, kernels_without_plans(ids.device):
+            return self._decoder.model(input_ids=ids, **known, **beside)
 
 
 def _first_positions(decoder: HFDecoder, prompts: Sequence[Prompt], is_real: Tensor) -> Tensor:

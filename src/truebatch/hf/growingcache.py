@@ -57,6 +57,12 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         self._show(_append(keys, self.keys, key_states), _append(values, self.values, value_states))
         return self.keys, self.values
 
+    def held_cells(self) -> tuple[Tensor, Tensor] | None:
+        """Keys and values with all their room, [B, H, R, D]; None where there is none, or others showed other tensors."""
+        if self._held is None or self._held[0].shown is not self.keys or self._held[1].shown is not self.values:
+            return None
+        return self._held[0].cells, self._held[1].cells
+
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Go on with these rows."""
         self._pick(lambda cells: cells.index_select(0, beam_idx.to(cells.device)))

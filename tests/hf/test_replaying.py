@@ -1,0 +1,119 @@
+"""Steps in fixed tensors against steps whose cache grows: the same tokens, whichever rows end when."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.generation.toys import make_prompts
+from tests.hf.test_packedreading import TEXTS, make
+from truebatch.bench.scoring_work import make_qwen, picture_prompts
+from truebatch.generation.decoding import collect, generate_tokens
+from truebatch.generation.prompts import advance_session, start_session
+from truebatch.generation.settings import Generation
+from truebatch.hf import growingcache
+from truebatch.hf.decoding import hf_decoder
+from truebatch.hf.packedreading import PackedDecoder
+from truebatch.hf.replaying import FixedSteps, Replaying
+
+NAMES = ("llama", "qwen3", "gpt_neox", "gpt2", "opt")
+
+
+@pytest.fixture
+def fixed(monkeypatch):
+    """Steps in fixed tensors also on a CPU, where nothing is recorded; counts them."""
+    taken = []
+    advance = FixedSteps.advance
+
+    def count(self, tokens, record):
+        taken.append(len(self.rows))
+        return advance(self, tokens, record)
+
+    monkeypatch.setattr(Replaying, "is_possible", lambda self, device: self.is_equal is not False)
+    monkeypatch.setattr(FixedSteps, "advance", count)
+    return taken
+
+
+def texts_of(decoder, prompts, settings):
+    return collect(generate_tokens(decoder, prompts, settings), len(prompts))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Generation(max_new_tokens=12, temperature=0),
+        Generation(max_new_tokens=12, temperature=0.9, top_k=30, seed=3),
+        Generation(max_new_tokens=6, beams=3),
+    ],
+)
+def test_texts_are_those_of_each_prompt_alone_with_a_cache_that_grows(name, settings, fixed, monkeypatch):
+    model = make(name)
+    prompts = make_prompts(TEXTS)
+    with monkeypatch.context() as growing:
+        growing.setattr(Replaying, "is_possible", lambda self, device: False)
+        plain = hf_decoder(model)
+        want = [texts_of(plain, [one], settings)[0] for one in prompts]
+    assert not fixed
+    decoder = hf_decoder(model)
+    assert texts_of(decoder, prompts, settings) == want
+    assert decoder.replaying.is_equal, decoder.replaying.why
+    assert fixed
+
+
+def test_rows_end_at_different_steps_and_the_others_go_on(fixed):
+    decoder = hf_decoder(make("llama"), end_ids=())
+    lengths = (9, 1, 5, 3, 9)
+    prompts = [
+        one.__class__(ids=one.ids, key=one.key, max_new_tokens=n)
+        for one, n in zip(make_prompts(TEXTS), lengths, strict=True)
+    ]
+    settings = Generation(max_new_tokens=9, temperature=0)
+    together = texts_of(decoder, prompts, settings)
+    assert together == [texts_of(decoder, [one], settings)[0] for one in prompts]
+    assert sorted(set(fixed)) == [1, 2, 3, 4]  # laid out anew when fewer than half go on
+
+
+def test_more_steps_than_a_cache_has_room_for(fixed, monkeypatch):
+    monkeypatch.setattr(growingcache, "ROOM", 10)
+    decoder = hf_decoder(make("qwen3"), end_ids=())
+    prompts = make_prompts(TEXTS)
+    settings = Generation(max_new_tokens=30, temperature=0)
+    found = texts_of(decoder, prompts, settings)
+    monkeypatch.setattr(Replaying, "is_possible", lambda self, device: False)
+    assert found == texts_of(decoder, prompts, settings)
+    assert len(fixed) < 29
+
+
+def test_images_and_packed_rows_go_on_in_fixed_tensors(fixed):
+    model = make_qwen(torch.device("cpu"), is_tiny=True)
+    prompts = [*picture_prompts(3, 40, 8, 500), *picture_prompts(2, 30, 4, 500)]
+    plain = hf_decoder(model, end_ids=())
+    settings = Generation(max_new_tokens=6, temperature=0)
+    found = texts_of(PackedDecoder(plain, plain), prompts, settings)
+    assert found == [texts_of(plain, [one], settings)[0] for one in prompts]
+    assert plain.replaying.is_equal
+
+
+def test_cells_without_a_token_reach_nothing_even_if_they_hold_nan(fixed, monkeypatch):
+    empty = torch.Tensor.new_empty
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *a, **k: empty(self, *a, **k).fill_(float("nan")))
+    decoder = hf_decoder(make("llama"), end_ids=())
+    logits, session = start_session(decoder, make_prompts(TEXTS))
+    for _ in range(4):
+        logits = advance_session(session, range(5), logits.argmax(-1).tolist(), logits)
+        assert bool(torch.isfinite(logits).all())
+    assert len(fixed) == 3  # the first step makes room
+
+
+def test_a_model_that_gives_something_else_in_fixed_tensors_goes_on_with_a_cache_that_grows(fixed, monkeypatch):
+    decoder = hf_decoder(make("llama"), end_ids=())
+    prompts = make_prompts(TEXTS)
+    settings = Generation(max_new_tokens=5, temperature=0)
+    run = FixedSteps._run
+    monkeypatch.setattr(FixedSteps, "_run", lambda self: run(self) * 1.5)
+    found = texts_of(decoder, prompts, settings)
+    assert decoder.replaying.is_equal is False
+    assert "away" in decoder.replaying.why
+    assert len(fixed) == 1
+    assert found == texts_of(decoder, prompts, settings)
