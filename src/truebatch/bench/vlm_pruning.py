@@ -136,7 +136,8 @@ class Bench:
         self.work = make_work(self.device, is_large=config.is_large, number=config.samples)
         self.width = int(statistics.mean(self.work.lengths))
         self.fitted = config.fitted or config.note_batch
-        self.result["fitted_samples"] = self.fitted
+        if config.fitted:
+            self.result["fitted_samples"] = config.fitted
         learned = sum(p.numel() for p in self.work.model.parameters() if p.requires_grad)
         frozen = sum(p.numel() for p in self.work.model.backbone.parameters())
         self.result["parameters"] = {"frozen": frozen, "trained": learned}
