@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.generation.toys import make_prompts
 from tests.hf.tiny_models import CONFIGS
@@ -14,11 +16,14 @@ from truebatch.generation.decoding import collect, generate_tokens
 from truebatch.generation.prompts import Prompt, start_session
 from truebatch.generation.settings import Generation
 from truebatch.hf import packedreading
-from truebatch.hf.attention import NAME
+from truebatch.hf.attention import NAME, packed_inputs
 from truebatch.hf.decoding import hf_decoder
 from truebatch.hf.imagefeatures import ImageDecoder
-from truebatch.hf.packedreading import PackedDecoder, can_read_packed, compile_reading
+from truebatch.hf.packedreading import PackedDecoder, can_read_packed, compile_reading, split_rows
+from truebatch.tensors import attention, planned
+from truebatch.tensors.attention import attend
 from truebatch.tensors.compiling import uncompile_layers
+from truebatch.tensors.segments import packed_segments
 
 TEXTS = [(5,), (7, 8, 9, 3, 2, 1, 4, 11, 12), (20, 21, 22), (5, 30, 31, 32, 33, 34), (40, 41)]
 PACKED = ("llama", "qwen3", "gpt_neox")
@@ -54,14 +59,12 @@ def test_logits_in_one_row_are_those_of_each_prompt_alone(decoders):
     assert plain.model.config._attn_implementation != NAME
 
 
-@pytest.mark.parametrize(
-    "settings", [Generation(max_new_tokens=7, temperature=0), Generation(max_new_tokens=5, beams=3)]
-)
-def test_texts_go_on_from_one_row_as_from_padded_ones(decoders, settings):
+@pytest.mark.parametrize("way", [Generation(max_new_tokens=7, temperature=0), Generation(max_new_tokens=5, beams=3)])
+def test_texts_go_on_from_one_row_as_from_padded_ones(decoders, way):
     plain, packed = decoders
     prompts = make_prompts(TEXTS)
-    want = [collect(generate_tokens(plain, [one], settings), 1)[0] for one in prompts]
-    assert collect(generate_tokens(packed, prompts, settings), len(prompts)) == want
+    want = [collect(generate_tokens(plain, [one], way), 1)[0] for one in prompts]
+    assert collect(generate_tokens(packed, prompts, way), len(prompts)) == want
 
 
 @pytest.mark.parametrize("name", PADDED)
@@ -82,9 +85,6 @@ def test_a_model_that_gives_something_else_in_one_row_goes_on_with_padded_rows(m
 
 def _one_long_sample(segments, **given):
     """A table that keeps no prompt apart."""
-    from truebatch.hf.attention import packed_inputs
-    from truebatch.tensors.segments import packed_segments
-
     return packed_inputs(packed_segments([segments.num_cells]), **given)
 
 
@@ -109,7 +109,7 @@ def test_a_long_common_beginning_is_left_to_the_decoder_that_reads_it_once():
 
 
 @torch.inference_mode()
-def test_rows_of_fixed_length_are_compiled_once():
+def test_rows_of_fixed_length_are_compiled_once_for_each_of_two_lengths():
     graphs = []
 
     def count(graph, example_inputs):
@@ -120,15 +120,52 @@ def test_rows_of_fixed_length_are_compiled_once():
     prompts = make_prompts(TEXTS)
     want = torch.cat([plain.start([one])[0] for one in prompts])
     torch.compiler.reset()
-    packed = PackedDecoder(plain, plain, cells=64)
+    packed = PackedDecoder(plain, plain, cells=80)
     assert compile_reading(plain, backend=count) == plain.model.config.num_hidden_layers
     try:
         for some in (slice(0, 5), slice(1, 4), slice(0, 3), slice(2, 5)):
             torch.testing.assert_close(packed.logits(prompts[some]), want[some], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(packed.logits(prompts * 7), want.repeat(7, 1), rtol=1e-4, atol=1e-4)
     finally:
         uncompile_layers(plain.model)
     assert packed.is_equal, packed.why
-    assert len(graphs) == 1
+    assert len(graphs) == 2
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(40, 90))
+@settings(deadline=None, max_examples=60)
+def test_every_prompt_lies_in_one_row_that_holds_it(lengths, cells):
+    rows = split_rows(lengths, cells)
+    assert sorted(number for numbers, _ in rows for number in numbers) == list(range(len(lengths)))
+    for numbers, size in rows:
+        assert sum(lengths[number] for number in numbers) <= size <= cells
+    assert sum(size == cells for _, size in rows) <= 2 * sum(lengths) // cells + 1
+
+
+def _written_out(query, key, value, call):
+    segments = packed_segments(call.starts.diff().tolist())
+    rows = (part[None].transpose(1, 2) for part in (query, key, value))
+    out = attend(*rows, segments, causal=call.causal, scale=call.scale, kernel="per_segment")
+    return out[0].transpose(0, 1).contiguous(), query.new_zeros(query.shape[1], query.shape[0])
+
+
+def test_compiled_rows_hand_their_keys_on_to_texts(monkeypatch):
+    """With torch's kernel written out: on a CPU there is no operator that could note keys."""
+    monkeypatch.setattr(attention, "choose_kernel", lambda facts: "planned")
+    monkeypatch.setattr(planned, "forward_plan", lambda shape: None)
+    monkeypatch.setattr(planned, "flash_forward", _written_out)
+    plain = hf_decoder(make("qwen3"), end_ids=())
+    prompts = make_prompts(TEXTS)
+    way = Generation(max_new_tokens=7, temperature=0)
+    want = [collect(generate_tokens(plain, [one], way), 1)[0] for one in prompts]
+    torch.compiler.reset()
+    packed = PackedDecoder(plain, plain, cells=16)
+    compile_reading(plain, backend="eager")
+    try:
+        assert collect(generate_tokens(packed, prompts, way), len(prompts)) == want
+    finally:
+        uncompile_layers(plain.model)
+    assert packed.is_equal, packed.why
 
 
 def test_what_does_not_read_in_one_row_is_not_compiled_for_it():
@@ -152,9 +189,9 @@ def test_images_and_texts_in_one_row_equal_one_by_one(pictures):
     with torch.inference_mode():
         torch.testing.assert_close(packed.logits(prompts), alone, rtol=1e-4, atol=1e-4)
     assert packed.is_equal, packed.why
-    settings = Generation(max_new_tokens=6, temperature=0)
-    want = [collect(generate_tokens(plain, [one], settings), 1)[0] for one in prompts]
-    assert collect(generate_tokens(packed, prompts, settings), len(prompts)) == want
+    way = Generation(max_new_tokens=6, temperature=0)
+    want = [collect(generate_tokens(plain, [one], way), 1)[0] for one in prompts]
+    assert collect(generate_tokens(packed, prompts, way), len(prompts)) == want
 
 
 def test_images_together_are_kept_and_split_as_one_by_one(pictures):

@@ -12,6 +12,7 @@ import transformers
 from tests.scoring.judges import VISION, awake, make_tokenizer, picture_questions, questions, text_judge, text_sizes
 from truebatch.errors import ConfigError, LawError, RunError
 from truebatch.generation.settings import Generation
+from truebatch.hf import packedreading
 from truebatch.scoring.backend import SampleError
 from truebatch.scoring.batching import Limits
 from truebatch.scoring.checking import check_identity, pack_report, refuse, unpack_report
@@ -360,7 +361,8 @@ def test_generation_settings_and_the_image_processor_are_in_the_fingerprint(tmp_
         settle_manifest(tmp_path, model_backend(model, processor, TEXT, LIMITS).describe())
 
 
-def test_labels_of_one_token_are_read_in_one_row_and_equal_one_by_one(text):
+def test_labels_of_one_token_are_read_in_one_row_and_equal_one_by_one(text, monkeypatch):
+    monkeypatch.setattr(packedreading, "PREFIX_SHARE", 2.0)  # their common beginning would be read once instead
     asked = list(read_asked(questions(9)))
     for level in ("close", "plan"):
         backend = model_backend(*text, TWO, Limits(level=level, cells=4096))
@@ -373,6 +375,7 @@ def test_labels_of_one_token_are_read_in_one_row_and_equal_one_by_one(text):
 
 
 def test_compiled_layers_read_labels_as_written_ones_do(text, monkeypatch):
+    monkeypatch.setattr(packedreading, "PREFIX_SHARE", 2.0)
     monkeypatch.setattr("truebatch.tensors.compiling.BACKEND", "eager")
     asked = list(read_asked(questions(9)))
     plain = model_backend(*text, TWO, Limits(cells=4096))
@@ -387,14 +390,17 @@ def test_compiled_layers_read_labels_as_written_ones_do(text, monkeypatch):
     assert compiled.describe()["reuse"]["compiled"]
 
 
-@pytest.mark.parametrize(
-    ("readout", "limits", "says"),
-    [
-        (TEXT, Limits(cells=1024), "only the reading of labels"),
-        (TWO, Limits(cells=1024, level="shape"), "only the reading of labels"),
-        (TWO, Limits(), "rows of a fixed length"),
-    ],
-)
-def test_what_is_not_compiled_is_refused(text, readout, limits, says):
-    with pytest.raises(ConfigError, match=says):
-        model_backend(*text, readout, limits, compiled=True)
+def test_what_is_not_compiled_is_refused(text):
+    with pytest.raises(ConfigError, match="only the reading of prompts"):
+        model_backend(*text, TWO, Limits(cells=1024, level="shape"), compiled=True)
+
+
+def test_compiled_layers_without_an_operator_that_notes_keys_say_so(text, monkeypatch):
+    monkeypatch.setattr(packedreading, "PREFIX_SHARE", 2.0)
+    monkeypatch.setattr("truebatch.tensors.compiling.BACKEND", "eager")
+    backend = model_backend(*text, TEXT, Limits(cells=1024), compiled=True)
+    try:
+        with pytest.raises(ConfigError, match="hand no keys on"):
+            backend.judge([backend.prepare(one) for one in read_asked(questions(3))])
+    finally:
+        uncompile_layers(backend.model)

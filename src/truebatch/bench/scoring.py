@@ -41,8 +41,6 @@ from truebatch.scoring.records import Outcome
 
 Say = Callable[[str], None]
 PARTS = ("texts", "pictures, labels", "pictures, texts")
-ROW = 32_768
-"""Cells of a row for compiled layers."""
 SHAPE, TURNED = "level shape", "level shape, turned around"
 
 
@@ -203,9 +201,8 @@ def _vision_ways(config: ScoringBench, new: int) -> list[tuple[str, Way, int]]:
         cells = _fitted_cells(model, prompts, new)
         fitted = Ours(model, prompts, cells=cells, rows=len(prompts), new_tokens=new)
         ways.append((f"fitted budget, {cells:,} cells", fitted, len(prompts)))
-    if config.device == "cuda" and not new:
-        compiled = Ours(model, prompts, cells=ROW, rows=len(prompts), new_tokens=0, is_compiled=True)
-        ways.append((f"compiled layers, rows of {ROW:,} cells", compiled, len(prompts)))
+        compiled = replace(fitted, is_compiled=True)
+        ways.append(("fitted budget, compiled", compiled, len(prompts)))
     shared: dict[str, Any] = {"rows": 256, "cells": config.cells, "new_tokens": new, "is_pinned": True}
     turned = Ours(model, prompts[::-1], **shared)
     ways.append((SHAPE, Ours(model, prompts, **shared), len(prompts)))

@@ -22,6 +22,7 @@ from truebatch.hf.packedreading import PackedDecoder, compile_reading
 from truebatch.hf.tiny import wake_weights
 from truebatch.scoring.backend import Cost
 from truebatch.scoring.batching import Limits, plan_batches
+from truebatch.scoring.inprocess import ROW
 from truebatch.scoring.labels import build_trie, read_labels_afresh
 from truebatch.scoring.pinned import PinnedDecoder
 from truebatch.scoring.shapes import Shapes
@@ -140,7 +141,7 @@ class Ours:
     new_tokens: int
     is_pinned: bool = False
     is_compiled: bool = False
-    """With compiled layers, in rows of `cells` cells."""
+    """With compiled layers, in rows of `ROW` cells."""
 
     def __call__(self) -> list[Any]:
         """All answers, in the order of the prompts."""
@@ -156,6 +157,10 @@ class Ours:
             compile_reading(hf_decoder(self.model))
         try:
             self._some(self.prompts[:2])
+            if self.is_compiled:
+                enough = 1 + ROW // len(self.prompts[0].ids)
+                with torch.inference_mode():
+                    self.decoder.logits(self.prompts[:enough])  # rows of both lengths
             yield
         finally:
             if self.is_compiled:
@@ -169,7 +174,7 @@ class Ours:
         padded: Any = ImageDecoder(plain, self.model, most=0, together=not self.is_pinned) if has_images else plain
         if self.is_pinned:
             return PinnedDecoder(padded, Shapes(self.cells), 2, max(1, self.new_tokens))
-        return PackedDecoder(padded, plain, cells=self.cells if self.is_compiled else None)
+        return PackedDecoder(padded, plain, cells=ROW if self.is_compiled else None)
 
     def _groups(self) -> Iterable[Sequence[int]]:
         if self.is_pinned:

@@ -22,6 +22,7 @@ from truebatch.hf.images import forget_last_call, image_token_id, sample_positio
 from truebatch.hf.inputs import Border, language_model, read_border
 from truebatch.hf.replaying import FixedSteps, Replaying, fix_rows
 from truebatch.hf.rowattention import attend_folded, grouped_configs
+from truebatch.tensors.compiling import as_written, has_compiled_layers
 from truebatch.tensors.scores import kernels_without_plans
 
 
@@ -75,7 +76,7 @@ def first_cells(decoder: HFDecoder, prompts: Sequence[Prompt], *, pad: int = 0) 
     ids, is_real = pad_left(prompts, next(decoder.model.parameters()).device, pad)
     positions = _first_positions(decoder, prompts, is_real)
     place = positions.amax(dim=(0, 2) if positions.ndim == 3 else 1) + 1
-    return FirstCells(ids, is_real, positions, place, _beside(decoder, prompts, ids, is_real))
+    return FirstCells(ids, is_real, positions, place, beside_inputs(decoder, prompts, ids, is_real))
 
 
 class HFSession:
@@ -167,7 +168,8 @@ def _call(
     }
     known = {name: value for name, value in inputs.items() if name in decoder.border.accepts}
     folded = attend_folded(decoder.grouped) if ids.shape[1] == 1 else nullcontext()
-    with folded, kernels_without_plans(ids.device):
+    written = as_written() if has_compiled_layers(decoder.model) else nullcontext()  # padded rows have any shape
+    with folded, written, kernels_without_plans(ids.device):
         return decoder.model(input_ids=ids, **known, **beside)
 
 
@@ -185,19 +187,17 @@ def _first_positions(decoder: HFDecoder, prompts: Sequence[Prompt], is_real: Ten
     """[B, T], or [3, B, T] where images decide positions: each prompt's as if it were alone, in padding any."""
     if not decoder.border.has_grid_positions:
         return (is_real.long().cumsum(dim=1) - 1).clamp(min=0) + decoder.border.first_position
+    # On the host: a model asks for many small numbers here, and each would wait for the device.
     found = [
-        sample_positions(
-            decoder.model, torch.tensor(p.ids, device=is_real.device), _on(p.inputs.get("image_grid_thw"), is_real)
-        )
-        for p in prompts
+        sample_positions(decoder.model, torch.tensor(p.ids), _on_host(p.inputs.get("image_grid_thw"))) for p in prompts
     ]
     three = torch.zeros((*is_real.shape, 3), dtype=torch.int64, device=is_real.device)
     three[is_real] = torch.cat(found).to(is_real.device)
     return three.permute(2, 0, 1)
 
 
-def _on(value: Tensor | None, like: Tensor) -> Tensor | None:
-    return None if value is None else value.to(like.device)
+def _on_host(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.cpu()
 
 
 def _cache_of(out: Any, model: nn.Module) -> Any:
@@ -211,7 +211,7 @@ def _cache_of(out: Any, model: nn.Module) -> Any:
     return cache
 
 
-def _beside(decoder: HFDecoder, prompts: Sequence[Prompt], ids: Tensor, is_real: Tensor) -> dict[str, Tensor]:
+def beside_inputs(decoder: HFDecoder, prompts: Sequence[Prompt], ids: Tensor, is_real: Tensor) -> dict[str, Tensor]:
     """Further inputs: one entry a token is padded with the tokens, everything else is laid end to end."""
     names = dict.fromkeys(name for prompt in prompts for name in prompt.inputs)
     out = {name: _laid(name, prompts, is_real) for name in names}

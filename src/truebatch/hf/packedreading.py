@@ -24,14 +24,14 @@ from transformers.cache_utils import DynamicLayer
 from truebatch.errors import AttentionError, ConfigError
 from truebatch.generation.prompts import Decoder, Prompt, Session
 from truebatch.hf.attention import packed_inputs, use_packed_attention
-from truebatch.hf.decoding import FirstCells, HFDecoder, HFSession, first_cells
+from truebatch.hf.decoding import FirstCells, HFDecoder, HFSession, beside_inputs, first_cells
 from truebatch.hf.growingcache import cache_of_layers
 from truebatch.hf.imagefeatures import ImageDecoder
 from truebatch.hf.images import image_token_id
 from truebatch.hf.inputs import language_model
 from truebatch.hf.prefixes import LEAST, common_beginning
-from truebatch.tensors.compiling import as_written, compile_layers, has_compiled_layers
-from truebatch.tensors.fixedtable import table_bounds
+from truebatch.tensors.compiling import compile_layers, has_compiled_layers
+from truebatch.tensors.fixedtable import kept_keys, table_bounds
 from truebatch.tensors.segments import Segments, packed_segments
 
 CLOSE = {torch.float32: 1e-3, torch.float64: 1e-6}
@@ -39,8 +39,9 @@ CLOSE_IN_HALF = 0.05
 """Relative distances of logits that rounding explains. A sample that sees its neighbour is off by more than that."""
 PREFIX_SHARE = 0.25
 """A common beginning of this share of all tokens is read once instead, by the decoder for padded rows."""
-SHORTEST = 8
-"""Tokens of a prompt on average for which a table of fixed shape has room."""
+SMALLER = 4
+"""A row for what is left over is this many times shorter."""
+Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(slots=True)
@@ -51,7 +52,7 @@ class PackedDecoder:
     """For padded rows, with whatever it reuses."""
     plain: HFDecoder
     cells: int | None = None
-    """Cells of every row, for compiled layers, which `start` then does not serve; None: as many as there are tokens."""
+    """Cells of a row, for compiled layers: prompts lie in several. None: one row, as long as they are."""
     is_equal: bool | None = None
     """Whether the model was found to give the same; None before the first batch."""
     why: str = ""
@@ -70,64 +71,116 @@ class PackedDecoder:
     def start(self, prompts: Sequence[Prompt], /) -> tuple[Tensor, Session]:
         """The logits of what follows each prompt, [B, V], and the rows."""
         if not self._packs(prompts):
-            return self._padded(prompts)
-        cache = DynamicCache(config=self.plain.model.config)
+            return self.decoder.start(prompts)
         first = first_cells(self.plain, prompts)
-        logits = self._read(prompts, first, cache)
-        rows = _in_rows(self.plain.model.config, cache, first.is_real)
-        return logits, HFSession(self.plain, first.is_real, first.place, rows)
+        read = self._read(prompts, first, keeps=True)
+        cache = _in_rows(self.plain.model.config, read, first.is_real)
+        return read.logits, HFSession(self.plain, first.is_real, first.place, cache)
 
     def logits(self, prompts: Sequence[Prompt]) -> Tensor:
         """The same logits where nothing goes on from them: no cache is made."""
         if not self._packs(prompts):
-            return self._padded(prompts)[0]
-        return self._read(prompts, first_cells(self.plain, prompts), None)
-
-    def _padded(self, prompts: Sequence[Prompt]) -> tuple[Tensor, Session]:
-        with as_written() if self.cells is not None else nullcontext():
-            return self.decoder.start(prompts)
+            return self.decoder.start(prompts)[0]
+        return self._read(prompts, first_cells(self.plain, prompts), keeps=False).logits
 
     def _packs(self, prompts: Sequence[Prompt]) -> bool:
-        """Whether these prompts go into one row. The first few are read both ways."""
+        """Whether these prompts go end to end. The first few are read both ways."""
         if len(prompts) < 2:
             return False
         if self.is_equal is None:
             self._compare(sorted(prompts, key=lambda one: len(one.ids))[:2])
         shared = common_beginning(prompts, image_token_id(self.plain.model))
-        tokens = sum(len(prompt.ids) for prompt in prompts)
-        is_shared = shared >= LEAST and shared * len(prompts) >= PREFIX_SHARE * tokens
-        return bool(self.is_equal) and not is_shared and tokens <= (self.cells or tokens)
+        lengths = [len(prompt.ids) for prompt in prompts]
+        is_shared = shared >= LEAST and shared * len(prompts) >= PREFIX_SHARE * sum(lengths)
+        return bool(self.is_equal) and not is_shared and max(lengths) <= (self.cells or max(lengths))
 
     def _compare(self, few: Sequence[Prompt]) -> None:
         try:
-            found = self._read(few, first_cells(self.plain, few), None).double()
+            found = self._read(few, first_cells(self.plain, few), keeps=False).logits.double()
         except AttentionError as error:
             self.is_equal, self.why = False, str(error)
             return
-        wanted = self._padded(few)[0]
+        wanted = self.decoder.start(few)[0]
         away = float((found - wanted.double()).norm() / wanted.double().norm())
         self.is_equal = away < CLOSE.get(wanted.dtype, CLOSE_IN_HALF)
         self.why = "" if self.is_equal else f"logits of packed rows are {away:.1e} away from those of padded rows"
 
-    def _read(self, prompts: Sequence[Prompt], first: FirstCells, cache: Any) -> Tensor:
+    def _read(self, prompts: Sequence[Prompt], first: FirstCells, *, keeps: bool) -> Read:
+        """Row by row; `keeps`: with the keys and values of every cell."""
+        order: list[int] = []
+        logits: list[Tensor] = []
+        kept: list[list[Pair]] = []
+        for numbers, cells in split_rows([len(prompt.ids) for prompt in prompts], self.cells):
+            some = [prompts[number] for number in numbers]
+            found, layers = self._row(some, _chosen(self.plain, some, first, numbers), cells, keeps=keeps)
+            order += numbers
+            logits.append(found)
+            kept.append(layers)
+        back = torch.tensor(order, device=first.ids.device).argsort()
+        return Read(torch.cat(logits)[back], order, kept)
+
+    def _row(
+        self, prompts: Sequence[Prompt], first: FirstCells, cells: int, *, keeps: bool
+    ) -> tuple[Tensor, list[Pair]]:
         part: Any = language_model(self.plain.model)
-        segments = packed_segments(
-            [len(prompt.ids) for prompt in prompts], cells=self.cells,
-            slots=None if self.cells is None else self.cells // SHORTEST,
-        ).to(first.ids.device)  # fmt: skip
-        bounds = table_bounds(segments) if has_compiled_layers(part) else None
-        last = segments.starts[1 : len(prompts) + 1].long() - 1
-        with self._encoding(prompts), use_packed_attention(part):
+        # A table for as many samples as there are cells: one shape for all rows, and never too small.
+        segments = packed_segments([len(prompt.ids) for prompt in prompts], cells=cells, slots=self.cells)
+        segments = segments.to(first.ids.device)
+        is_compiled = has_compiled_layers(part)
+        table = packed_inputs(segments, bounds=table_bounds(segments) if is_compiled else None)
+        cache = DynamicCache(config=self.plain.model.config) if keeps and not is_compiled else None
+        nothing: AbstractContextManager[list[Pair]] = nullcontext([])
+        keeping = kept_keys() if keeps and is_compiled else nothing
+        with self._encoding(prompts), use_packed_attention(part), keeping as kept:
             out = self.plain.model(
                 **_end_to_end(first, segments, filler=_filler(self.plain.model)),
-                **{**packed_inputs(segments, bounds=bounds), "position_ids": _row_positions(first, segments)},
-                use_cache=cache is not None, past_key_values=cache, logits_to_keep=last, return_dict=True,
+                **{**table, "position_ids": _row_positions(first, segments)},
+                use_cache=cache is not None, past_key_values=cache, return_dict=True,
+                logits_to_keep=segments.starts[1 : len(prompts) + 1].long() - 1,
             )  # fmt: skip
-        logits: Tensor = out.logits[0]
-        return logits
+        if keeps and cache is None:
+            _check_kept(kept, self.plain.model)
+        used = sum(segments.sample_lengths)
+        pairs = kept if cache is None else [(_cells_of(one.keys), _cells_of(one.values)) for one in cache.layers]
+        return out.logits[0], [(keys[:used], values[:used]) for keys, values in pairs] if keeps else []
 
     def _encoding(self, prompts: Sequence[Prompt]) -> AbstractContextManager[None]:
         return self.decoder.encoding(prompts) if isinstance(self.decoder, ImageDecoder) else nullcontext()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Read:
+    """What came of reading prompts end to end."""
+
+    logits: Tensor
+    order: list[int]
+    """Numbers of the prompts as they lie, row after row."""
+    kept: list[list[Pair]]
+    """Keys and values [T, H, D] of every layer, a list a row."""
+
+
+def split_rows(lengths: Sequence[int], cells: int | None) -> list[tuple[list[int], int]]:
+    """(numbers of the prompts, cells) of every row: the longest first, each where it fits, the last row shorter if it may.
+
+    >>> split_rows([5, 3, 2, 6], 8)
+    [([3, 2], 8), ([0, 1], 8)]
+    >>> split_rows([5, 3], None)
+    [([0, 1], 8)]
+    """
+    if cells is None:
+        return [(list(range(len(lengths))), sum(lengths))]
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        at = next((at for at, left in enumerate(room) if left >= lengths[number]), len(rows))
+        if at == len(rows):
+            rows.append([])
+            room.append(cells)
+        rows[at].append(number)
+        room[at] -= lengths[number]
+    # Two lengths of rows are compiled: what is left over mostly fits the shorter one.
+    small = cells // SMALLER
+    return [(row, small if cells - left <= small else cells) for row, left in zip(rows, room, strict=True)]
 
 
 def can_read_packed(plain: HFDecoder) -> bool:
@@ -151,6 +204,14 @@ def compile_reading(plain: HFDecoder, *, backend: Any = None) -> int:
             do="leave compiled out, or give the command without --compile",
         )
     return compile_layers(language_model(plain.model), backend=backend)
+
+
+def _chosen(plain: HFDecoder, some: Sequence[Prompt], first: FirstCells, numbers: Sequence[int]) -> FirstCells:
+    """The first cells of some of the prompts."""
+    at = torch.tensor(numbers, device=first.ids.device)
+    ids, is_real = first.ids[at], first.is_real[at]
+    beside = beside_inputs(plain, some, ids, is_real) if first.beside else {}
+    return FirstCells(ids, is_real, first.positions[..., at, :], first.place[at], beside)
 
 
 def _end_to_end(first: FirstCells, segments: Segments, *, filler: int) -> dict[str, Tensor]:
@@ -178,19 +239,40 @@ def _filler(model: nn.Module) -> int:
     return 1 if image_token_id(model) == 0 else 0
 
 
-def _in_rows(config: Any, cache: Any, is_real: Tensor) -> Any:
-    """The cache of one row of prompts as that of left-padded rows, layer by layer; padding holds anything."""
-    place = torch.zeros(is_real.shape, dtype=torch.int64, device=is_real.device)
-    place[is_real] = torch.arange(int(is_real.sum()), device=is_real.device)
-    return cache_of_layers(config, _laid_out(cache.layers, place))
-
-
-def _laid_out(layers: list[Any], place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Keys and values [B, H, S, D] of every layer; what was read is let go."""
-    while layers:
-        layer = layers.pop(0)
-        keys, values = (
-            cells[0].transpose(0, 1).index_select(0, place.view(-1)).unflatten(0, place.shape).transpose(1, 2)
-            for cells in (layer.keys, layer.values)
+def _check_kept(kept: Sequence[Pair], model: nn.Module) -> None:
+    config: Any = model.config
+    layers = len(DynamicCache(config=config).layers)
+    if len(kept) != layers:
+        weight = next(model.parameters())
+        raise ConfigError(
+            "compiled layers hand no keys on to texts here",
+            seen=f"keys of {len(kept)} layers of {layers}, {weight.dtype} on {weight.device.type}",
+            do="use half precision on a card, or leave compiled (--compile) out",
         )
-        yield keys, values
+
+
+def _cells_of(part: Tensor) -> Tensor:
+    """[1, H, T, D] of a cache -> [T, H, D]."""
+    return part[0].transpose(0, 1)
+
+
+def _in_rows(config: Any, read: Read, is_real: Tensor) -> Any:
+    """Keys and values as the cache of left-padded rows, layer by layer; padding holds anything."""
+    at = torch.tensor(read.order, device=is_real.device)
+    in_order = torch.zeros(is_real.shape, dtype=torch.int64, device=is_real.device)
+    in_order[is_real[at]] = torch.arange(int(is_real.sum()), device=is_real.device)
+    place = torch.empty_like(in_order)
+    place[at] = in_order
+    return cache_of_layers(config, _laid_out(read.kept, place))
+
+
+def _laid_out(kept: list[list[Pair]], place: Tensor) -> Iterator[Pair]:
+    """Keys and values [B, H, S, D] of every layer; what was read is let go."""
+    while kept[0]:
+        keys, values = zip(*(layers.pop(0) for layers in kept), strict=True)
+        yield _laid(keys, place), _laid(values, place)
+
+
+def _laid(parts: Sequence[Tensor], place: Tensor) -> Tensor:
+    cells = parts[0] if len(parts) == 1 else torch.cat(list(parts))  # [T, H, D]
+    return cells.index_select(0, place.view(-1)).view(*place.shape, *cells.shape[1:]).transpose(1, 2)

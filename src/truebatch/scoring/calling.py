@@ -39,7 +39,7 @@ class ScoreCall:
     device: str = "auto"
     reuse: bool = True
     compiled: bool = False
-    """Compile the layers of the model, for labels of one token."""
+    """Compile the layers that read prompts."""
     workers: int = 0
     """Processes that judge; 0: this one."""
     timeout: float = 600.0

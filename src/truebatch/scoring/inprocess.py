@@ -38,6 +38,8 @@ from truebatch.scoring.shapes import Shapes
 from truebatch.training.outofmemory import is_out_of_memory
 
 _SAMPLED_BYTES = 1 << 16
+ROW = 32_768
+"""Cells of a row for compiled layers."""
 FOLLOWED = 4
 """Tokens of an answer behind which `probe` looks, the first one counted: what a cache holds is used from the second on."""
 HALF = (torch.bfloat16, torch.float16)
@@ -217,7 +219,7 @@ def model_backend(
 ) -> ModelBackend:  # fmt: skip
     """The backend of a loaded model in evaluation mode.
 
-    `compiled`: for labels of one token on a card. Layers are compiled once, for rows of `limits.cells` tokens.
+    `compiled`: on a card, the layers that read prompts are compiled once, for packed rows of one length.
     """
     model.eval()
     processor = _own(processor)
@@ -238,10 +240,10 @@ def model_backend(
     if can_encode_alone(model) and (reuse_images or is_pinned):
         decoder = ImageDecoder(decoder, model, most=64 if reuse_images else 0, together=limits.level == "close")
     if compiled:
-        _check_compile(limits, trie)
+        _check_compile(readout, limits)
         compile_reading(plain)
     if not is_pinned and can_read_packed(plain):
-        decoder = PackedDecoder(decoder, plain, cells=limits.cells if compiled else None)
+        decoder = PackedDecoder(decoder, plain, cells=min(ROW, limits.cells or ROW) if compiled else None)
     if is_pinned:
         decoder = PinnedDecoder(decoder, Shapes(limits.most_cells), _filler(model, plain), max(1, new_tokens))
     reuse = {"prefix": reuse_prefix and not is_pinned, "images": reuse_images, "compiled": compiled}
@@ -302,19 +304,12 @@ def _check_readout(model: nn.Module, readout: Readout, *, is_pinned: bool) -> No
         )
 
 
-def _check_compile(limits: Limits, trie: Trie | None) -> None:
-    if limits.level == "shape" or trie is None or trie.depth() != 1:
-        seen = (
-            "level `shape`" if limits.level == "shape" else "no labels" if trie is None else f"labels of {trie.depth()}"
-        )
+def _check_compile(readout: Readout, limits: Limits) -> None:
+    if isinstance(readout, Head) or limits.level == "shape":
         raise ConfigError(
-            "only the reading of labels of one token is compiled",
-            seen=seen + ("" if limits.level == "shape" or trie is None else " tokens"),
-            do="leave compiled (--compile) out, or choose labels that are one token each",
-        )
-    if limits.cells is None:
-        raise ConfigError(
-            "compiled layers need rows of a fixed length", seen="cells=None", do="give cells, such as 16384"
+            "only the reading of prompts in packed rows is compiled",
+            seen="Head(...)" if isinstance(readout, Head) else "level `shape`",
+            do="leave compiled (--compile) out, or use labels or texts at another level",
         )
 
 

@@ -9,7 +9,8 @@ there, because the kernel starts a block of work for every piece of the longest 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -32,10 +33,31 @@ def attend_fixed_table(
     return out
 
 
+_kept: list[tuple[Tensor, Tensor]] | None = None
+
+
+@contextmanager
+def kept_keys() -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """While open, the keys and values [cells, H, D] of every call, in order: compiled layers fill no cache."""
+    global _kept  # noqa: PLW0603 (operators are called by compiled code, which hands nothing else through)
+    _kept = []
+    try:
+        yield _kept
+    finally:
+        _kept = None
+
+
+def keep_keys(key: Tensor, value: Tensor) -> None:
+    """Note a call's keys and values, copied: compiled code uses their memory again."""
+    if _kept is not None:
+        _kept.append((key.clone(), value.clone()))
+
+
 @torch.library.custom_op("truebatch::attend_fixed_table", mutates_args=())
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, bounds: Tensor, rule: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
+    keep_keys(key, value)
     return flash_forward(query, key, value, _call(starts, bounds, rule))
 
 

@@ -23,7 +23,7 @@ from truebatch.tensors.cudnnplans import (
     forward_plan,
     shape_of,
 )
-from truebatch.tensors.fixedtable import KernelCall, flash_backward, flash_forward
+from truebatch.tensors.fixedtable import KernelCall, flash_backward, flash_forward, keep_keys
 
 
 def attend_by_plan(
@@ -39,6 +39,7 @@ def attend_by_plan(
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, bounds: Tensor, rule: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
+    keep_keys(key, value)
     shape, call = _served(query, key, starts, bounds, rule)
     plan = forward_plan(shape)
     if plan is not None:
