@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from truebatch import checkup
 from truebatch.environment import describe_environment, redact
 
 
@@ -42,3 +44,14 @@ def test_no_secret_and_no_name_of_a_person_is_shown(monkeypatch):
 def test_ordinary_settings_are_shown_as_they_are(value):
     assert redact("CUDA_VISIBLE_DEVICES", value) == value
     assert str(Path.home()) not in redact("TORCH_HOME", f"{Path.home()}/x")
+
+
+@pytest.mark.parametrize(
+    ("card", "capability", "verdicts"),
+    [("1 x NVIDIA H200 (13.0)", (9, 0), ["note"]), ("1 x NVIDIA A100 (13.0)", (8, 0), []), ("none (CPU)", None, [])],
+)
+def test_the_package_of_the_fastest_attention_is_asked_for_where_it_matters(card, capability, verdicts, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    found = checkup._attention_plans(checkup.Check("accelerator", "ok", card))
+    assert [check.verdict for check in found] == verdicts

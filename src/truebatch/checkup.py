@@ -18,6 +18,7 @@ from truebatch.training.durable import write_text
 
 Verdict = Literal["ok", "note", "failed"]
 LEAST_FREE_BYTES = 2**30
+HOPPER = (9, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +32,13 @@ class Check:
 
 def check_machine(folder: Path) -> tuple[Check, ...]:
     """Check versions, the accelerator, and that runs can be kept in `folder`."""
+    accelerator = _accelerator()
     return (
         _python(),
         *_packages(),
         _numba(),
-        _accelerator(),
+        accelerator,
+        *_attention_plans(accelerator),
         _writing(folder),
         _locking(folder),
         _space(folder),
@@ -80,6 +83,24 @@ def _numba() -> Check:
 def _accelerator() -> Check:
     words = str(describe_environment()["accelerator"])
     return Check("accelerator", "failed" if "cannot be imported" in words else "ok", words)
+
+
+def _attention_plans(accelerator: Check) -> list[Check]:
+    """On a card whose fastest kernel for packed rows needs a package: whether it is there."""
+    if not accelerator.words[:1].isdigit():
+        return []
+    import torch  # it was imported to name the card
+
+    if torch.version.cuda is None or torch.cuda.get_device_capability() < HOPPER:
+        return []
+    name = "nvidia-cudnn-frontend"
+    try:
+        return [Check(name, "ok", metadata.version(name))]
+    except metadata.PackageNotFoundError:
+        words = (
+            "not installed: packed rows take torch's own attention, slower on this card; pip install 'truebatch[cudnn]'"
+        )
+        return [Check(name, "note", words)]
 
 
 def _writing(folder: Path) -> Check:

@@ -16,7 +16,8 @@ from typing import Any
 
 PACKAGES = (
     "truebatch", "torch", "transformers", "accelerate", "safetensors", "tokenizers", "numpy", "numba", "pydantic",
-    "typer", "rich", "PyYAML", "pyarrow", "pillow", "datasets", "triton", "flash-attn", "deepspeed", "peft",
+    "typer", "rich", "PyYAML", "pyarrow", "pillow", "datasets", "triton", "flash-attn", "nvidia-cudnn-frontend", "deepspeed",
+    "peft",
 )  # fmt: skip
 VARIABLES = re.compile(
     r"(TRUEBATCH|CUDA|NCCL|OMP|MKL|OPENBLAS|NUMBA|TORCH|PYTORCH|ACCELERATE|HF_HUB_OFFLINE|TRANSFORMERS_OFFLINE)(_\w+)?"
