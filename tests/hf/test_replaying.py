@@ -32,7 +32,7 @@ def fixed(monkeypatch):
         taken.append(len(self.rows))
         return advance(self, tokens, record)
 
-    monkeypatch.setattr(Replaying, "is_possible", lambda self, device: self.is_equal is not False)
+    monkeypatch.setattr(Replaying, "begins", lambda self, device, steps: self.is_equal is not False)
     monkeypatch.setattr(FixedSteps, "advance", count)
     return taken
 
@@ -54,7 +54,7 @@ def test_texts_are_those_of_each_prompt_alone_with_a_cache_that_grows(name, sett
     model = make(name)
     prompts = make_prompts(TEXTS)
     with monkeypatch.context() as growing:
-        growing.setattr(Replaying, "is_possible", lambda self, device: False)
+        growing.setattr(Replaying, "begins", lambda self, device, steps: False)
         plain = hf_decoder(model)
         want = [texts_of(plain, [one], settings)[0] for one in prompts]
     assert not fixed
@@ -83,7 +83,7 @@ def test_more_steps_than_a_cache_has_room_for(fixed, monkeypatch):
     prompts = make_prompts(TEXTS)
     settings = Generation(max_new_tokens=30, temperature=0)
     found = texts_of(decoder, prompts, settings)
-    monkeypatch.setattr(Replaying, "is_possible", lambda self, device: False)
+    monkeypatch.setattr(Replaying, "begins", lambda self, device, steps: False)
     assert found == texts_of(decoder, prompts, settings)
     assert len(fixed) < 29
 
@@ -135,3 +135,12 @@ def test_rows_in_fixed_tensors_are_let_go_with_their_session(fixed):
         assert held() is None
     finally:
         gc.enable()
+
+
+def test_a_session_of_few_steps_and_one_without_a_card_record_nothing():
+    card = torch.device("cuda")
+    assert not Replaying().begins(card, 2)
+    assert Replaying().begins(card, 3)
+    assert not Replaying().begins(torch.device("cpu"), 3)
+    assert not Replaying(is_equal=False).begins(card, 3)
+    assert not Replaying(is_recorded=False).begins(card, 3)

@@ -88,6 +88,7 @@ class HFSession:
         self._place = place  # [B] the position of each row's next token
         self._cache = cache  # of cells before the first forward pass, or None
         self._fixed: FixedSteps | None = None  # steps are replayed
+        self._steps = 0
 
     @property
     def cache(self) -> Any:
@@ -100,7 +101,8 @@ class HFSession:
             self._loosen()
         if self._fixed is not None:
             return self._fixed.advance(tokens, self._decoder.replaying.record)
-        if self._decoder.replaying.is_possible(tokens.device):
+        self._steps += 1
+        if self._decoder.replaying.begins(tokens.device, self._steps - 1):
             return self._first_fixed(tokens)
         return self._grow(tokens)
 

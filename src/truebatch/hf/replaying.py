@@ -26,6 +26,8 @@ from truebatch.training.outofmemory import is_out_of_memory
 
 LEAST_STEPS = 8
 """Room for fewer is not worth a recording."""
+STEPS_BEFORE = 3
+"""Steps of a session before one is recorded: a recording takes as long as some, and labels need only one or two."""
 CLOSE = {torch.float32: 1e-3, torch.float64: 1e-6}
 CLOSE_IN_HALF = 0.05
 """Relative distances of logits that rounding explains."""
@@ -40,9 +42,9 @@ class Replaying:
     is_recorded: bool = True
     why: str = ""
 
-    def is_possible(self, device: torch.device) -> bool:
-        """True on a card unless it was found otherwise."""
-        return self.is_equal is not False and self.is_recorded and device.type == "cuda"
+    def begins(self, device: torch.device, steps: int) -> bool:
+        """True on a card behind the first steps of a session, unless it was found otherwise."""
+        return self.is_equal is not False and self.is_recorded and device.type == "cuda" and steps >= STEPS_BEFORE
 
     def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """The recorded step; on a CPU, and where a model does what cannot be recorded, the step as written."""
