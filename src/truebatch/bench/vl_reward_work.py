@@ -44,7 +44,7 @@ def _picture(draw: np.random.Generator, size: tuple[int, int]) -> bytes:
     width, height = size
     coarse = draw.integers(0, 256, (max(2, height // 8), max(2, width // 8), 3), dtype=np.uint8)
     held = io.BytesIO()
-    Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC).save(held, "PNG")
+    Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC).save(held, "PNG", compress_level=1)
     return held.getvalue()
 
 

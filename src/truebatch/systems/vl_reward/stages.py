@@ -40,6 +40,8 @@ from truebatch.training.durable import hash_file, write_bytes
 from truebatch.training.outofmemory import is_out_of_memory
 
 EDITS, SCORES, PICTURES, SOURCES = "edits", "scores", "pictures", "sources"
+QUICK = 1
+"""How hard PNG files are compressed: the default takes several times as long and saves a few percent of a photograph."""
 CAPTIONS = ("The original image:", "The edited image:")
 _ONE_AT_A_TIME = Limits(level="plan", rows=1)
 _SAFE = re.compile(r"[\w.()\- ]+")
@@ -98,7 +100,7 @@ class EditBackend:
         try:
             edited = self.editor.edit(image, asked.user, seed=int(asked.options["seed"]), name=name)
             held = io.BytesIO()
-            edited.convert("RGB").save(held, "PNG")
+            edited.convert("RGB").save(held, "PNG", compress_level=QUICK)
         except Exception as error:  # an editor of others may raise anything: the pair is then not edited
             if is_out_of_memory(error):
                 raise
