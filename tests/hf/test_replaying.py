@@ -14,10 +14,10 @@ from truebatch.bench.scoring_work import make_qwen, picture_prompts
 from truebatch.generation.decoding import collect, generate_tokens
 from truebatch.generation.prompts import advance_session, start_session
 from truebatch.generation.settings import Generation
-from truebatch.hf import decoding, growingcache
+from truebatch.hf import decoding, growingcache, replaying
 from truebatch.hf.decoding import hf_decoder
 from truebatch.hf.packedreading import PackedDecoder
-from truebatch.hf.replaying import FixedSteps, Replaying
+from truebatch.hf.replaying import FixedSteps, Replaying, lies_on_one_card
 
 NAMES = ("llama", "qwen3", "gpt_neox", "gpt2", "opt")
 
@@ -144,3 +144,32 @@ def test_a_session_of_few_steps_and_one_without_a_card_record_nothing():
     assert not Replaying().begins(torch.device("cpu"), 3)
     assert not Replaying(is_equal=False).begins(card, 3)
     assert not Replaying(is_recorded=False).begins(card, 3)
+
+
+@pytest.mark.parametrize(("factor", "is_kept"), [(1.0, True), (1.5, False)])
+def test_the_first_recording_must_give_what_the_step_gives(monkeypatch, factor, is_kept):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(replaying, "record", lambda run: (run(), lambda: run() * factor))
+    state, result = Replaying(), torch.arange(1.0, 5.0)
+    found = state.record(lambda: result)
+    assert torch.equal(found(), result)
+    assert (state.is_recorded, state.is_proven) == (is_kept, is_kept)
+    assert bool(state.why) != is_kept
+
+
+def test_what_cannot_be_recorded_runs_as_written_and_says_why(monkeypatch):
+    def refuse(run):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(replaying, "record", refuse)
+    state = Replaying()
+    assert state.record(lambda: torch.ones(1))().item() == 1
+    assert not state.is_recorded
+    assert "capturing" in state.why
+
+
+def test_layers_on_several_devices_are_not_recorded():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, device="meta"))
+    assert not lies_on_one_card(model)
+    assert not lies_on_one_card(model[0])

@@ -20,7 +20,7 @@ from truebatch.hf.finetuning.models import num_positions
 from truebatch.hf.growingcache import grow_in_place
 from truebatch.hf.images import forget_last_call, image_token_id, sample_positions
 from truebatch.hf.inputs import Border, language_model, read_border
-from truebatch.hf.replaying import FixedSteps, Replaying, fix_rows
+from truebatch.hf.replaying import FixedSteps, Replaying, fix_rows, lies_on_one_card
 from truebatch.hf.rowattention import attend_folded, grouped_configs
 from truebatch.tensors.compiling import as_written, has_compiled_layers
 from truebatch.tensors.scores import kernels_without_plans
@@ -56,7 +56,10 @@ def hf_decoder(model: nn.Module, *, end_ids: Iterable[int] | None = None) -> HFD
     config: Any = getattr(model, "config", None)
     ends = _own_end_ids(model) if end_ids is None else end_ids
     grouped = grouped_configs(language_model(model))
-    return HFDecoder(model, frozenset(int(i) for i in ends), num_positions(config), read_border(model), grouped)
+    return HFDecoder(
+        model, frozenset(int(i) for i in ends), num_positions(config), read_border(model), grouped,
+        Replaying(is_recorded=lies_on_one_card(model)),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)

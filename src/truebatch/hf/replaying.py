@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -40,6 +40,9 @@ class Replaying:
     is_equal: bool | None = None
     """None before the first step that was taken both ways."""
     is_recorded: bool = True
+    """False where steps are not recorded: layers on several devices, or what cannot be recorded."""
+    is_proven: bool = False
+    """The first recording gave what the step gives as written."""
     why: str = ""
 
     def begins(self, device: torch.device, steps: int) -> bool:
@@ -51,18 +54,36 @@ class Replaying:
         if not torch.cuda.is_available() or not self.is_recorded:
             return run
         try:
-            return record(run)
+            written, replay = record(run)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
             self.is_recorded, self.why = False, f"a step cannot be recorded: {str(error)[:200]}"
             return run
+        if not self.is_proven:
+            self.is_proven = self.is_recorded = _distance(replay(), written) < _most(written)
+            self.why = "" if self.is_proven else "a recorded step gives something else than the step as written"
+        return replay if self.is_proven else run
 
     def judge(self, found: Tensor, wanted: Tensor) -> None:
         """Compare the first step taken both ways."""
-        away = float((found.double() - wanted.double()).norm() / wanted.double().norm())
-        self.is_equal = away < CLOSE.get(wanted.dtype, CLOSE_IN_HALF)
+        away = _distance(found, wanted)
+        self.is_equal = away < _most(wanted)
         self.why = "" if self.is_equal else f"logits of a step in fixed tensors are {away:.1e} away"
+
+
+def _distance(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+def _most(wanted: Tensor) -> float:
+    return CLOSE.get(wanted.dtype, CLOSE_IN_HALF)
+
+
+def lies_on_one_card(model: nn.Module) -> bool:
+    """True where all layers are on one device and nothing moves them: only then a recording holds all of a step."""
+    devices = {weight.device for weight in model.parameters()}
+    return len(devices) == 1 and next(iter(devices)).type == "cuda" and not getattr(model, "hf_device_map", None)
 
 
 class FixedLayer(DynamicLayer):  # type: ignore[misc]
@@ -137,13 +158,13 @@ class FixedSteps:
         return grow_in_place(cache)
 
 
-def record(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Run once as written, then record: what comes back replays the same kernels on the same tensors."""
+def record(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
+    """Run once as written, then record: its result, and what replays the same kernels on the same tensors."""
     current = torch.cuda.current_stream()
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(current)
     with torch.cuda.stream(side):
-        run()
+        written = run()
     current.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with _no_collection(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -153,7 +174,7 @@ def record(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         graph.replay()
         return out
 
-    return replay
+    return written, replay
 
 
 @contextmanager
