@@ -122,6 +122,20 @@ def test_a_model_that_gives_something_else_in_fixed_tensors_goes_on_with_a_cache
     assert found == texts_of(decoder, prompts, settings)
 
 
+def test_a_step_in_fixed_tensors_that_was_wrong_leaves_nothing_in_the_cache(fixed, monkeypatch):
+    model = make("llama")
+    prompts = make_prompts(TEXTS)
+    settings = Generation(max_new_tokens=12, temperature=0)
+    with monkeypatch.context() as growing:
+        growing.setattr(Replaying, "begins", lambda self, device, steps: False)
+        want = texts_of(hf_decoder(model, end_ids=()), prompts, settings)
+    step = decoding._fixed_step
+    monkeypatch.setattr(decoding, "_fixed_step", lambda decoder, ids, *given: step(decoder, ids + 1, *given))
+    decoder = hf_decoder(model, end_ids=())
+    assert texts_of(decoder, prompts, settings) == want
+    assert decoder.replaying.is_equal is False
+
+
 def test_rows_in_fixed_tensors_are_let_go_with_their_session(fixed):
     decoder = hf_decoder(make("llama"), end_ids=())
     gc.collect()
