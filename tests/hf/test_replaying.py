@@ -18,6 +18,7 @@ from truebatch.hf import decoding, growingcache, replaying
 from truebatch.hf.decoding import hf_decoder
 from truebatch.hf.packedreading import PackedDecoder
 from truebatch.hf.replaying import FixedSteps, Replaying, lies_on_one_card
+from truebatch.hf.tiny import tiny_model
 
 NAMES = ("llama", "qwen3", "gpt_neox", "gpt2", "opt")
 
@@ -134,6 +135,26 @@ def test_a_step_in_fixed_tensors_that_was_wrong_leaves_nothing_in_the_cache(fixe
     decoder = hf_decoder(model, end_ids=())
     assert texts_of(decoder, prompts, settings) == want
     assert decoder.replaying.is_equal is False
+
+
+def test_a_model_that_takes_no_mask_of_cells_goes_on_with_a_cache_that_grows(fixed):
+    decoder = hf_decoder(tiny_model("bloom"), end_ids=())
+    prompts = make_prompts(TEXTS)
+    settings = Generation(max_new_tokens=5, temperature=0)
+    assert texts_of(decoder, prompts, settings) == [texts_of(decoder, [one], settings)[0] for one in prompts]
+    assert "ValueError" in decoder.replaying.why
+    assert len(fixed) == 1
+
+
+def test_out_of_memory_in_the_first_step_is_no_reason_against_the_model():
+    state = Replaying()
+
+    def full():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        state.tried(full)
+    assert state.is_equal is None
 
 
 def test_rows_in_fixed_tensors_are_let_go_with_their_session(fixed):

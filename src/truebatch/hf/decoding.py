@@ -125,9 +125,10 @@ class HFSession:
         if fixed is None:
             return self._grow(tokens)
         if replaying.is_equal is None:
-            found = fixed.advance(tokens, lambda run: run)
+            found = replaying.tried(partial(fixed.advance, tokens, lambda run: run))
             logits = self._grow(tokens)  # second: both write the same cell, and this one must stay
-            replaying.judge(found, logits)
+            if found is not None:
+                replaying.judge(found, logits)
             fixed.replay = None  # the next step is recorded
             self._fixed = fixed if replaying.is_equal else None
             return logits

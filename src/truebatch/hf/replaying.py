@@ -65,6 +65,16 @@ class Replaying:
             self.why = "" if self.is_proven else "a recorded step gives something else than the step as written"
         return replay if self.is_proven else run
 
+    def tried(self, run: Callable[[], Tensor]) -> Tensor | None:
+        """What the first step in fixed tensors gives; None where the model cannot take one, as some no mask of ours."""
+        try:
+            return run()
+        except Exception as error:  # whatever a model does with inputs it does not know
+            if is_out_of_memory(error):
+                raise
+            self.is_equal, self.why = False, f"no step in fixed tensors: {type(error).__name__}: {str(error)[:200]}"
+            return None
+
     def judge(self, found: Tensor, wanted: Tensor) -> None:
         """Compare the first step taken both ways."""
         away = _distance(found, wanted)
