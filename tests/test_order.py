@@ -132,6 +132,7 @@ ORDER = [
     "hf.finetuning.models",
     "hf.growingcache",
     "hf.rowattention",
+    "hf.rowrotary",
     "training.outofmemory",
     "hf.replaying",
     "hf.decoding",

@@ -22,6 +22,7 @@ from truebatch.hf.images import forget_last_call, image_token_id, sample_positio
 from truebatch.hf.inputs import Border, language_model, read_border
 from truebatch.hf.replaying import FixedSteps, Replaying, fix_rows, lies_on_one_card
 from truebatch.hf.rowattention import attend_folded, grouped_configs
+from truebatch.hf.rowrotary import each_row_alone, rotary_by_length
 from truebatch.tensors.compiling import as_written, has_compiled_layers
 from truebatch.tensors.scores import kernels_without_plans
 
@@ -37,6 +38,8 @@ class HFDecoder:
     grouped: tuple[Any, ...] = ()
     """Configs of layers whose query heads share keys, see `grouped_configs`."""
     replaying: Replaying = field(default_factory=Replaying)
+    rotary: tuple[nn.Module, ...] = ()
+    """Modules whose angles follow the length of a call, see `rotary_by_length`."""
 
     def start(self, prompts: Sequence[Prompt], /) -> tuple[Tensor, HFSession]:
         """One forward pass over all prompts, padded on the left; [B, V] logits of what follows."""
@@ -55,10 +58,10 @@ def hf_decoder(model: nn.Module, *, end_ids: Iterable[int] | None = None) -> HFD
     """The decoder of a causal model; by default a text ends where the model's own generation settings say."""
     config: Any = getattr(model, "config", None)
     ends = _own_end_ids(model) if end_ids is None else end_ids
-    grouped = grouped_configs(language_model(model))
+    grouped, rotary = grouped_configs(language_model(model)), rotary_by_length(model)
     return HFDecoder(
         model, frozenset(int(i) for i in ends), num_positions(config), read_border(model), grouped,
-        Replaying(is_recorded=lies_on_one_card(model)),
+        Replaying(is_recorded=lies_on_one_card(model) and not rotary), rotary,
     )  # fmt: skip
 
 
@@ -176,7 +179,7 @@ def _call(
     known = {name: value for name, value in inputs.items() if name in decoder.border.accepts}
     folded = attend_folded(decoder.grouped) if ids.shape[1] == 1 else nullcontext()
     written = as_written() if has_compiled_layers(decoder.model) else nullcontext()  # padded rows have any shape
-    with folded, written, kernels_without_plans(ids.device):
+    with folded, written, each_row_alone(decoder.rotary), kernels_without_plans(ids.device):
         return decoder.model(input_ids=ids, **known, **beside)
 
 

@@ -187,6 +187,8 @@ def can_read_packed(plain: HFDecoder) -> bool:
     """Whether prompts of this model may be tried in one row: it takes positions and gives the logits of chosen cells."""
     config: Any = plain.model.config
     accepts = plain.border.accepts
+    if plain.rotary:  # angles that follow the longest of a row would be those of another prompt
+        return False
     if not ({"position_ids", "logits_to_keep", "past_key_values"} <= accepts and {"use_cache", "kwargs"} & accepts):
         return False
     layers = DynamicCache(config=config).layers

@@ -46,7 +46,8 @@ class PrefixDecoder:
     def start(self, prompts: Sequence[Prompt], /) -> tuple[Tensor, HFSession]:
         """The logits of what follows each prompt, and the rows."""
         length = common_beginning(prompts, image_token_id(self.decoder.model))
-        if length < LEAST or len(prompts) < 2 or self.decoder.model.training:
+        # Where angles follow a prompt's length, its beginning has others alone than before the rest.
+        if length < LEAST or len(prompts) < 2 or self.decoder.model.training or self.decoder.rotary:
             return self.decoder.start(prompts)
         prefix = prompts[0].ids[:length]
         is_known = prefix in self._known

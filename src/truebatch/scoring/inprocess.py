@@ -27,6 +27,7 @@ from truebatch.hf.imagefeatures import ImageDecoder, PicturePrompt, can_encode_a
 from truebatch.hf.images import image_token_id
 from truebatch.hf.packedreading import PackedDecoder, can_read_packed, compile_reading
 from truebatch.hf.prefixes import PrefixDecoder
+from truebatch.hf.rowrotary import each_row_alone
 from truebatch.scoring.backend import Answer, Asked, Cost, SampleError
 from truebatch.scoring.batching import Limits
 from truebatch.scoring.keys import canonical
@@ -202,7 +203,8 @@ class ModelBackend:
         cells = first_cells(self.plain, prepared, pad=config.pad_token_id or 0)
         named = {"attention_mask": cells.is_real.long(), "position_ids": cells.positions, "use_cache": False}
         known = {name: value for name, value in named.items() if name in self.plain.border.accepts}
-        out = self.model(input_ids=cells.ids, **known, **cells.beside)
+        with each_row_alone(self.plain.rotary):
+            out = self.model(input_ids=cells.ids, **known, **cells.beside)
         values: Tensor = self.readout.read(out) if self.readout.read is not None else out.logits
         if len(values) != len(prepared):
             raise ConfigError(

@@ -1,0 +1,84 @@
+"""Rotary embeddings that follow the length of a call: a row has the angles it has alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from tests.generation.toys import make_prompts
+from tests.hf.test_packedreading import make
+from tests.hf.tiny_models import GROUPED
+from truebatch.generation.decoding import collect, generate_tokens
+from truebatch.generation.prompts import start_session
+from truebatch.generation.settings import Generation
+from truebatch.hf.decoding import hf_decoder
+from truebatch.hf.packedreading import can_read_packed
+from truebatch.hf.prefixes import PrefixDecoder
+from truebatch.hf.rowrotary import rotary_by_length
+
+COMMON = tuple(range(3, 19))
+TEXTS = [(5, 6), tuple(range(3, 43)), (20, 21, 22), tuple(range(4, 15)), tuple(range(9, 33))]
+"""Short and long beside each other; one of them crosses the bound while it goes on."""
+BOUND = 16
+SCALED = {
+    "longrope": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "short_factor": [1.0] * 4,
+        "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": BOUND,
+    },
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+}  # fmt: skip
+
+
+@pytest.fixture(params=SCALED)
+def model(request):
+    rope = SCALED[request.param]
+    longest = 64 if request.param == "longrope" else BOUND
+    values = {**GROUPED, "head_dim": 8, "max_position_embeddings": longest, "rope_parameters": dict(rope)}
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**values)).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(8 if parameter.ndim > 1 else 1)
+    return made
+
+
+def decoder_of(model, kind=None):
+    plain = hf_decoder(model, end_ids=())
+    object.__setattr__(plain, "max_length", None)  # texts longer than the model was made for are the point here
+    return plain if kind is None else kind(plain)
+
+
+def test_logits_of_a_short_row_do_not_depend_on_a_long_one_beside_it(model):
+    prompts = make_prompts(TEXTS)
+    decoder = decoder_of(model)
+    alone = torch.cat([start_session(decoder, [one])[0] for one in reversed(prompts)]).flip(0)
+    torch.testing.assert_close(start_session(decoder, prompts)[0], alone, rtol=1e-4, atol=1e-4)
+    assert "forward" not in vars(model.model.rotary_emb)
+
+
+def test_a_row_that_comes_alone_first_is_what_the_model_gives(model):
+    ids = torch.tensor([TEXTS[1]])
+    with torch.inference_mode():
+        want = model(input_ids=ids).logits[:, -1]
+    found = start_session(decoder_of(model), make_prompts(TEXTS))[0][1:2]
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [None, PrefixDecoder])
+def test_texts_are_those_of_each_prompt_alone_across_the_bound(model, kind):
+    way = Generation(max_new_tokens=8, temperature=0)
+    prompts = make_prompts(TEXTS if kind is None else [(*COMMON, 50), (*COMMON, 5, 6), (*COMMON, 40, *TEXTS[4])])
+    want = [collect(generate_tokens(decoder_of(model), [one], way), 1)[0] for one in prompts]
+    assert collect(generate_tokens(decoder_of(model, kind), prompts, way), len(prompts)) == want
+
+
+def test_prompts_are_not_read_in_one_row_and_steps_are_not_recorded(model):
+    plain = hf_decoder(model)
+    assert not can_read_packed(plain)
+    assert not plain.replaying.is_recorded
+
+
+def test_other_rotary_embeddings_are_left_alone():
+    assert rotary_by_length(make("llama")) == ()
+    assert rotary_by_length(make("gemma3_text")) == ()
