@@ -157,6 +157,60 @@ def test_out_of_memory_in_the_first_step_is_no_reason_against_the_model():
     assert state.is_equal is None
 
 
+def test_a_model_that_looks_a_little_at_cells_without_a_token_is_found_out(fixed, monkeypatch):
+    """Among many cells some more weigh so little that half precision could explain it, and padding weighs more."""
+    monkeypatch.setattr(replaying, "CLOSE", {torch.float32: replaying.CLOSE_IN_HALF})
+    step = decoding._fixed_step
+    is_all = torch.ones_like
+    monkeypatch.setattr(decoding, "_fixed_step", lambda d, ids, at, seen, c: step(d, ids, at, is_all(seen), c))
+    decoder = hf_decoder(make("llama"), end_ids=())
+    logits, session = start_session(decoder, make_prompts([tuple(n % 90 + 3 for n in range(2000))]))
+    for _ in range(2):
+        logits = advance_session(session, [0], logits.argmax(-1).tolist(), logits)
+    assert decoder.replaying.is_equal is False
+
+
+def test_a_session_has_the_same_bits_whether_it_was_the_first_of_its_model_or_not(fixed, monkeypatch):
+    monkeypatch.setattr(replaying, "CLOSE", {torch.float32: 0.5})
+    step = decoding._fixed_step
+    monkeypatch.setattr(decoding, "_fixed_step", lambda *given: step(*given) * (1 + 2**-10))
+    decoder = hf_decoder(make("llama"), end_ids=())
+    runs = []
+    for _ in range(2):
+        logits, session = start_session(decoder, make_prompts(TEXTS))
+        for _ in range(5):
+            logits = advance_session(session, range(5), [3, 4, 5, 6, 7], logits)
+            runs.append(logits)
+    for first, second in zip(runs[:5], runs[5:], strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("picked", [[4, 0, 3, 1, 2], [3, 1, 4, 0], [2, 0, 2, 1]])
+def test_rows_in_another_order_keep_it_when_room_runs_out(fixed, monkeypatch, picked):
+    monkeypatch.setattr(growingcache, "ROOM", 12)
+    model = make("llama")
+    texts = []
+    for is_fixed in (True, False):
+        if not is_fixed:
+            monkeypatch.setattr(Replaying, "begins", lambda self, device, steps: False)
+        decoder = hf_decoder(model, end_ids=())
+        logits, session = start_session(decoder, make_prompts(TEXTS))
+        found = []
+        for at in range(20):
+            rows = picked if at in (4, 15) else list(range(len(logits)))
+            rows = [row for row in rows if row < len(logits)]
+            tokens = logits.argmax(-1)[torch.tensor(rows)].tolist()
+            logits = advance_session(session, rows, tokens, logits)
+            found.append(tokens)
+        texts.append(found)
+    assert texts[0] == texts[1]
+    assert fixed
+
+
+def test_what_cannot_be_recorded_stays_in_fixed_tensors_once_they_are_proven():
+    assert Replaying(is_equal=True, is_recorded=False).begins(torch.device("cuda"), 3)
+
+
 def test_rows_in_fixed_tensors_are_let_go_with_their_session(fixed):
     decoder = hf_decoder(make("llama"), end_ids=())
     gc.collect()

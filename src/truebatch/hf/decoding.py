@@ -20,7 +20,7 @@ from truebatch.hf.finetuning.models import num_positions
 from truebatch.hf.growingcache import grow_in_place
 from truebatch.hf.images import forget_last_call, image_token_id, sample_positions
 from truebatch.hf.inputs import Border, language_model, read_border
-from truebatch.hf.replaying import FixedSteps, Replaying, fix_rows, lies_on_one_card
+from truebatch.hf.replaying import LOUD, FixedSteps, Replaying, fix_rows, lies_on_one_card
 from truebatch.hf.rowattention import attend_folded, grouped_configs
 from truebatch.hf.rowrotary import each_row_alone, rotary_by_length
 from truebatch.tensors.compiling import as_written, has_compiled_layers
@@ -128,15 +128,25 @@ class HFSession:
         if fixed is None:
             return self._grow(tokens)
         if replaying.is_equal is None:
-            found = replaying.tried(partial(fixed.advance, tokens, lambda run: run))
-            logits = self._grow(tokens)  # second: both write the same cell, and this one must stay
-            if found is not None:
-                replaying.judge(found, logits)
-            fixed.replay = None  # the next step is recorded
-            self._fixed = fixed if replaying.is_equal else None
-            return logits
+            return self._tried(fixed, tokens)
         self._fixed = fixed
         return self._fixed.advance(tokens, self._decoder.replaying.record)
+
+    def _tried(self, fixed: FixedSteps, tokens: Tensor) -> Tensor:
+        """The step both ways; the way that is gone on with has written the cell, and gives the logits: a session has the
+        same bits whether it was the first of its model or not."""
+        replaying = self._decoder.replaying
+        fixed.fill_room(LOUD)
+        found = replaying.tried(partial(fixed.advance, tokens, lambda run: run))
+        written = fixed.last_cells()
+        grown = self._grow(tokens)
+        if found is None or not replaying.judge(found, grown):
+            return grown
+        fixed.put_last_cells(written)
+        fixed.fill_room(0.0)
+        fixed.replay = None  # the next step is recorded
+        self._fixed = fixed
+        return found
 
     def _loosen(self) -> None:
         """Go on in tensors that grow."""
@@ -145,7 +155,7 @@ class HFSession:
         self._fixed, self._place = None, fixed.place
         self._is_real = fixed.is_seen[:, 0, 0, : fixed.length]
         self._cache = fixed.growing(self._decoder.model.config)
-        if len(fixed.rows) < len(self._place):
+        if fixed.rows.tolist() != list(range(len(self._place))):
             self.select(fixed.rows)
 
     def select(self, rows: Tensor, /) -> None:

@@ -31,6 +31,8 @@ STEPS_BEFORE = 3
 CLOSE = {torch.float32: 1e-3, torch.float64: 1e-6}
 CLOSE_IN_HALF = 0.05
 """Relative distances of logits that rounding explains."""
+LOUD = 1e3
+"""Value of the cells without a token while a step is on trial: a model that lets some of it through is far off."""
 
 
 @dataclass(slots=True)
@@ -46,8 +48,12 @@ class Replaying:
     why: str = ""
 
     def begins(self, device: torch.device, steps: int) -> bool:
-        """True on a card behind the first steps of a session, unless it was found otherwise."""
-        return self.is_equal is not False and self.is_recorded and device.type == "cuda" and steps >= STEPS_BEFORE
+        """True on a card behind the first steps of a session, unless it was found otherwise.
+
+        What could not be recorded later stays in fixed tensors: from session to session nothing about the bits changes.
+        """
+        is_wanted = bool(self.is_equal) or (self.is_equal is None and self.is_recorded)
+        return is_wanted and device.type == "cuda" and steps >= STEPS_BEFORE
 
     def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """The recorded step; on a CPU, and where a model does what cannot be recorded, the step as written."""
@@ -75,11 +81,12 @@ class Replaying:
             self.is_equal, self.why = False, f"no step in fixed tensors: {type(error).__name__}: {str(error)[:200]}"
             return None
 
-    def judge(self, found: Tensor, wanted: Tensor) -> None:
-        """Compare the first step taken both ways."""
+    def judge(self, found: Tensor, wanted: Tensor) -> bool:
+        """Compare the first step taken both ways; whether it is the same."""
         away = _distance(found, wanted)
         self.is_equal = away < _most(wanted)
         self.why = "" if self.is_equal else f"logits of a step in fixed tensors are {away:.1e} away"
+        return self.is_equal
 
 
 def _distance(found: Tensor, wanted: Tensor) -> float:
@@ -150,6 +157,21 @@ class FixedSteps:
         self.place[self.rows] += 1  # rows that ended stay within the model's positions
         self.length += 1
         return logits
+
+    def fill_room(self, value: float) -> None:
+        """Give cells without a token this value; their keys stay nought."""
+        for layer in self.cache.layers:
+            layer.values[:, :, self.length :] = value
+
+    def last_cells(self) -> list[tuple[Tensor, Tensor]]:
+        """Copies of the keys and values of the last step, of every layer."""
+        at = self.length - 1
+        return [(layer.keys[:, :, at].clone(), layer.values[:, :, at].clone()) for layer in self.cache.layers]
+
+    def put_last_cells(self, cells: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Write such copies."""
+        for layer, (keys, values) in zip(self.cache.layers, cells, strict=True):
+            layer.keys[:, :, self.length - 1], layer.values[:, :, self.length - 1] = keys, values
 
     def select(self, rows: Tensor) -> bool:
         """Go on with these rows where they are; False where they must be laid out anew: too few, or one twice."""

@@ -43,7 +43,7 @@ def each_row_alone(parts: Sequence[nn.Module]) -> Iterator[None]:
 def _row_by_row(part: nn.Module, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, **named: Any) -> Any:
     """position_ids [B, T] or [3, B, T] -> cosine and sine, [..., B, T, D]."""
     found = []
-    for rows in position_ids.split(1, dim=-2):
+    for rows in torch.split(position_ids, 1, dim=-2):
         _begin_anew(part)
         found.append(forward(x, rows, **named))
     _begin_anew(part)
