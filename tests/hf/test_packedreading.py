@@ -18,8 +18,10 @@ from truebatch.generation.settings import Generation
 from truebatch.hf import packedreading
 from truebatch.hf.attention import NAME, packed_inputs
 from truebatch.hf.decoding import hf_decoder
-from truebatch.hf.imagefeatures import ImageDecoder
+from truebatch.hf.imagefeatures import ImageDecoder, PicturePrompt
 from truebatch.hf.packedreading import PackedDecoder, can_read_packed, compile_reading, split_rows
+from truebatch.hf.samples import make_samples
+from truebatch.hf.tiny import tiny_model
 from truebatch.tensors import attention, planned
 from truebatch.tensors.attention import attend
 from truebatch.tensors.compiling import uncompile_layers
@@ -204,3 +206,25 @@ def test_images_together_are_kept_and_split_as_one_by_one(pictures):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     assert together.reused == alone.reused
     assert model.model.visual.config._attn_implementation == "sdpa"
+
+
+def test_an_image_may_come_in_several_pieces_and_a_tower_without_deep_features():
+    """Tiles of an image are told apart by their prompt, whole images by themselves."""
+    for name in ("aya_vision", "cohere_compass"):
+        model = tiny_model(name, "vision_language")
+        plain = hf_decoder(model, end_ids=())
+        samples = make_samples(model, (9, 14, 11))
+        prompts = [
+            PicturePrompt(
+                ids=tuple(sample["input_ids"].tolist()), key=key, image_hashes=(bytes([key]),),
+                inputs={name: value for name, value in sample.items() if name in ("pixel_values", "image_grid_thw")},
+            )
+            for key, sample in enumerate(samples)
+        ]  # fmt: skip
+        alone = torch.cat([start_session(plain, [one])[0] for one in prompts])
+        for together in (False, True):
+            decoder = ImageDecoder(plain, model, most=8, together=together)
+            for some in ([0, 1, 2], [1, 0], [2, 1, 1]):
+                found = start_session(decoder, [prompts[at] for at in some])[0]
+                torch.testing.assert_close(found, alone[some], rtol=1e-4, atol=1e-4)
+            assert decoder.reused == 5

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from truebatch.errors import BatchError
 from truebatch.generation.prompts import Decoder, Prompt, Session
 from truebatch.hf.attention import TABLE_WORDS
 from truebatch.hf.images import style_of
@@ -73,11 +74,12 @@ class ImageDecoder:
 
         def each(pixel_values: Tensor, image_grid_thw: Tensor | None = None, *more: Any, **named: Any) -> Any:
             parts = _split(pixel_values, image_grid_thw)
-            if len(parts) != len(hashes):
-                raise AssertionError(f"{len(parts)} images came, {len(hashes)} were announced")
+            named_by = hashes
+            if len(parts) != len(hashes):  # an image may come in several pieces: then a prompt is told apart, not each
+                parts, named_by = _by_prompt(prompts, pixel_values)
             # Some versions of transformers hand the segment table of the text down to the tower.
             options = {name: value for name, value in named.items() if name not in TABLE_WORDS}
-            return _joined(self._features(lambda **given: original(*more, **given, **options), parts, hashes))
+            return _joined(self._features(lambda **given: original(*more, **given, **options), parts, named_by))
 
         owner.get_image_features = each
         try:
@@ -102,7 +104,8 @@ class ImageDecoder:
         return out
 
     def _encoded(self, encode: Callable[..., Any], parts: Sequence[Part]) -> list[Any]:
-        if self.together and len(parts) > 1:
+        is_single = all(grid is not None or len(pixels) == 1 for pixels, grid in parts)
+        if self.together and len(parts) > 1 and is_single:
             return _parted(encode(**_given(parts)), len(parts))
         return [encode(**_given([part])) for part in parts]
 
@@ -132,15 +135,30 @@ def _split(pixels: Tensor, grid: Tensor | None) -> list[Part]:
     return list(zip(parts, torch.split(grid, 1), strict=True))
 
 
+def _by_prompt(prompts: Sequence[Prompt], pixels: Tensor) -> tuple[list[Part], list[bytes]]:
+    """All pixels of a prompt as one, known by all its images."""
+    given = [prompt for prompt in prompts if "pixel_values" in prompt.inputs]
+    numbers = [len(prompt.inputs["pixel_values"]) for prompt in given]
+    if sum(numbers) != len(pixels):
+        raise BatchError(
+            "a model encodes other images than its prompts have",
+            seen=f"{len(pixels)} images or pieces of images for {len(given)} prompts with {sum(numbers)}",
+            do="leave the reuse of images out (reuse_images=False)",
+        )
+    hashes = [b"".join(getattr(prompt, "image_hashes", ())) for prompt in given]
+    return [(some, None) for some in torch.split(pixels, numbers)], hashes
+
+
 def _parted(found: Any, number: int) -> list[Any]:
     """The output of all images as outputs of single ones."""
     features = found.pooler_output
     if len(features) != number:
         raise AssertionError(f"features of {len(features)} images came for {number}")
-    layers = [_by_image(layer, features) for layer in getattr(found, "deepstack_features", None) or ()]
+    has_layers = getattr(found, "deepstack_features", None) is not None  # there may be none of them
+    layers = [_by_image(layer, features) for layer in found.deepstack_features] if has_layers else []
     parts = []
     for at in range(number):
-        deep = {"deepstack_features": [layer[at] for layer in layers]} if layers else {}
+        deep = {"deepstack_features": [layer[at] for layer in layers]} if has_layers else {}
         parts.append(type(found)(pooler_output=features[at : at + 1], **deep))
     return parts
 
@@ -155,16 +173,17 @@ def _by_image(layer: Any, features: Sequence[Tensor]) -> list[Any]:
 def _joined(found: Sequence[Any]) -> Any:
     """The outputs of single images as the output of all of them: features stand one image after the other."""
     out = copy.copy(found[0])
-    out.pooler_output = tuple(feature for one in found for feature in one.pooler_output)
+    out.pooler_output = _put_together([one.pooler_output for one in found])
     layers = getattr(out, "deepstack_features", None)
     if layers is not None:
         out.deepstack_features = [
-            _joined_layer([one.deepstack_features[at] for one in found]) for at in range(len(layers))
+            _put_together([one.deepstack_features[at] for one in found]) for at in range(len(layers))
         ]
     return out
 
 
-def _joined_layer(pieces: Sequence[Any]) -> Any:
+def _put_together(pieces: Sequence[Any]) -> Any:
+    """Features of single images in the form in which the model gives them: one tensor, or one for each image."""
     if isinstance(pieces[0], Tensor):
         return torch.cat(list(pieces))
     return tuple(feature for piece in pieces for feature in piece)
