@@ -12,9 +12,11 @@ from tests.generation.toys import make_prompts
 from tests.hf.tiny_models import CONFIGS, VOCABULARY
 from truebatch.errors import BatchError, ConfigError
 from truebatch.generation.decoding import collect, generate_tokens
+from truebatch.generation.prompts import start_session
 from truebatch.generation.settings import Generation
 from truebatch.hf.decoding import hf_decoder
 from truebatch.hf.images import forget_last_call, image_token_id
+from truebatch.hf.prefixes import PrefixDecoder
 from truebatch.hf.samples import make_samples, plain_ids
 from truebatch.hf.tiny import tiny_model
 
@@ -149,3 +151,24 @@ def test_ends_and_length_come_from_the_model():
         0
     ]
     assert len(found.tokens) == 10 if found.ended == "room" else found.ended == "end"
+
+
+def test_a_model_that_counts_padding_is_refused_beside_longer_prompts_and_answers_others():
+    decoder = hf_decoder(tiny_model("bart"), end_ids=())
+    prompts = make_prompts([(5, 6), (7, 8, 9, 3), (20, 21)])
+    same = [prompts[0], prompts[2]]
+    alone = torch.cat([start_session(decoder, [one])[0] for one in same])
+    torch.testing.assert_close(start_session(decoder, same)[0], alone, rtol=1e-4, atol=1e-4)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="counts padding"):
+            start_session(decoder, prompts)
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt"])
+def test_models_that_are_told_no_positions_share_no_beginning(name):
+    common = tuple(range(3, 23))
+    prompts = make_prompts([(*common, 5), (*common, 30, 31, 32, 33, 34), (*common, 40, 41)])
+    plain = hf_decoder(tiny_model(name), end_ids=())
+    alone = torch.cat([start_session(plain, [one])[0] for one in prompts])
+    torch.testing.assert_close(start_session(PrefixDecoder(plain), prompts)[0], alone, rtol=1e-4, atol=1e-4)
+    assert plain.padding.is_equal

@@ -20,11 +20,18 @@ from truebatch.hf.finetuning.models import num_positions
 from truebatch.hf.growingcache import grow_in_place
 from truebatch.hf.images import forget_last_call, image_token_id, sample_positions
 from truebatch.hf.inputs import Border, language_model, read_border
-from truebatch.hf.replaying import LOUD, FixedSteps, Replaying, fix_rows, lies_on_one_card
+from truebatch.hf.replaying import LOUD, FixedSteps, Replaying, are_close, fix_rows, lies_on_one_card
 from truebatch.hf.rowattention import attend_folded, grouped_configs
 from truebatch.hf.rowrotary import each_row_alone, rotary_by_length
 from truebatch.tensors.compiling import as_written, has_compiled_layers
 from truebatch.tensors.scores import kernels_without_plans
+
+
+@dataclass(slots=True)
+class Padding:
+    """Whether a model was found to leave padding out; None before the first batch that shows it."""
+
+    is_equal: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +47,7 @@ class HFDecoder:
     replaying: Replaying = field(default_factory=Replaying)
     rotary: tuple[nn.Module, ...] = ()
     """Modules whose angles follow the length of a call, see `rotary_by_length`."""
+    padding: Padding = field(default_factory=Padding)
 
     def start(self, prompts: Sequence[Prompt], /) -> tuple[Tensor, HFSession]:
         """One forward pass over all prompts, padded on the left; [B, V] logits of what follows."""
@@ -49,9 +57,28 @@ class HFDecoder:
                 seen=f"{type(self.model).__name__}.training is True",
                 do="call model.eval() first",
             )
-        first = first_cells(self, prompts)
-        session = HFSession(self, first.is_real, first.place)
-        return session.forward(first.ids, first.positions, first.beside), session
+        logits, session = _read(self, prompts)
+        if "position_ids" not in self.border.accepts and len({len(prompt.ids) for prompt in prompts}) > 1:
+            self._check_padding(prompts, logits)
+        return logits, session
+
+    def _check_padding(self, prompts: Sequence[Prompt], logits: Tensor) -> None:
+        """A model that is told no positions may count padding: the shortest of the first such batch is read alone too."""
+        if self.padding.is_equal is None:
+            row = min(range(len(prompts)), key=lambda row: len(prompts[row].ids))
+            self.padding.is_equal = are_close(logits[row], _read(self, [prompts[row]])[0][0])
+        if not self.padding.is_equal:
+            raise ConfigError(
+                "this model counts padding as tokens, so that a prompt says something else beside a longer one",
+                seen=f"{type(self.model).__name__}, whose forward takes no position_ids",
+                do="give it prompts of one length at a time, or one row (rows=1)",
+            )
+
+
+def _read(decoder: HFDecoder, prompts: Sequence[Prompt]) -> tuple[Tensor, HFSession]:
+    first = first_cells(decoder, prompts)
+    session = HFSession(decoder, first.is_real, first.place)
+    return session.forward(first.ids, first.positions, first.beside), session
 
 
 def hf_decoder(model: nn.Module, *, end_ids: Iterable[int] | None = None) -> HFDecoder:

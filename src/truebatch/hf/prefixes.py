@@ -46,8 +46,7 @@ class PrefixDecoder:
     def start(self, prompts: Sequence[Prompt], /) -> tuple[Tensor, HFSession]:
         """The logits of what follows each prompt, and the rows."""
         length = common_beginning(prompts, image_token_id(self.decoder.model))
-        # Where angles follow a prompt's length, its beginning has others alone than before the rest.
-        if length < LEAST or len(prompts) < 2 or self.decoder.model.training or self.decoder.rotary:
+        if length < LEAST or len(prompts) < 2 or not self._shares():
             return self.decoder.start(prompts)
         prefix = prompts[0].ids[:length]
         is_known = prefix in self._known
@@ -57,6 +56,11 @@ class PrefixDecoder:
         rest = _behind(first_cells(self.decoder, prompts), length)
         session = HFSession(self.decoder, rest.is_real, rest.place, cache)
         return session.forward(rest.ids, rest.positions, rest.beside), session
+
+    def _shares(self) -> bool:
+        """False where a beginning is not the same alone: its angles follow its length, or padding behind it is counted."""
+        has_positions = "position_ids" in self.decoder.border.accepts
+        return has_positions and not self.decoder.rotary and not self.decoder.model.training
 
     def _read(self, prefix: tuple[int, ...]) -> Any:
         if prefix not in self._known:

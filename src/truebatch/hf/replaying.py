@@ -67,7 +67,7 @@ class Replaying:
             self.is_recorded, self.why = False, f"a step cannot be recorded: {str(error)[:200]}"
             return run
         if not self.is_proven:
-            self.is_proven = self.is_recorded = _distance(replay(), written) < _most(written)
+            self.is_proven = self.is_recorded = are_close(replay(), written)
             self.why = "" if self.is_proven else "a recorded step gives something else than the step as written"
         return replay if self.is_proven else run
 
@@ -87,6 +87,11 @@ class Replaying:
         self.is_equal = away < _most(wanted)
         self.why = "" if self.is_equal else f"logits of a step in fixed tensors are {away:.1e} away"
         return self.is_equal
+
+
+def are_close(found: Tensor, wanted: Tensor) -> bool:
+    """Whether rounding explains how far logits are from those wanted."""
+    return _distance(found, wanted) < _most(wanted)
 
 
 def _distance(found: Tensor, wanted: Tensor) -> float:
