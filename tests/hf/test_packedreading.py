@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from tests.generation.toys import make_prompts
 from tests.hf.tiny_models import CONFIGS
 from truebatch.bench.scoring_work import make_qwen, picture_prompts
-from truebatch.errors import ConfigError
+from truebatch.errors import BatchError, ConfigError
 from truebatch.generation.decoding import collect, generate_tokens
 from truebatch.generation.prompts import Prompt, start_session
 from truebatch.generation.settings import Generation
-from truebatch.hf import packedreading
+from truebatch.hf import packedreading, towerattention
 from truebatch.hf.attention import NAME, packed_inputs
 from truebatch.hf.decoding import hf_decoder
 from truebatch.hf.imagefeatures import ImageDecoder, PicturePrompt
@@ -208,19 +208,55 @@ def test_images_together_are_kept_and_split_as_one_by_one(pictures):
     assert model.model.visual.config._attn_implementation == "sdpa"
 
 
+def _with_pictures(samples):
+    return [
+        PicturePrompt(
+            ids=tuple(sample["input_ids"].tolist()), key=key, image_hashes=(bytes([key]),),
+            inputs={name: value for name, value in sample.items() if name in ("pixel_values", "image_grid_thw")},
+        )
+        for key, sample in enumerate(samples)
+    ]  # fmt: skip
+
+
+def test_images_that_would_see_each_other_in_one_pass_are_encoded_one_by_one(monkeypatch):
+    model = tiny_model("qwen2_vl", "vision_language")
+    prompts = _with_pictures(make_samples(model, (9, 14, 11)))
+    plain = hf_decoder(model, end_ids=())
+    alone = torch.cat([start_session(plain, [one])[0] for one in prompts])
+    decoder = ImageDecoder(plain, model, most=0, together=True)
+    torch.testing.assert_close(start_session(decoder, prompts)[0], alone, rtol=1e-4, atol=1e-4)
+    assert decoder.is_equal
+
+    monkeypatch.setattr(towerattention, "attend_table", _all_at_once)
+    mixing = ImageDecoder(plain, model, most=0, together=True)
+    for _ in range(2):
+        torch.testing.assert_close(start_session(mixing, prompts)[0], alone, rtol=1e-4, atol=1e-4)
+    assert mixing.is_equal is False
+
+
+def _all_at_once(query, key, value, starts, rule, **_):
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=rule.scale)
+
+
+@torch.inference_mode()
+def test_a_model_in_training_mode_is_refused_also_after_it_was_found_equal():
+    plain = hf_decoder(make("llama"))
+    packed = PackedDecoder(plain, plain)
+    packed.logits(make_prompts(TEXTS))
+    assert packed.is_equal
+    plain.model.train()
+    for read in (packed.logits, packed.start):
+        with pytest.raises(BatchError, match="training mode"):
+            read(make_prompts(TEXTS))
+
+
 def test_an_image_may_come_in_several_pieces_and_a_tower_without_deep_features():
     """Tiles of an image are told apart by their prompt, whole images by themselves."""
     for name in ("aya_vision", "cohere_compass"):
         model = tiny_model(name, "vision_language")
         plain = hf_decoder(model, end_ids=())
         samples = make_samples(model, (9, 14, 11))
-        prompts = [
-            PicturePrompt(
-                ids=tuple(sample["input_ids"].tolist()), key=key, image_hashes=(bytes([key]),),
-                inputs={name: value for name, value in sample.items() if name in ("pixel_values", "image_grid_thw")},
-            )
-            for key, sample in enumerate(samples)
-        ]  # fmt: skip
+        prompts = _with_pictures(samples)
         alone = torch.cat([start_session(plain, [one])[0] for one in prompts])
         for together in (False, True):
             decoder = ImageDecoder(plain, model, most=8, together=together)

@@ -21,6 +21,7 @@ from truebatch.generation.prompts import Decoder, Prompt, Session
 from truebatch.hf.attention import TABLE_WORDS
 from truebatch.hf.images import style_of
 from truebatch.hf.inputs import inner_model, read_border
+from truebatch.hf.replaying import are_close
 from truebatch.hf.towerattention import one_call_for_images
 
 Part = tuple[Tensor, Tensor | None]
@@ -45,6 +46,8 @@ class ImageDecoder:
     together: bool = False
     """Encode the new images of a batch in one pass; an image's bits then depend on its company."""
     reused: int = 0
+    is_equal: bool | None = None
+    """Whether images of one pass were found to have the features they have alone; None before the first such pass."""
     _known: OrderedDict[tuple[bytes, bytes], Any] = field(default_factory=OrderedDict)
 
     @property
@@ -105,9 +108,19 @@ class ImageDecoder:
 
     def _encoded(self, encode: Callable[..., Any], parts: Sequence[Part]) -> list[Any]:
         is_single = all(grid is not None or len(pixels) == 1 for pixels, grid in parts)
-        if self.together and len(parts) > 1 and is_single:
-            return _parted(encode(**_given(parts)), len(parts))
+        if self.together and self.is_equal is not False and len(parts) > 1 and is_single:
+            found = _parted(encode(**_given(parts)), len(parts))
+            if self.is_equal is None:
+                self._compare(encode, parts, found)
+            if self.is_equal:
+                return found
         return [encode(**_given([part])) for part in parts]
+
+    def _compare(self, encode: Callable[..., Any], parts: Sequence[Part], found: Sequence[Any]) -> None:
+        """The two smallest images of the first pass are encoded alone too: some towers let images see each other."""
+        few = sorted(range(len(parts)), key=lambda at: len(parts[at][0]))[:2]
+        pairs = [(_values(found[at]), _values(encode(**_given([parts[at]])))) for at in few]
+        self.is_equal = all(one.shape == other.shape and are_close(one, other) for one, other in pairs)
 
 
 def _given(parts: Sequence[Part]) -> dict[str, Tensor]:
@@ -161,6 +174,13 @@ def _parted(found: Any, number: int) -> list[Any]:
         deep = {"deepstack_features": [layer[at] for layer in layers]} if has_layers else {}
         parts.append(type(found)(pooler_output=features[at : at + 1], **deep))
     return parts
+
+
+def _values(found: Any) -> Tensor:
+    """All features of one image, those of deep layers too, in one row."""
+    layers = getattr(found, "deepstack_features", None) or ()
+    pieces = [piece for part in (found.pooler_output, *layers) for piece in part]
+    return torch.cat([piece.flatten() for piece in pieces])
 
 
 def _by_image(layer: Any, features: Sequence[Tensor]) -> list[Any]:
