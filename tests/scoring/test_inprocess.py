@@ -21,7 +21,7 @@ from truebatch.scoring.manifest import settle_manifest
 from truebatch.scoring.reading import read_asked
 from truebatch.scoring.readouts import Generate, Head, Labels, Words, YesNo, last_number
 from truebatch.scoring.wire import decode, encode
-from truebatch.tensors.compiling import uncompile_layers
+from truebatch.tensors.compiling import has_compiled_layers, uncompile_layers
 
 TEN = Labels({str(n): n for n in range(1, 11)})
 TWO = Labels({"a": 1, "b": 0})
@@ -388,6 +388,35 @@ def test_compiled_layers_read_labels_as_written_ones_do(text, monkeypatch):
     assert compiled.decoder.is_equal, compiled.decoder.why
     assert found == pytest.approx(want, abs=1e-5)
     assert compiled.describe()["reuse"]["compiled"]
+
+
+def test_layers_compiled_for_one_backend_run_as_written_for_another_and_after_it(text, monkeypatch):
+    monkeypatch.setattr(packedreading, "PREFIX_SHARE", 2.0)
+    graphs = []
+
+    def count(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr("truebatch.tensors.compiling.BACKEND", count)
+    model = text[0]
+    asked = list(read_asked(questions(6)))
+    want = [model_backend(*text, TEXT, Limits(cells=4096)).judge([one])[0] for one in _prepared(text, asked)]
+    compiled = model_backend(*text, TWO, Limits(cells=1024), compiled=True)
+    try:
+        other = model_backend(*text, TEXT, Limits(cells=4096))
+        for some in (slice(0, 6), slice(1, 4), slice(2, 6)):
+            assert other.judge(_prepared(text, asked)[some]) == want[some]
+        assert other.decoder.is_equal, other.decoder.why
+        assert not graphs
+    finally:
+        compiled.close()
+    assert not has_compiled_layers(model)
+
+
+def _prepared(text, asked):
+    backend = model_backend(*text, TEXT, Limits(cells=4096))
+    return [backend.prepare(one) for one in asked]
 
 
 def test_what_is_not_compiled_is_refused(text):

@@ -30,7 +30,7 @@ from truebatch.hf.imagefeatures import ImageDecoder
 from truebatch.hf.images import image_token_id
 from truebatch.hf.inputs import language_model
 from truebatch.hf.prefixes import LEAST, common_beginning
-from truebatch.tensors.compiling import compile_layers, has_compiled_layers
+from truebatch.tensors.compiling import as_written, compile_layers, has_compiled_layers
 from truebatch.tensors.fixedtable import kept_keys, table_bounds
 from truebatch.tensors.segments import Segments, packed_segments
 
@@ -126,12 +126,15 @@ class PackedDecoder:
         # A table for as many samples as there are cells: one shape for all rows, and never too small.
         segments = packed_segments([len(prompt.ids) for prompt in prompts], cells=cells, slots=self.cells)
         segments = segments.to(first.ids.device)
-        is_compiled = has_compiled_layers(part)
+        # Without a length of rows every batch would be compiled anew: layers that another decoder compiled run as written.
+        has_compiled = has_compiled_layers(part)
+        is_compiled = has_compiled and self.cells is not None
+        written = as_written() if has_compiled and not is_compiled else nullcontext()
         table = packed_inputs(segments, bounds=table_bounds(segments) if is_compiled else None)
         cache = DynamicCache(config=self.plain.model.config) if keeps and not is_compiled else None
         nothing: AbstractContextManager[list[Pair]] = nullcontext([])
         keeping = kept_keys() if keeps and is_compiled else nothing
-        with self._encoding(prompts), use_packed_attention(part), keeping as kept:
+        with self._encoding(prompts), use_packed_attention(part), written, keeping as kept:
             out = self.plain.model(
                 **_end_to_end(first, segments, filler=_filler(self.plain.model)),
                 **{**table, "position_ids": _row_positions(first, segments)},

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from truebatch.generation.prompts import Decoder, advance_session, start_session
 from truebatch.hf.decoding import HFDecoder, first_cells, hf_decoder
 from truebatch.hf.imagefeatures import ImageDecoder, PicturePrompt, can_encode_alone
 from truebatch.hf.images import image_token_id
+from truebatch.hf.inputs import language_model
 from truebatch.hf.packedreading import PackedDecoder, can_read_packed, compile_reading
 from truebatch.hf.prefixes import PrefixDecoder
 from truebatch.hf.rowrotary import each_row_alone
@@ -36,6 +37,7 @@ from truebatch.scoring.pinned import PinnedDecoder
 from truebatch.scoring.prompting import MOST, Prompting, label_tokens
 from truebatch.scoring.readouts import Generate, Head, Readout, as_labels, describe_readout
 from truebatch.scoring.shapes import Shapes
+from truebatch.tensors.compiling import as_written, has_compiled_layers, uncompile_layers
 from truebatch.training.outofmemory import is_out_of_memory
 
 _SAMPLED_BYTES = 1 << 16
@@ -158,7 +160,9 @@ class ModelBackend:
         return found
 
     def close(self) -> None:
-        """Nothing but memory is held."""
+        """Layers that were compiled for this run as written again: the model is its user's."""
+        if self.reuse.get("compiled"):
+            uncompile_layers(language_model(self.model))
 
     def _labels(self, prepared: Sequence[PicturePrompt]) -> list[Answer | SampleError]:
         labels = as_labels(self.readout)
@@ -203,7 +207,8 @@ class ModelBackend:
         cells = first_cells(self.plain, prepared, pad=config.pad_token_id or 0)
         named = {"attention_mask": cells.is_real.long(), "position_ids": cells.positions, "use_cache": False}
         known = {name: value for name, value in named.items() if name in self.plain.border.accepts}
-        with each_row_alone(self.plain.rotary):
+        written = as_written() if has_compiled_layers(self.model) else nullcontext()
+        with each_row_alone(self.plain.rotary), written:
             out = self.model(input_ids=cells.ids, **known, **cells.beside)
         values: Tensor = self.readout.read(out) if self.readout.read is not None else out.logits
         if len(values) != len(prepared):
