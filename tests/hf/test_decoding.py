@@ -153,9 +153,10 @@ def test_ends_and_length_come_from_the_model():
     assert len(found.tokens) == 10 if found.ended == "room" else found.ended == "end"
 
 
-def test_a_model_that_counts_padding_is_refused_beside_longer_prompts_and_answers_others():
-    decoder = hf_decoder(tiny_model("bart"), end_ids=())
-    prompts = make_prompts([(5, 6), (7, 8, 9, 3), (20, 21)])
+@pytest.mark.parametrize("name", ["bart", "roformer"])
+def test_a_model_that_counts_padding_is_refused_beside_longer_prompts_and_answers_others(name):
+    decoder = hf_decoder(tiny_model(name), end_ids=())
+    prompts = make_prompts([(5, 6), (7, 8, 9, 3), (20, 21), (9,)])
     same = [prompts[0], prompts[2]]
     alone = torch.cat([start_session(decoder, [one])[0] for one in same])
     torch.testing.assert_close(start_session(decoder, same)[0], alone, rtol=1e-4, atol=1e-4)

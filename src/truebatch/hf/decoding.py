@@ -63,11 +63,15 @@ class HFDecoder:
         return logits, session
 
     def _check_padding(self, prompts: Sequence[Prompt], logits: Tensor) -> None:
-        """A model that is told no positions may count padding: the shortest of the first such batch is read alone too."""
+        """A model that is told no positions may count padding: a row with some is read alone too, until one shows it."""
         if self.padding.is_equal is None:
-            row = min(range(len(prompts)), key=lambda row: len(prompts[row].ids))
-            self.padding.is_equal = are_close(logits[row], _read(self, [prompts[row]])[0][0])
-        if not self.padding.is_equal:
+            longest = max(len(prompt.ids) for prompt in prompts)
+            padded = [row for row, prompt in enumerate(prompts) if len(prompt.ids) < longest]
+            row = max(padded, key=lambda row: len(prompts[row].ids))
+            is_equal = are_close(logits[row], _read(self, [prompts[row]])[0][0])
+            # A single token has no distance to another: it can speak against a model, not for it.
+            self.padding.is_equal = (True if len(prompts[row].ids) > 1 else None) if is_equal else False
+        if self.padding.is_equal is False:
             raise ConfigError(
                 "this model counts padding as tokens, so that a prompt says something else beside a longer one",
                 seen=f"{type(self.model).__name__}, whose forward takes no position_ids",
