@@ -7,15 +7,20 @@ import torch
 import transformers
 
 from tests.generation.toys import make_prompts
+from tests.hf.cuts import gradient, packed, padded
 from tests.hf.test_packedreading import make
 from tests.hf.tiny_models import GROUPED
+from truebatch.errors import BatchError
 from truebatch.generation.decoding import collect, generate_tokens
 from truebatch.generation.prompts import start_session
 from truebatch.generation.settings import Generation
 from truebatch.hf.decoding import hf_decoder
+from truebatch.hf.heads import head_of
+from truebatch.hf.objectives import HeadObjective
 from truebatch.hf.packedreading import can_read_packed
 from truebatch.hf.prefixes import PrefixDecoder
 from truebatch.hf.rowrotary import rotary_by_length
+from truebatch.hf.samples import make_samples
 
 COMMON = tuple(range(3, 19))
 TEXTS = [(5, 6), tuple(range(3, 43)), (20, 21, 22), tuple(range(4, 15)), tuple(range(9, 33))]
@@ -82,3 +87,34 @@ def test_prompts_are_not_read_in_one_row_and_steps_are_not_recorded(model):
 def test_other_rotary_embeddings_are_left_alone():
     assert rotary_by_length(make("llama")) == ()
     assert rotary_by_length(make("gemma3_text")) == ()
+
+
+def training_cuts(model, lengths):
+    head = head_of(model)
+    samples = make_samples(model, lengths)
+    every = range(len(lengths))
+    return head, samples, [[padded(head, samples, every)], [packed(head, samples, every)]]
+
+
+def test_short_samples_are_trained_in_any_cut_also_behind_a_long_one(model):
+    objective = HeadObjective(head=head_of(model))
+    head, samples, cuts = training_cuts(model, [5, BOUND, 9])
+    alone = [padded(head, samples, [i]) for i in range(3)]
+    wanted = gradient(model, objective, alone)
+    gradient(
+        model, objective, [padded(head, make_samples(model, [3 * BOUND]), [0])]
+    )  # what it leaves behind is forgotten
+    for batches in [*cuts, alone[::-1]]:
+        found = gradient(model, objective, batches)
+        assert float((found - wanted).norm() / wanted.norm()) < 1e-5
+
+
+def test_samples_that_would_turn_the_angles_of_others_are_not_trained_together(model):
+    objective = HeadObjective(head=head_of(model))
+    head, samples, cuts = training_cuts(model, [5, 2 * BOUND])
+    for batches in cuts:
+        with pytest.raises(BatchError, match="follow the longest sample"):
+            gradient(model, objective, batches)
+    in_order = [padded(head, samples, [i]) for i in (0, 1)]
+    one, other = (gradient(model, objective, batches) for batches in (in_order, in_order[::-1]))
+    assert float((one - other).norm() / one.norm()) < 1e-5

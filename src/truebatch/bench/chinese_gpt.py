@@ -7,7 +7,7 @@
 Speed is that of whole steps (forward, backward, clipping, update) over the same samples, in two definitions:
 "one update per forward pass", as the note counts, where a larger batch also means fewer updates; and "equal samples per
 step", where every way makes the same updates and only the cut of a step differs. On a CPU with one thread its CPU
-seconds count. With --quality, or --only quality, the model is trained in two stages (a corpus without dialogues: in
+seconds count. With --quality, or --only quality, the model is trained in two stages (any other corpus: in
 one) and put to texts and questions it never saw.
 """
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from truebatch.errors import BatchError
 from truebatch.hf.attention import packed_inputs
 from truebatch.hf.blockmask import block_mask_inputs
+from truebatch.hf.rowrotary import begin_call
 from truebatch.tensors.compiling import has_compiled_layers
 from truebatch.tensors.fixedtable import table_bounds
 from truebatch.tensors.microbatch import MicroBatch, RowAxis
@@ -73,6 +74,7 @@ def row_inputs(model: nn.Module, border: Border, batch: MicroBatch, route: Route
     """
     axis = batch.rows()
     check_route(batch, route)
+    begin_call(model, axis.segments.sample_lengths)
     out: dict[str, Any] = {"use_cache": False}
     if route in ("alone", "padded"):
         # Tokenizers give a mask with every sample, and some models read a missing one as a sign of packed rows.

@@ -12,9 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+
+from truebatch.errors import BatchError
 
 FIRST = "original_inv_freq"
 """The frequencies a module began with, behind the name of the layers they are for."""
@@ -38,6 +41,41 @@ def each_row_alone(parts: Sequence[nn.Module]) -> Iterator[None]:
             vars(part).pop("forward", None)
             if own is not None:
                 part.forward = own
+
+
+_known: WeakKeyDictionary[nn.Module, tuple[nn.Module, ...]] = WeakKeyDictionary()
+
+
+def begin_call(model: nn.Module, lengths: Sequence[int]) -> None:
+    """Before a call over samples of these lengths: forget earlier calls, and refuse samples that would turn others."""
+    if model not in _known:
+        _known[model] = rotary_by_length(model)
+    for part in _known[model]:
+        _begin_anew(part)
+        bound, longest, shortest = _bound(part), max(lengths, default=0), min(lengths, default=0)
+        is_one_kind = shortest > bound and set(_kinds(part)) == {"longrope"}  # it has two sets of angles, no more
+        if longest > bound and shortest != longest and not is_one_kind:
+            raise BatchError(
+                "the angles of this model's positions follow the longest sample of a call",
+                seen=f"samples of {shortest:,} to {longest:,} tokens together; angles change beyond {bound:,}",
+                do=f"cut samples to {bound:,} tokens, or take one sample a micro-batch (batch_size=1)",
+            )
+
+
+def _bound(part: Any) -> int:
+    """Positions up to which the angles are those the model began with; 0 where nobody says."""
+    config = getattr(part, "config", None)
+    named = [getattr(config, "original_max_position_embeddings", None)]
+    named += [one.get("original_max_position_embeddings") for one in _tables(getattr(config, "rope_parameters", None))]
+    named += [getattr(part, "original_max_seq_len", None)]
+    return min((int(one) for one in named if one), default=0)
+
+
+def _tables(found: Any) -> list[Mapping[str, Any]]:
+    """The settings of rotary embeddings: one table, or one for each kind of layer."""
+    if not isinstance(found, Mapping):
+        return []
+    return [found, *(one for one in found.values() if isinstance(one, Mapping))]
 
 
 def _row_by_row(part: nn.Module, forward: Callable[..., Any], x: Tensor, position_ids: Tensor, **named: Any) -> Any:
