@@ -194,7 +194,7 @@ SYSTEMS = [
     ),
     Hostile(
         "questions: an image with NUL",
-        questions('{"image": "a\\u0000", "question": "a", "answer": "b"}\n'),
+        questions('{"image": "a\\u0000", "question": "a", "answer": "b", "split": "train"}\n'),
         "q.jsonl:1",
     ),
 ]

@@ -82,6 +82,15 @@ def test_where_an_image_goes_does_not_depend_on_other_images_or_their_order(tmp_
     assert whole != [place for place, _ in deal_out(placed, "test", shares, seed=4)]
 
 
+def test_where_a_file_lies_moves_no_image_to_another_split(tmp_path):
+    found = []
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        settings = lines(tmp_path / name, [record(at, id=str(at)) for at in range(40)])
+        found.append([[sample["id"] for sample in load_split(settings, split)] for split in SPLITS])
+    assert found[0] == found[1]
+
+
 def test_a_subset_is_always_the_same_and_in_file_order(tmp_path):
     settings = lines(tmp_path, [record(at, id=str(at), split="test") for at in range(30)])
     some = DatasetSettings(name=settings.name, test=7)

@@ -56,7 +56,7 @@ def _check_record(record: Any, place: str, folder: Path) -> Sample:
     images = _images(record.get("image"), place, folder)
     own = {key: record[key] for key in ("group", "split", "image_id") if record.get(key) is not None}
     return {
-        "image_id": " ".join(str(one) for one in images),
+        "image_id": _names(record["image"]),
         **own,
         "id": str(record.get("id", place)),
         "image": images if len(images) != 1 else images[0],
@@ -80,6 +80,11 @@ def _images(given: Any, place: str, folder: Path) -> list[Path]:
     if not names or not all(isinstance(name, str) and name for name in names):
         raise _bad(f"{place} has no image", f"image={str(given)[:80]!r}")
     return [folder / name for name in names]
+
+
+def _names(given: Any) -> str:
+    """Images as the file names them: where the file lies does not move an image to another split."""
+    return " ".join(Path(name).as_posix() for name in (given if isinstance(given, list) else [given]))
 
 
 def _bad(wrong: str, seen: str) -> DataError:
