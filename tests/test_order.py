@@ -131,6 +131,7 @@ ORDER = [
     "hf.finetuning.encoded",
     "hf.finetuning.encoding",
     "hf.finetuning.models",
+    "hf.closeness",
     "hf.growingcache",
     "hf.rowattention",
     "training.outofmemory",

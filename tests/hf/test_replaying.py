@@ -14,7 +14,7 @@ from truebatch.bench.scoring_work import make_qwen, picture_prompts
 from truebatch.generation.decoding import collect, generate_tokens
 from truebatch.generation.prompts import advance_session, start_session
 from truebatch.generation.settings import Generation
-from truebatch.hf import decoding, growingcache, replaying
+from truebatch.hf import closeness, decoding, growingcache, replaying
 from truebatch.hf.decoding import hf_decoder
 from truebatch.hf.packedreading import PackedDecoder
 from truebatch.hf.replaying import FixedSteps, Replaying, lies_on_one_card
@@ -159,7 +159,7 @@ def test_out_of_memory_in_the_first_step_is_no_reason_against_the_model():
 
 def test_a_model_that_looks_a_little_at_cells_without_a_token_is_found_out(fixed, monkeypatch):
     """Among many cells some more weigh so little that half precision could explain it, and padding weighs more."""
-    monkeypatch.setattr(replaying, "CLOSE", {torch.float32: replaying.CLOSE_IN_HALF})
+    monkeypatch.setattr(closeness, "CLOSE", {torch.float32: closeness.CLOSE_IN_HALF})
     step = decoding._fixed_step
     is_all = torch.ones_like
     monkeypatch.setattr(decoding, "_fixed_step", lambda d, ids, at, seen, c: step(d, ids, at, is_all(seen), c))
@@ -171,7 +171,7 @@ def test_a_model_that_looks_a_little_at_cells_without_a_token_is_found_out(fixed
 
 
 def test_a_session_has_the_same_bits_whether_it_was_the_first_of_its_model_or_not(fixed, monkeypatch):
-    monkeypatch.setattr(replaying, "CLOSE", {torch.float32: 0.5})
+    monkeypatch.setattr(closeness, "CLOSE", {torch.float32: 0.5})
     step = decoding._fixed_step
     monkeypatch.setattr(decoding, "_fixed_step", lambda *given: step(*given) * (1 + 2**-10))
     decoder = hf_decoder(make("llama"), end_ids=())

@@ -17,6 +17,7 @@ from truebatch.cli import run
 from truebatch.errors import ConfigError, DataError, LawError
 from truebatch.generation.settings import Generation
 from truebatch.scoring.batching import Limits
+from truebatch.scoring.calling import ScoreCall, open_one
 from truebatch.scoring.readouts import Generate, Labels, YesNo
 from truebatch.scoring.running import Running
 from truebatch.scoring.scorer import Scorer
@@ -263,3 +264,9 @@ def test_no_random_number_of_others_is_drawn(text, tmp_path):
     drawn = Generate(Generation(max_new_tokens=3, temperature=1.0))
     Scorer(text[0], drawn, processor=text[1]).score(questions(4), tmp_path)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("model", ["scripted", "http://127.0.0.1:9/v1"])
+def test_compiling_what_is_no_model_here_is_refused(model):
+    with pytest.raises(ConfigError, match="only a model is compiled"):
+        open_one(ScoreCall(model=model, compiled=True))

@@ -5,14 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.tensors.test_fixedtable import make, plain, stand_in_backward, stand_in_forward
+from tests.tensors.test_fixedtable import (
+    assert_inside_segments,
+    count_compilations,
+    make,
+    stand_in_backward,
+    stand_in_forward,
+)
 from truebatch.tensors import cudnnplans, planned
 from truebatch.tensors.attention import attend
 from truebatch.tensors.cudnnplans import backward_plan, fill_slots, forward_plan, plans_are_possible, shape_of
 from truebatch.tensors.fixedtable import KernelCall, table_bounds
 from truebatch.tensors.planned import attend_by_plan
 from truebatch.tensors.segments import packed_segments
-from truebatch.tensors.varlen import call_varlen
 
 
 class StandIn:
@@ -55,17 +60,8 @@ def kernel(monkeypatch, request):
 @pytest.mark.parametrize("lengths", [[50, 40, 9, 8, 2, 1], [3, 50, 1, 7], [5], [1] * 17])
 def test_attention_by_plan_is_attention_inside_segments(kernel, lengths, causal):
     segments = packed_segments(lengths, cells=sum(lengths) + 7, slots=24)
-    results = []
-    for run in (
-        lambda parts: attend_by_plan(*parts, segments.starts, table_bounds(segments), causal=causal, scale=0.4),
-        lambda parts: plain(*parts, segments.starts[: len(segments.lengths) + 1], causal, 0.4),
-    ):
-        parts = make(segments.num_cells)
-        out = run(parts)
-        (out.sin() * torch.linspace(-1, 1, out.shape[0])[:, None, None]).sum().backward()
-        results.append([out.detach(), *(part.grad for part in parts)])
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    table = (segments.starts, table_bounds(segments))
+    assert_inside_segments(segments, causal, lambda parts: attend_by_plan(*parts, *table, causal=causal, scale=0.4))
 
 
 def test_heads_of_any_width_go_through_plans(kernel):
@@ -78,24 +74,7 @@ def test_heads_of_any_width_go_through_plans(kernel):
 
 
 def test_one_compilation_serves_every_row_of_one_shape(kernel):
-    torch.compiler.reset()
-    graphs = []
-
-    def count(graph, example_inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    def run(query, key, value, starts, bounds):
-        rule = {"causal": True, "window": None, "scale": None, "planned": True}
-        return call_varlen(query, key, value, starts, max_length=bounds, **rule) * 2
-
-    compiled = torch.compile(run, backend=count, dynamic=False, fullgraph=True)
-    for lengths in ([50, 20, 3, 1], [60, 1], [9, 9, 9, 9, 9]):
-        segments = packed_segments(lengths, cells=80, slots=20)
-        parts = make(80)
-        table = (segments.starts, table_bounds(segments))
-        torch.testing.assert_close(compiled(*parts, *table), run(*parts, *table))
-    assert len(graphs) == 1
+    assert count_compilations({"planned": True}) == 1
 
 
 def test_a_compiled_model_may_ask_whether_plans_are_possible():

@@ -69,7 +69,7 @@ def show_score(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
     compiled: Annotated[
         bool,
-        typer.Option("--compile", help="On a card: compile the layers that read prompts; pays for long runs."),
+        typer.Option("--compile", help="On a card: compile the layers that read prompts, once, at the start."),
     ] = False,
     served: Annotated[str, typer.Option(help="With an address: the model's name there.")] = "",
     workers: Annotated[int, typer.Option(help="Processes that judge, each on a GPU of its own; 0: this one.")] = 0,

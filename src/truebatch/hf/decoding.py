@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 from truebatch.errors import BatchError, ConfigError
 from truebatch.generation.prompts import Prompt, pad_left
+from truebatch.hf.closeness import are_close
 from truebatch.hf.finetuning.models import num_positions
 from truebatch.hf.growingcache import grow_in_place
 from truebatch.hf.images import forget_last_call, image_token_id, sample_positions
 from truebatch.hf.inputs import Border, language_model, read_border
-from truebatch.hf.replaying import LOUD, FixedSteps, Replaying, are_close, fix_rows, lies_on_one_card
+from truebatch.hf.replaying import LOUD, FixedSteps, Replaying, fix_rows, lies_on_one_card
 from truebatch.hf.rowattention import attend_folded, grouped_configs
 from truebatch.hf.rowrotary import each_row_alone, rotary_by_length
 from truebatch.tensors.compiling import as_written, has_compiled_layers

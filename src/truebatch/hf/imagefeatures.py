@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from truebatch.errors import BatchError
 from truebatch.generation.prompts import Decoder, Prompt, Session
 from truebatch.hf.attention import TABLE_WORDS
+from truebatch.hf.closeness import are_close
 from truebatch.hf.images import style_of
 from truebatch.hf.inputs import inner_model, read_border
-from truebatch.hf.replaying import are_close
 from truebatch.hf.towerattention import one_call_for_images
 
 Part = tuple[Tensor, Tensor | None]

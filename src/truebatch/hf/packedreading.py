@@ -24,6 +24,7 @@ from transformers.cache_utils import DynamicLayer
 from truebatch.errors import AttentionError, ConfigError
 from truebatch.generation.prompts import Decoder, Prompt, Session
 from truebatch.hf.attention import packed_inputs, use_packed_attention
+from truebatch.hf.closeness import are_close, distance
 from truebatch.hf.decoding import FirstCells, HFDecoder, HFSession, beside_inputs, first_cells
 from truebatch.hf.growingcache import cache_of_layers
 from truebatch.hf.imagefeatures import ImageDecoder
@@ -34,9 +35,6 @@ from truebatch.tensors.compiling import as_written, compile_layers, has_compiled
 from truebatch.tensors.fixedtable import kept_keys, table_bounds
 from truebatch.tensors.segments import Segments, packed_segments
 
-CLOSE = {torch.float32: 1e-3, torch.float64: 1e-6}
-CLOSE_IN_HALF = 0.05
-"""Relative distances of logits that rounding explains. A sample that sees its neighbour is off by more than that."""
 PREFIX_SHARE = 0.25
 """A common beginning of this share of all tokens is read once instead, by the decoder for padded rows."""
 SMALLER = 4
@@ -96,14 +94,14 @@ class PackedDecoder:
 
     def _compare(self, few: Sequence[Prompt]) -> None:
         try:
-            found = self._read(few, first_cells(self.plain, few), keeps=False).logits.double()
+            found = self._read(few, first_cells(self.plain, few), keeps=False).logits
         except AttentionError as error:
             self.is_equal, self.why = False, str(error)
             return
         wanted = self.decoder.start(few)[0]
-        away = float((found - wanted.double()).norm() / wanted.double().norm())
-        self.is_equal = away < CLOSE.get(wanted.dtype, CLOSE_IN_HALF)
-        self.why = "" if self.is_equal else f"logits of packed rows are {away:.1e} away from those of padded rows"
+        self.is_equal = are_close(found, wanted)
+        away = "" if self.is_equal else f"{distance(found, wanted):.1e}"
+        self.why = away and f"logits of packed rows are {away} away from those of padded rows"
 
     def _read(self, prompts: Sequence[Prompt], first: FirstCells, *, keeps: bool) -> Read:
         """Row by row; `keeps`: with the keys and values of every cell."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from truebatch.hf.closeness import are_close, distance
 from truebatch.hf.growingcache import GrowingLayer, grow_in_place
 from truebatch.training.outofmemory import is_out_of_memory
 
@@ -28,9 +29,6 @@ LEAST_STEPS = 8
 """Room for fewer is not worth a recording."""
 STEPS_BEFORE = 3
 """Steps of a session before one is recorded: a recording takes as long as some, and labels need only one or two."""
-CLOSE = {torch.float32: 1e-3, torch.float64: 1e-6}
-CLOSE_IN_HALF = 0.05
-"""Relative distances of logits that rounding explains."""
 LOUD = 1e3
 """Value of the cells without a token while a step is on trial: a model that lets some of it through is far off."""
 
@@ -83,23 +81,10 @@ class Replaying:
 
     def judge(self, found: Tensor, wanted: Tensor) -> bool:
         """Compare the first step taken both ways; whether it is the same."""
-        away = _distance(found, wanted)
-        self.is_equal = away < _most(wanted)
-        self.why = "" if self.is_equal else f"logits of a step in fixed tensors are {away:.1e} away"
+        self.is_equal = are_close(found, wanted)
+        away = "" if self.is_equal else f"{distance(found, wanted):.1e}"
+        self.why = away and f"logits of a step in fixed tensors are {away} away"
         return self.is_equal
-
-
-def are_close(found: Tensor, wanted: Tensor) -> bool:
-    """Whether rounding explains how far logits are from those wanted."""
-    return _distance(found, wanted) < _most(wanted)
-
-
-def _distance(found: Tensor, wanted: Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
-
-
-def _most(wanted: Tensor) -> float:
-    return CLOSE.get(wanted.dtype, CLOSE_IN_HALF)
 
 
 def lies_on_one_card(model: nn.Module) -> bool:

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -72,6 +73,11 @@ def _tower_configs(model: nn.Module) -> list[Any]:
     return [tower.config for tower in found if getattr(tower.config, "_attn_implementation", None) == "sdpa"]
 
 
+_table_takers: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+
+
 def _takes_table(tower: nn.Module) -> bool:
-    attentions = [part for part in tower.modules() if "cu_seqlens" in inspect.signature(part.forward).parameters]
-    return bool(attentions)
+    """Asked for every batch; the walk over all modules is done once."""
+    if tower not in _table_takers:
+        _table_takers[tower] = any("cu_seqlens" in inspect.signature(p.forward).parameters for p in tower.modules())
+    return _table_takers[tower]

@@ -64,9 +64,12 @@ def open_backends(call: ScoreCall) -> list[Backend]:
 def open_one(call: ScoreCall) -> Backend:
     """The backend of a call in this process."""
     readout, limits = make_readout(call.readout), Limits(**call.limits)
+    is_served = call.model.startswith(("http://", "https://"))
+    if call.compiled and (is_served or call.model == SCRIPTED):
+        raise ConfigError("only a model is compiled", seen=f"{call.model!r} with --compile", do="leave --compile out")
     if call.model == SCRIPTED:
         return ScriptedBackend()
-    if call.model.startswith(("http://", "https://")):
+    if is_served:
         return HttpBackend(call.model, call.served, readout, timeout=call.timeout)
     return open_backend(
         call.model, readout, limits, dtype=call.dtype, device=call.device,

@@ -133,7 +133,7 @@ class Scorer:
     ) -> None:  # fmt: skip
         """`model`: a folder, a loaded model with its `processor`, a function from samples to numbers, or backends.
 
-        `compiled`: on a card, the layers that read prompts are compiled, which takes seconds and saves a third.
+        `compiled`: on a card, the layers that read prompts are compiled, once, at the start.
         """
         self.limits = limits or Limits()
         several = list(model) if isinstance(model, list | tuple) else [model]

@@ -9,7 +9,7 @@ there, because the kernel starts a block of work for every piece of the longest 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -84,21 +84,27 @@ def _backward(
 
 
 @_backward.register_fake
-def _backward_shapes(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor, ...]:
+def gradient_shapes(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor, ...]:
+    """Gradients of query, key and value, as a compiler sees them."""
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """What the backward half of an operator needs: its tensors and results, and its rule."""
     *tensors, starts, bounds, ctx.rule = inputs
     ctx.save_for_backward(*tensors, *output, starts, bounds)
 
 
-def _differentiate(ctx: Any, grad: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    found = torch.ops.truebatch.attend_fixed_table_backward(grad.contiguous(), *ctx.saved_tensors, ctx.rule)
-    return (*found, None, None, None)
+def differentiate_by(backward: Callable[..., Any]) -> Callable[..., tuple[Tensor | None, ...]]:
+    """The gradient of an operator through its backward half; table, bounds and rule have none."""
+
+    def differentiate(ctx: Any, grad: Tensor, _grad_of_statistics: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (*backward(grad.contiguous(), *ctx.saved_tensors, ctx.rule), None, None, None)
+
+    return differentiate
 
 
-_forward.register_autograd(_differentiate, setup_context=_keep_for_backward)
+_forward.register_autograd(differentiate_by(_backward), setup_context=keep_for_backward)
 
 
 class KernelCall(NamedTuple):

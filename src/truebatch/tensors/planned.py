@@ -23,7 +23,15 @@ from truebatch.tensors.cudnnplans import (
     forward_plan,
     shape_of,
 )
-from truebatch.tensors.fixedtable import KernelCall, flash_backward, flash_forward, keep_keys
+from truebatch.tensors.fixedtable import (
+    KernelCall,
+    differentiate_by,
+    flash_backward,
+    flash_forward,
+    gradient_shapes,
+    keep_for_backward,
+    keep_keys,
+)
 
 
 def attend_by_plan(
@@ -74,22 +82,8 @@ def _backward(
     return one.contiguous(), two.contiguous(), three.contiguous()
 
 
-@_backward.register_fake
-def _backward_shapes(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor, ...]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
-
-
-def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, starts, bounds, ctx.rule = inputs
-    ctx.save_for_backward(*tensors, *output, starts, bounds)
-
-
-def _differentiate(ctx: Any, grad: Tensor, _grad_stats: Tensor | None) -> tuple[Tensor | None, ...]:
-    found = torch.ops.truebatch.attend_by_plan_backward(grad.contiguous(), *ctx.saved_tensors, ctx.rule)
-    return (*found, None, None, None)
-
-
-_forward.register_autograd(_differentiate, setup_context=_keep_for_backward)
+_backward.register_fake(gradient_shapes)
+_forward.register_autograd(differentiate_by(_backward), setup_context=keep_for_backward)
 
 
 def _served(
