@@ -156,7 +156,8 @@ class Ours:
         if self.is_compiled:
             compile_reading(hf_decoder(self.model))
         try:
-            self._some(self.prompts[:2])
+            few = self.prompts[:2]
+            self._some([few[n] for n in next(iter(self.decoder.groups(few)))] if self.is_pinned else few)
             if self.is_compiled:
                 enough = 1 + ROW // len(self.prompts[0].ids)
                 with torch.inference_mode():

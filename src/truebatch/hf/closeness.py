@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
+import torch
+from torch import Tensor, nn
+
+from truebatch.training.outofmemory import is_out_of_memory
+
+HALF = (torch.bfloat16, torch.float16)
 CLOSE = {torch.float32: 1e-3, torch.float64: 1e-6}
 CLOSE_IN_HALF = 0.05
 """Relative distances that rounding explains. A sample that sees its neighbour, or a wrong cell, is off by more."""
+DOUBTFUL = 0.3
+"""In half precision a deep model may come as far by rounding alone; then fp32 decides."""
+MOST_ROUNDING = 1.25
+"""A quick way may be this many times as far from fp32 as the plain one. Seeing a wrong cell is rounding's many times."""
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
@@ -15,6 +25,35 @@ def distance(found: Tensor, wanted: Tensor) -> float:
     return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
-def are_close(found: Tensor, wanted: Tensor) -> bool:
-    """Whether rounding explains how far results are from those wanted."""
-    return distance(found, wanted) < CLOSE.get(wanted.dtype, CLOSE_IN_HALF)
+def are_close(found: Tensor, wanted: Tensor, exact: Callable[[], Tensor] | None = None) -> bool:
+    """Whether rounding explains how far results are from those wanted.
+
+    `exact` gives them in fp32; it is asked where half precision leaves doubt, and without room for it doubt is a no.
+    """
+    far = distance(found, wanted)
+    if exact is None or wanted.dtype not in HALF or far < CLOSE_IN_HALF or far > DOUBTFUL:
+        return far < CLOSE.get(wanted.dtype, CLOSE_IN_HALF)
+    try:
+        true = exact()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    return distance(found, true) <= MOST_ROUNDING * distance(wanted, true)
+
+
+@contextmanager
+def in_fp32(model: nn.Module) -> Iterator[None]:
+    """While open, all weights and buffers of half precision are fp32; afterwards they have the very bits they had."""
+    half = {id(one): (one, one.dtype) for one in (*model.parameters(), *model.buffers()) if one.dtype in HALF}
+    try:
+        _convert((one, torch.float32) for one, _ in half.values())
+        yield
+    finally:
+        _convert(half.values())
+
+
+def _convert(wanted: Iterable[tuple[Tensor, torch.dtype]]) -> None:
+    with torch.inference_mode(False):  # whoever calls: weights must stay such as can be trained
+        for one, dtype in wanted:
+            one.data = one.data.to(dtype)

@@ -26,6 +26,7 @@ from truebatch.hf.rowattention import attend_folded, grouped_configs
 from truebatch.hf.rowrotary import each_row_alone, rotary_by_length
 from truebatch.tensors.compiling import as_written, has_compiled_layers
 from truebatch.tensors.scores import kernels_without_plans
+from truebatch.tensors.sending import send
 
 
 @dataclass(slots=True)
@@ -112,9 +113,17 @@ def first_cells(decoder: HFDecoder, prompts: Sequence[Prompt], *, pad: int = 0) 
     """Lay prompts side by side; every row's positions are those it has alone, and nothing of an earlier call stays."""
     forget_last_call(decoder.model)
     ids, is_real = pad_left(prompts, next(decoder.model.parameters()).device, pad)
-    positions = _first_positions(decoder, prompts, is_real)
-    place = positions.amax(dim=(0, 2) if positions.ndim == 3 else 1) + 1
-    return FirstCells(ids, is_real, positions, place, beside_inputs(decoder, prompts, ids, is_real))
+    alone = prompt_positions(decoder, prompts)
+    positions = torch.zeros((*is_real.shape, *alone[0].shape[1:]), dtype=torch.int64, device=is_real.device)
+    positions[is_real] = send(alone, is_real.device)
+    place = next_positions(alone).to(is_real.device)
+    rows = positions.permute(2, 0, 1) if positions.ndim == 3 else positions
+    return FirstCells(ids, is_real, rows, place, beside_inputs(decoder, prompts, ids, is_real))
+
+
+def next_positions(alone: Sequence[Tensor]) -> Tensor:
+    """[B] the position of the token behind each prompt, from those of its own tokens."""
+    return torch.stack([positions.max() for positions in alone]) + 1
 
 
 class HFSession:
@@ -235,17 +244,14 @@ def _next_positions(decoder: HFDecoder, place: Tensor) -> Tensor:
     return positions.expand(3, -1, -1) if decoder.border.has_grid_positions else positions
 
 
-def _first_positions(decoder: HFDecoder, prompts: Sequence[Prompt], is_real: Tensor) -> Tensor:
-    """[B, T], or [3, B, T] where images decide positions: each prompt's as if it were alone, in padding any."""
+def prompt_positions(decoder: HFDecoder, prompts: Sequence[Prompt]) -> list[Tensor]:
+    """On the host, [t] of each prompt's tokens as if it were alone, or [t, 3] where images decide positions."""
     if not decoder.border.has_grid_positions:
-        return (is_real.long().cumsum(dim=1) - 1).clamp(min=0) + decoder.border.first_position
+        return [torch.arange(len(prompt.ids)) + decoder.border.first_position for prompt in prompts]
     # On the host: a model asks for many small numbers here, and each would wait for the device.
-    found = [
+    return [
         sample_positions(decoder.model, torch.tensor(p.ids), _on_host(p.inputs.get("image_grid_thw"))) for p in prompts
     ]
-    three = torch.zeros((*is_real.shape, 3), dtype=torch.int64, device=is_real.device)
-    three[is_real] = torch.cat(found).to(is_real.device)
-    return three.permute(2, 0, 1)
 
 
 def _on_host(value: Tensor | None) -> Tensor | None:
@@ -274,13 +280,18 @@ def beside_inputs(decoder: HFDecoder, prompts: Sequence[Prompt], ids: Tensor, is
 
 def _laid(name: str, prompts: Sequence[Prompt], is_real: Tensor) -> Tensor:
     values = [prompt.inputs.get(name) for prompt in prompts]
-    given = [value.to(is_real.device) for value in values if value is not None]
-    of_cells = [v is not None and v.ndim == 1 and len(v) == len(p.ids) for v, p in zip(values, prompts, strict=True)]
-    if not all(of_cells):
-        return torch.cat(given)
-    out = torch.zeros(is_real.shape, dtype=given[0].dtype, device=is_real.device)
-    out[is_real] = torch.cat(given)
+    given = send([value for value in values if value is not None], is_real.device)
+    if not is_of_tokens(values, prompts):
+        return given
+    out = torch.zeros(is_real.shape, dtype=given.dtype, device=is_real.device)
+    out[is_real] = given
     return out
+
+
+def is_of_tokens(values: Sequence[Tensor | None], prompts: Sequence[Prompt]) -> bool:
+    """True for an input with one entry a token of every prompt."""
+    both = zip(values, prompts, strict=True)
+    return all(value is not None and value.ndim == 1 and len(value) == len(prompt.ids) for value, prompt in both)
 
 
 def _own_end_ids(model: nn.Module) -> list[int]:

@@ -7,11 +7,12 @@ other images. Otherwise all new images of a batch together, in one call of atten
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,13 @@ from truebatch.hf.images import style_of
 from truebatch.hf.inputs import inner_model, read_border
 from truebatch.hf.towerattention import one_call_for_images
 
-Part = tuple[Tensor, Tensor | None]
-"""The pixels of an image, and its grid where the model takes one."""
+
+class Part(NamedTuple):
+    """The pixels of an image, its grid where the model takes one, and its size as host numbers."""
+
+    pixels: Tensor
+    grid: Tensor | None
+    size: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +54,7 @@ class ImageDecoder:
     reused: int = 0
     is_equal: bool | None = None
     """Whether images of one pass were found to have the features they have alone; None before the first such pass."""
-    _known: OrderedDict[tuple[bytes, bytes], Any] = field(default_factory=OrderedDict)
+    _known: OrderedDict[tuple[bytes, tuple[int, ...]], Any] = field(default_factory=OrderedDict)
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -76,7 +82,7 @@ class ImageDecoder:
         original = owner.get_image_features
 
         def each(pixel_values: Tensor, image_grid_thw: Tensor | None = None, *more: Any, **named: Any) -> Any:
-            parts = _split(pixel_values, image_grid_thw)
+            parts = _split(pixel_values, image_grid_thw, prompts)
             named_by = hashes
             if len(parts) != len(hashes):  # an image may come in several pieces: then a prompt is told apart, not each
                 parts, named_by = _by_prompt(prompts, pixel_values)
@@ -93,7 +99,7 @@ class ImageDecoder:
 
     def _features(self, encode: Callable[..., Any], parts: Sequence[Part], hashes: Sequence[bytes]) -> list[Any]:
         """The features of every image, those of known ones as they are."""
-        keys = [(hash_, _shape_of(part)) for part, hash_ in zip(parts, hashes, strict=True)]
+        keys = [(hash_, part.size) for part, hash_ in zip(parts, hashes, strict=True)]
         new = {key: part for key, part in zip(keys, parts, strict=True) if key not in self._known}
         self.reused += sum(key in self._known for key in keys)
         found = dict(zip(new, self._encoded(encode, list(new.values())), strict=True))
@@ -107,7 +113,7 @@ class ImageDecoder:
         return out
 
     def _encoded(self, encode: Callable[..., Any], parts: Sequence[Part]) -> list[Any]:
-        is_single = all(grid is not None or len(pixels) == 1 for pixels, grid in parts)
+        is_single = all(part.grid is not None or len(part.pixels) == 1 for part in parts)
         if self.together and self.is_equal is not False and len(parts) > 1 and is_single:
             found = _parted(encode(**_given(parts)), len(parts))
             if self.is_equal is None:
@@ -118,20 +124,15 @@ class ImageDecoder:
 
     def _compare(self, encode: Callable[..., Any], parts: Sequence[Part], found: Sequence[Any]) -> None:
         """The two smallest images of the first pass are encoded alone too: some towers let images see each other."""
-        few = sorted(range(len(parts)), key=lambda at: len(parts[at][0]))[:2]
+        few = sorted(range(len(parts)), key=lambda at: len(parts[at].pixels))[:2]
         pairs = [(_values(found[at]), _values(encode(**_given([parts[at]])))) for at in few]
         self.is_equal = all(one.shape == other.shape and are_close(one, other) for one, other in pairs)
 
 
 def _given(parts: Sequence[Part]) -> dict[str, Tensor]:
-    pixels, grids = zip(*parts, strict=True)
+    pixels, grids, _ = zip(*parts, strict=True)
     given = {"pixel_values": torch.cat(pixels)}
     return given if grids[0] is None else {**given, "image_grid_thw": torch.cat(grids)}
-
-
-def _shape_of(part: Part) -> bytes:
-    pixels, grid = part
-    return str(grid.tolist() if grid is not None else tuple(pixels.shape)).encode()
 
 
 def can_encode_alone(model: nn.Module) -> bool:
@@ -141,11 +142,18 @@ def can_encode_alone(model: nn.Module) -> bool:
     return style is not None and style.name in ("grid", "flat") and hasattr(inner_model(model), "get_image_features")
 
 
-def _split(pixels: Tensor, grid: Tensor | None) -> list[Part]:
+def _split(pixels: Tensor, grid: Tensor | None, prompts: Sequence[Prompt]) -> list[Part]:
     if grid is None:
-        return [(one, None) for one in torch.split(pixels, 1)]
-    parts = torch.split(pixels, grid.prod(dim=-1).tolist())
-    return list(zip(parts, torch.split(grid, 1), strict=True))
+        return [Part(one, None, tuple(one.shape)) for one in torch.split(pixels, 1)]
+    sizes = _grids(prompts) if len(_grids(prompts)) == len(grid) else grid.tolist()
+    parts = torch.split(pixels, [math.prod(size) for size in sizes])
+    return [Part(*one) for one in zip(parts, torch.split(grid, 1), map(tuple, sizes), strict=True)]
+
+
+def _grids(prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Of all images, from the prompts: their grids lie on the host, where nobody waits for a card."""
+    given = [prompt.inputs.get("image_grid_thw") for prompt in prompts]
+    return [size for grid in given if grid is not None for size in grid.tolist()]
 
 
 def _by_prompt(prompts: Sequence[Prompt], pixels: Tensor) -> tuple[list[Part], list[bytes]]:
@@ -159,7 +167,7 @@ def _by_prompt(prompts: Sequence[Prompt], pixels: Tensor) -> tuple[list[Part], l
             do="leave the reuse of images out (reuse_images=False)",
         )
     hashes = [b"".join(getattr(prompt, "image_hashes", ())) for prompt in given]
-    return [(some, None) for some in torch.split(pixels, numbers)], hashes
+    return [Part(some, None, tuple(some.shape)) for some in torch.split(pixels, numbers)], hashes
 
 
 def _parted(found: Any, number: int) -> list[Any]:

@@ -17,23 +17,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from truebatch.errors import AttentionError, ConfigError
-from truebatch.generation.prompts import Decoder, Prompt, Session
+from truebatch.generation.prompts import Decoder, Prompt, Session, pad_left
 from truebatch.hf.attention import packed_inputs, use_packed_attention
-from truebatch.hf.closeness import are_close, distance
-from truebatch.hf.decoding import FirstCells, HFDecoder, HFSession, beside_inputs, first_cells
+from truebatch.hf.closeness import are_close, distance, in_fp32
+from truebatch.hf.decoding import HFDecoder, HFSession, next_positions, prompt_positions
 from truebatch.hf.growingcache import cache_of_layers
 from truebatch.hf.imagefeatures import ImageDecoder
-from truebatch.hf.images import image_token_id
+from truebatch.hf.images import forget_last_call, image_token_id
 from truebatch.hf.inputs import language_model
 from truebatch.hf.prefixes import LEAST, common_beginning
+from truebatch.hf.rowinputs import row_inputs
 from truebatch.tensors.compiling import as_written, compile_layers, has_compiled_layers
 from truebatch.tensors.fixedtable import kept_keys, table_bounds
-from truebatch.tensors.segments import Segments, packed_segments
+from truebatch.tensors.segments import packed_segments
+from truebatch.tensors.sending import send
 
 PREFIX_SHARE = 0.25
 """A common beginning of this share of all tokens is read once instead, by the decoder for padded rows."""
@@ -70,16 +71,19 @@ class PackedDecoder:
         """The logits of what follows each prompt, [B, V], and the rows."""
         if not self._packs(prompts):
             return self.decoder.start(prompts)
-        first = first_cells(self.plain, prompts)
-        read = self._read(prompts, first, keeps=True)
-        cache = _in_rows(self.plain.model.config, read, first.is_real)
-        return read.logits, HFSession(self.plain, first.is_real, first.place, cache)
+        alone = prompt_positions(self.plain, prompts)
+        read = self._read(prompts, alone, keeps=True)
+        device = read.logits.device
+        _, is_real = pad_left(prompts, torch.device("cpu"))
+        cache = _in_rows(self.plain.model.config, read, is_real, device)
+        place = send([next_positions(alone)], device)
+        return read.logits, HFSession(self.plain, send([is_real], device), place, cache)
 
     def logits(self, prompts: Sequence[Prompt]) -> Tensor:
         """The same logits where nothing goes on from them: no cache is made."""
         if not self._packs(prompts):
             return self.decoder.start(prompts)[0]
-        return self._read(prompts, first_cells(self.plain, prompts), keeps=False).logits
+        return self._read(prompts, prompt_positions(self.plain, prompts), keeps=False).logits
 
     def _packs(self, prompts: Sequence[Prompt]) -> bool:
         """Whether these prompts go end to end. The first few are read both ways."""
@@ -94,49 +98,56 @@ class PackedDecoder:
 
     def _compare(self, few: Sequence[Prompt]) -> None:
         try:
-            found = self._read(few, first_cells(self.plain, few), keeps=False).logits
+            found = self._read(few, prompt_positions(self.plain, few), keeps=False).logits
         except AttentionError as error:
             self.is_equal, self.why = False, str(error)
             return
         wanted = self.decoder.start(few)[0]
-        self.is_equal = are_close(found, wanted)
+        self.is_equal = are_close(found, wanted, lambda: self._exactly(few))
         away = "" if self.is_equal else f"{distance(found, wanted):.1e}"
         self.why = away and f"logits of packed rows are {away} away from those of padded rows"
 
-    def _read(self, prompts: Sequence[Prompt], first: FirstCells, *, keeps: bool) -> Read:
-        """Row by row; `keeps`: with the keys and values of every cell."""
+    def _exactly(self, few: Sequence[Prompt]) -> Tensor:
+        with in_fp32(self.plain.model):
+            return self.plain.start(few)[0]
+
+    def _read(self, prompts: Sequence[Prompt], alone: Sequence[Tensor], *, keeps: bool) -> Read:
+        """Row by row, with positions of each prompt `alone`; `keeps`: with the keys and values of every cell."""
+        forget_last_call(self.plain.model)
         order: list[int] = []
         logits: list[Tensor] = []
         kept: list[list[Pair]] = []
-        for numbers, cells in split_rows([len(prompt.ids) for prompt in prompts], self.cells):
-            some = [prompts[number] for number in numbers]
-            found, layers = self._row(some, _chosen(self.plain, some, first, numbers), cells, keeps=keeps)
-            order += numbers
-            logits.append(found)
-            kept.append(layers)
-        back = torch.tensor(order, device=first.ids.device).argsort()
+        with use_packed_attention(language_model(self.plain.model)):
+            for numbers, cells in split_rows([len(prompt.ids) for prompt in prompts], self.cells):
+                some, positions = [prompts[n] for n in numbers], [alone[n] for n in numbers]
+                found, layers = self._row(some, positions, cells, keeps=keeps)
+                order += numbers
+                logits.append(found)
+                kept.append(layers)
+        back = send([torch.tensor(order).argsort()], logits[0].device)
         return Read(torch.cat(logits)[back], order, kept)
 
     def _row(
-        self, prompts: Sequence[Prompt], first: FirstCells, cells: int, *, keeps: bool
+        self, prompts: Sequence[Prompt], alone: Sequence[Tensor], cells: int, *, keeps: bool
     ) -> tuple[Tensor, list[Pair]]:
         part: Any = language_model(self.plain.model)
+        device = next(part.parameters()).device
         # A table for as many samples as there are cells: one shape for all rows, and never too small.
         segments = packed_segments([len(prompt.ids) for prompt in prompts], cells=cells, slots=self.cells)
-        segments = segments.to(first.ids.device)
+        segments = (segments.pin_memory() if device.type == "cuda" else segments).to(device, non_blocking=True)
         # Without a length of rows every batch would be compiled anew: layers that another decoder compiled run as written.
         has_compiled = has_compiled_layers(part)
         is_compiled = has_compiled and self.cells is not None
         written = as_written() if has_compiled and not is_compiled else nullcontext()
-        table = packed_inputs(segments, bounds=table_bounds(segments) if is_compiled else None)
+        inputs = row_inputs(self.plain, prompts, alone, cells, device)
+        bounds = table_bounds(segments) if is_compiled else None
+        inputs |= packed_inputs(segments, positions=inputs["position_ids"], bounds=bounds)
         cache = DynamicCache(config=self.plain.model.config) if keeps and not is_compiled else None
         nothing: AbstractContextManager[list[Pair]] = nullcontext([])
         keeping = kept_keys() if keeps and is_compiled else nothing
-        with self._encoding(prompts), use_packed_attention(part), written, keeping as kept:
+        with self._encoding(prompts), written, keeping as kept:
             out = self.plain.model(
-                **_end_to_end(first, segments, filler=_filler(self.plain.model)),
-                **{**table, "position_ids": _row_positions(first, segments)},
-                use_cache=cache is not None, past_key_values=cache, return_dict=True,
+                **inputs, use_cache=cache is not None, past_key_values=cache, return_dict=True,
                 logits_to_keep=segments.starts[1 : len(prompts) + 1].long() - 1,
             )  # fmt: skip
         if keeps and cache is None:
@@ -209,39 +220,6 @@ def compile_reading(plain: HFDecoder, *, backend: Any = None) -> int:
     return compile_layers(language_model(plain.model), backend=backend)
 
 
-def _chosen(plain: HFDecoder, some: Sequence[Prompt], first: FirstCells, numbers: Sequence[int]) -> FirstCells:
-    """The first cells of some of the prompts."""
-    at = torch.tensor(numbers, device=first.ids.device)
-    ids, is_real = first.ids[at], first.is_real[at]
-    beside = beside_inputs(plain, some, ids, is_real) if first.beside else {}
-    return FirstCells(ids, is_real, first.positions[..., at, :], first.place[at], beside)
-
-
-def _end_to_end(first: FirstCells, segments: Segments, *, filler: int) -> dict[str, Tensor]:
-    """Tokens, and what stands beside each, in one row; the rest of the row is filled."""
-    room = segments.num_cells - sum(segments.sample_lengths)
-    real = first.is_real
-    beside = {
-        name: pad(value[real][None], (0, room)) if _is_of_cells(value, first) else value
-        for name, value in first.beside.items()
-    }
-    return {"input_ids": pad(first.ids[real][None], (0, room), value=filler), **beside}
-
-
-def _row_positions(first: FirstCells, segments: Segments) -> Tensor:
-    """[1, T] or [3, 1, T]."""
-    room = segments.num_cells - sum(segments.sample_lengths)
-    return pad(first.positions[..., first.is_real].unsqueeze(-2), (0, room))
-
-
-def _is_of_cells(value: Tensor, first: FirstCells) -> bool:
-    return not value.is_floating_point() and value.shape == first.is_real.shape
-
-
-def _filler(model: nn.Module) -> int:
-    return 1 if image_token_id(model) == 0 else 0
-
-
 def _check_kept(kept: Sequence[Pair], model: nn.Module) -> None:
     config: Any = model.config
     layers = len(DynamicCache(config=config).layers)
@@ -259,14 +237,14 @@ def _cells_of(part: Tensor) -> Tensor:
     return part[0].transpose(0, 1)
 
 
-def _in_rows(config: Any, read: Read, is_real: Tensor) -> Any:
+def _in_rows(config: Any, read: Read, is_real: Tensor, device: torch.device) -> Any:
     """Keys and values as the cache of left-padded rows, layer by layer; padding holds anything."""
-    at = torch.tensor(read.order, device=is_real.device)
-    in_order = torch.zeros(is_real.shape, dtype=torch.int64, device=is_real.device)
-    in_order[is_real[at]] = torch.arange(int(is_real.sum()), device=is_real.device)
+    order = torch.tensor(read.order)
+    in_order = torch.zeros(is_real.shape, dtype=torch.int64)
+    in_order[is_real[order]] = torch.arange(int(is_real.sum()))
     place = torch.empty_like(in_order)
-    place[at] = in_order
-    return cache_of_layers(config, _laid_out(read.kept, place))
+    place[order] = in_order
+    return cache_of_layers(config, _laid_out(read.kept, send([place], device)))
 
 
 def _laid_out(kept: list[list[Pair]], place: Tensor) -> Iterator[Pair]:

@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from truebatch.hf.inputs import inner_model
 from truebatch.hf.runs import segments_of_table
 from truebatch.tensors.attention import attend, attend_table
+from truebatch.tensors.fixedtable import no_kept_keys
 from truebatch.tensors.scores import Rule
 
 NAME = "truebatch_flash_images"
@@ -59,7 +60,8 @@ def images_attention(
         return out[0], None
     rule = Rule(causal=False, window=None, scale=scaling, dropout=dropout, bias=None, softcap=None, sinks=None)
     longest = int(options["max_length_q"])
-    found = attend_table(query, key, value, starts, rule, max_length=longest)
+    with no_kept_keys():
+        found = attend_table(query, key, value, starts, rule, max_length=longest)
     if found is None:
         segments = segments_of_table(starts, shape=(query.shape[0], query.shape[2]), max_length=longest)
         found = attend(query, key, value, segments, causal=False, scale=scaling, dropout=dropout)

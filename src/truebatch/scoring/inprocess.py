@@ -22,6 +22,7 @@ from truebatch.errors import ConfigError
 from truebatch.generation.decoding import Continuation, collect, generate_tokens
 from truebatch.generation.endings import find_stop
 from truebatch.generation.prompts import Decoder, advance_session, start_session
+from truebatch.hf.closeness import in_fp32
 from truebatch.hf.decoding import HFDecoder, first_cells, hf_decoder
 from truebatch.hf.imagefeatures import ImageDecoder, PicturePrompt, can_encode_alone
 from truebatch.hf.images import image_token_id
@@ -45,7 +46,6 @@ ROW = 32_768
 """Cells of a row for compiled layers."""
 FOLLOWED = 4
 """Tokens of an answer behind which `probe` looks, the first one counted: what a cache holds is used from the second on."""
-HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(slots=True)
@@ -269,19 +269,6 @@ def weights_hash(model: nn.Module) -> str:
         step = max(1, flat.numel() // (_SAMPLED_BYTES // 4))
         digest.update(flat[::step].float().cpu().numpy().tobytes())
     return digest.hexdigest()
-
-
-@contextmanager
-def in_fp32(model: nn.Module) -> Iterator[None]:
-    """While open, all weights and buffers of half precision are fp32; afterwards they have the very bits they had."""
-    half = {id(one): (one, one.dtype) for one in (*model.parameters(), *model.buffers()) if one.dtype in HALF}
-    try:
-        for one, _ in half.values():
-            one.data = one.data.float()
-        yield
-    finally:
-        for one, dtype in half.values():
-            one.data = one.data.to(dtype)
 
 
 @contextmanager

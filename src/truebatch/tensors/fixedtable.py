@@ -47,6 +47,17 @@ def kept_keys() -> Iterator[list[tuple[Tensor, Tensor]]]:
         _kept = None
 
 
+@contextmanager
+def no_kept_keys() -> Iterator[None]:
+    """While open, calls are not noted: those of another part of the model, such as the one that sees images."""
+    global _kept  # noqa: PLW0603
+    outer, _kept = _kept, None
+    try:
+        yield
+    finally:
+        _kept = outer
+
+
 def keep_keys(key: Tensor, value: Tensor) -> None:
     """Note a call's keys and values, copied: compiled code uses their memory again."""
     if _kept is not None:
