@@ -7,7 +7,7 @@ import struct
 import zlib
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
 
 from truebatch.scoring.backend import SampleError
 from truebatch.scoring.pictures import open_picture, picture_sizes
@@ -86,3 +86,27 @@ def test_images_of_every_mode_become_rgb(mode):
     image = Image.effect_noise((6, 5), 60).convert(mode)
     assert open_picture(image).mode == "RGB"
     assert picture_sizes([image]) == [(5, 6)]
+
+
+def test_the_size_of_a_png_is_told_without_its_pixels(monkeypatch):
+    monkeypatch.setattr(ImageFile.ImageFile, "load", _never)
+    assert picture_sizes([data(size=(40, 30))]) == [(30, 40)]
+
+
+def _never(self):
+    raise AssertionError("pixels were decoded")
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_a_turned_png_has_the_size_its_pixels_will_have(orientation, at_end):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    given = data(size=(40, 30), exif=exif)
+    if at_end:  # behind the pixels, where the format allows it too
+        first = given.index(b"eXIf") - 4
+        length = int.from_bytes(given[first : first + 4], "big") + 12
+        end = given.index(b"IEND") - 4
+        given = given[:first] + given[first + length : end] + given[first : first + length] + given[end:]
+    opened = open_picture(given)
+    assert picture_sizes([given]) == [(opened.height, opened.width)]

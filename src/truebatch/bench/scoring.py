@@ -62,6 +62,8 @@ class ScoringBench:
     rounds: int = 2
     only: tuple[str, ...] = ()
     """Parts that are measured, of `PARTS`; none named: all."""
+    ways: tuple[str, ...] = ()
+    """How the names of ways begin that are measured; none named: all."""
     seconds: float = 600.0
     """Nothing begins after this time; what was left out is named."""
 
@@ -121,6 +123,8 @@ def _measure(
     answers: dict[str, list[Any]] = {}
     first_rate = 0.0
     for name, way, number in ways:
+        if not _is_wanted(config, name):
+            continue
         if time.monotonic() - began > config.seconds:
             result["left_out"].append(f"{title}: {name}")
             continue
@@ -142,6 +146,10 @@ def _measure(
             "what": title, "way": name, "samples_per_second": rate, "equal": equal, "compared": compared,
             "speedup": rate / first_rate, **_same_bits(name, answers),
         }  # fmt: skip
+
+
+def _is_wanted(config: ScoringBench, name: str) -> bool:
+    return not config.ways or name.startswith(config.ways)
 
 
 def _noted(way: Way, found: list[Any]) -> None:
@@ -198,7 +206,7 @@ def _vision_ways(config: ScoringBench, new: int) -> list[tuple[str, Way, int]]:
         some = prompts[:few] if size == 1 else prompts[: max(few, 4 * size)]
         way = Ours(model, some, cells=config.cells if size > 8 else 10**6, rows=size, new_tokens=new)
         ways.append(("one by one" if size == 1 else f"at most {size} a batch", way, len(some)))
-    if config.device == "cuda":
+    if config.device == "cuda" and _is_wanted(config, "fitted budget"):
         cells, many = _fitted_cells(model, prompts, new), [*prompts, *map(_other, prompts)]
         fitted = Ours(model, many, cells=cells, rows=len(many), new_tokens=new)
         ways.append((f"fitted budget, {cells:,} cells", fitted, len(many)))
@@ -327,10 +335,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny models and few samples: a dry run")
     numbers = ", ".join(f"{number} {part}" for number, part in enumerate(PARTS, 1))
     parser.add_argument("--only", type=int, nargs="+", choices=range(1, 4), help=f"parts to measure: {numbers}")
+    parser.add_argument("--ways", nargs="+", default=(), help="how the names of the ways begin that are measured")
     parser.add_argument("--out", type=Path, default=None, help="write all rows as JSON")
     args = parser.parse_args()
     config = make_config(device=args.device, seconds=args.seconds, quick=args.quick)
-    config = replace(config, only=tuple(PARTS[number - 1] for number in args.only or ()))
+    config = replace(config, only=tuple(PARTS[number - 1] for number in args.only or ()), ways=tuple(args.ways))
     run_bench(config, out=args.out, say=_say)
 
 

@@ -99,6 +99,8 @@ def run_reward_bench(config: RewardBench, *, out: Path | None, say: Say) -> dict
             keep_result(result, out)
         cells = config.cells or bench.fitted_cells()
         bench.row("a budget of cells" if config.cells else "fitted budget", config.rows, config.pairs, cells)
+        if config.device == "cuda":
+            bench.compiled_row("fitted budget, compiled", config.rows, config.pairs, cells)
     result["seconds"] = time.monotonic() - bench.began
     keep_result(result, out)
     return result
@@ -117,6 +119,7 @@ class Bench:
         self.processor = make_processor(vocabulary, most_pixels=config.most_pixels)
         self.pairs = make_pairs(folder, config.pairs, config.sides)
         edit_all(self.pairs, [ScriptedEditor(turn_around)], folder, seed=0, how=Running())
+        self.is_compiled = False
         self.texts: dict[str, Any] = {}
         self.points: list[tuple[int, float]] = []
         self.resident = peak_gib(self.device)
@@ -128,6 +131,13 @@ class Bench:
         """Pairs that are judged in batches of this size."""
         every = self.config.pairs
         return every if self.config.first is None else min(every, self.config.first * size)
+
+    def compiled_row(self, way: str, size: int, number: int, cells: int) -> None:
+        """The same with compiled layers, for which a first run is not timed: it compiles both lengths of rows."""
+        self.is_compiled = True
+        if time.monotonic() - self.began <= self.config.seconds:
+            self._judge(self.pairs[: min(number, size)], Limits(cells=cells, rows=size))
+        self.row(way, size, number, cells)
 
     def row(self, way: str, size: int, number: int, cells: int) -> None:
         """Judge so many pairs in one way, and say what it took."""
@@ -175,7 +185,7 @@ class Bench:
             began = now()
             judge_all_edits(
                 pairs,
-                lambda: model_backend(self.model, self.processor, readout, limits),
+                lambda: model_backend(self.model, self.processor, readout, limits, compiled=self.is_compiled),
                 self.folder,
                 judging,
                 Running(),

@@ -71,19 +71,19 @@ class PackedDecoder:
         """The logits of what follows each prompt, [B, V], and the rows."""
         if not self._packs(prompts):
             return self.decoder.start(prompts)
-        alone = prompt_positions(self.plain, prompts)
-        read = self._read(prompts, alone, keeps=True)
-        device = read.logits.device
+        read = self._read(prompts, keeps=True)
+        logits = read.logits
+        device = logits.device
         _, is_real = pad_left(prompts, torch.device("cpu"))
         cache = _in_rows(self.plain.model.config, read, is_real, device)
-        place = send([next_positions(alone)], device)
-        return read.logits, HFSession(self.plain, send([is_real], device), place, cache)
+        place = send([torch.tensor(read.places)], device)
+        return logits, HFSession(self.plain, send([is_real], device), place, cache)
 
     def logits(self, prompts: Sequence[Prompt]) -> Tensor:
         """The same logits where nothing goes on from them: no cache is made."""
         if not self._packs(prompts):
             return self.decoder.start(prompts)[0]
-        return self._read(prompts, prompt_positions(self.plain, prompts), keeps=False).logits
+        return self._read(prompts, keeps=False).logits
 
     def _packs(self, prompts: Sequence[Prompt]) -> bool:
         """Whether these prompts go end to end. The first few are read both ways."""
@@ -98,7 +98,7 @@ class PackedDecoder:
 
     def _compare(self, few: Sequence[Prompt]) -> None:
         try:
-            found = self._read(few, prompt_positions(self.plain, few), keeps=False).logits
+            found = self._read(few, keeps=False).logits
         except AttentionError as error:
             self.is_equal, self.why = False, str(error)
             return
@@ -111,21 +111,21 @@ class PackedDecoder:
         with in_fp32(self.plain.model):
             return self.plain.start(few)[0]
 
-    def _read(self, prompts: Sequence[Prompt], alone: Sequence[Tensor], *, keeps: bool) -> Read:
-        """Row by row, with positions of each prompt `alone`; `keeps`: with the keys and values of every cell."""
+    def _read(self, prompts: Sequence[Prompt], *, keeps: bool) -> Read:
+        """Row by row; `keeps`: with the keys and values of every cell."""
         forget_last_call(self.plain.model)
-        order: list[int] = []
-        logits: list[Tensor] = []
-        kept: list[list[Pair]] = []
+        read = Read([], [], [0] * len(prompts), [])
         with use_packed_attention(language_model(self.plain.model)):
             for numbers, cells in split_rows([len(prompt.ids) for prompt in prompts], self.cells):
-                some, positions = [prompts[n] for n in numbers], [alone[n] for n in numbers]
-                found, layers = self._row(some, positions, cells, keeps=keeps)
-                order += numbers
-                logits.append(found)
-                kept.append(layers)
-        back = send([torch.tensor(order).argsort()], logits[0].device)
-        return Read(torch.cat(logits)[back], order, kept)
+                some = [prompts[number] for number in numbers]
+                alone = prompt_positions(self.plain, some)  # here: while the card still reads the row before
+                found, layers = self._row(some, alone, cells, keeps=keeps)
+                for number, place in zip(numbers, next_positions(alone).tolist(), strict=True):
+                    read.places[number] = place
+                read.order.extend(numbers)
+                read.found.append(found)
+                read.kept.append(layers)
+        return read
 
     def _row(
         self, prompts: Sequence[Prompt], alone: Sequence[Tensor], cells: int, *, keeps: bool
@@ -164,11 +164,20 @@ class PackedDecoder:
 class Read:
     """What came of reading prompts end to end."""
 
-    logits: Tensor
+    found: list[Tensor]
+    """Logits, a tensor a row."""
     order: list[int]
     """Numbers of the prompts as they lie, row after row."""
+    places: list[int]
+    """The position of the token behind each prompt, in the order of the prompts."""
     kept: list[list[Pair]]
     """Keys and values [T, H, D] of every layer, a list a row."""
+
+    @property
+    def logits(self) -> Tensor:
+        """[B, V] in the order of the prompts."""
+        back = torch.tensor(self.order).argsort()
+        return torch.cat(self.found)[send([back], self.found[0].device)]
 
 
 def split_rows(lengths: Sequence[int], cells: int | None) -> list[tuple[list[int], int]]:

@@ -202,7 +202,6 @@ def record(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """While open, the garbage collector stands still: it could let go of an older recording, which breaks a new one."""
-    gc.collect()
     is_on = gc.isenabled()
     gc.disable()
     try:

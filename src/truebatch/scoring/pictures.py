@@ -12,6 +12,10 @@ from truebatch.errors import ConfigError
 from truebatch.planning.imagesizes import MAX_PIXELS, opened_image
 from truebatch.scoring.backend import SampleError
 
+PNG_BEGINNING = b"\x89PNG\r\n\x1a\n"
+PNG_WORDS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
+"""Pieces of a PNG file that may say how it is turned."""
+
 
 def picture_sizes(images: Sequence[Any]) -> list[tuple[int, int]]:
     """(height, width) of every image from its header, as the pixels will be after EXIF rotation."""
@@ -32,8 +36,26 @@ def _size(image: Any) -> tuple[int, int]:
         return int(image.height), int(image.width)
     with _named(image), _opened(image) as opened:
         width, height = opened.size
-        turned = opened.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+        turned = _says_more(opened) and opened.getexif().get(0x0112, 1) in (5, 6, 7, 8)
     return (width, height) if turned else (height, width)
+
+
+def _says_more(opened: Any) -> bool:
+    """Whether an image may say how it is turned. To ask a PNG, Pillow decodes all of it, as that may stand at its end."""
+    if opened.format != "PNG":
+        return True
+    file = opened.fp
+    before, at = file.tell(), len(PNG_BEGINNING)
+    found = False
+    while not found:
+        file.seek(at)
+        head = file.read(8)
+        if len(head) < 8:
+            break
+        found = head[4:] in PNG_WORDS
+        at += int.from_bytes(head[:4], "big") + 12  # length, kind and checksum
+    file.seek(before)
+    return found
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -22,7 +23,9 @@ from truebatch.systems.vlm_pruning.objective import (
     PruningObjective,
     judged_terms,
     sample_terms,
+    used_masks,
 )
+from truebatch.systems.vlm_pruning.optimisers import PruningTrain, pruning_groups
 from truebatch.systems.vlm_pruning.pooling import pool_text
 from truebatch.tensors.noise import noise_for
 
@@ -143,6 +146,48 @@ def test_a_one_sided_budget_leaves_a_thrifty_start_alone():
     before = {n: p.detach().clone() for n, p in model.pruners.named_parameters()}
     train_on_budget(model, batch_of(encode(samples(2, images=1))), steps=3)
     assert all(torch.equal(before[n], p) for n, p in model.pruners.named_parameters())
+
+
+AVERAGE = replace(METHOD, choice="straight_through", budget_of="average", sparsity_weight=3.0)
+
+
+def test_the_price_of_a_token_follows_what_is_kept_in_use_however_a_step_is_cut():
+    model = build(method=AVERAGE).train()
+    objective = PruningObjective(method=AVERAGE)
+    encoded = encode(samples(4))
+    _, whole = gradients(model, objective, [batch_of(encoded)], 4)
+    _, cut = gradients(model, objective, [alone(one, at) for at, one in enumerate(encoded)], 4)
+    batch = batch_of(encoded)
+    with torch.no_grad(), noise_for(batch, seed=3):
+        stream = model.look(batch)
+        drawn = model.pruned(stream, Choosing(how="train", temperature=0.4))
+    masks = used_masks(model, stream.vision, drawn)
+    share = average_share(masks, stream.vision, layers=(1, 3), num_layers=6)
+    assert not torch.equal(masks[0], drawn.used[0])  # noise decides otherwise in training
+    assert float(whole["log_price"]) == pytest.approx(float(1 - (share / 0.6).mean()), rel=1e-4)
+    assert float(cut["log_price"]) == pytest.approx(float(whole["log_price"]), rel=1e-4)
+
+
+@pytest.mark.parametrize(("keep", "rises"), [(9.0, True), (-9.0, False)])
+def test_a_token_gets_dearer_while_too_many_are_kept_and_cheaper_while_too_few(keep, rises):
+    model = build(method=replace(AVERAGE, initial_keep=keep)).train()
+    price = next(g for g in pruning_groups(model, PruningTrain()) if g.name == "price")
+    batch = batch_of(encode(samples(2)))
+    with noise_for(batch, seed=0):
+        sample_terms(model, batch, temperature=1.0, terms=())[BUDGET].mean().backward()
+    price.optimiser.step()
+    assert (float(model.log_price) > math.log(3.0)) == rises
+
+
+def test_every_sample_pays_the_same_price_for_a_token():
+    model = build(method=AVERAGE).eval()
+    batch = batch_of(encode(samples(3)))
+    with torch.no_grad():
+        paid = sample_terms(model, batch, temperature=1.0, terms=())[BUDGET]
+        stream = model.look(batch)
+        used = model.pruned(stream, Choosing()).used
+    share = average_share(used, stream.vision, layers=(1, 3), num_layers=6)
+    assert paid.tolist() == pytest.approx((3.0 * (share - 0.6)).tolist(), rel=1e-5)
 
 
 def test_unpruned_and_pruned_states_are_pooled_alike_and_pads_do_not_exist():

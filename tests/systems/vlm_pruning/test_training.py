@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -20,6 +21,7 @@ from truebatch.cli import run as cli
 from truebatch.config import load_config
 from truebatch.errors import ConfigError, RunError
 from truebatch.systems.vlm_pruning.beside import Clock, FreshJudge, begin_anew
+from truebatch.systems.vlm_pruning.evaluation import at_budget
 from truebatch.systems.vlm_pruning.objective import PruningObjective, sample_terms
 from truebatch.systems.vlm_pruning.schedules import moment_at, progress_of
 from truebatch.systems.vlm_pruning.settings import MethodSettings
@@ -115,6 +117,7 @@ def test_how_a_step_is_cut_changes_nothing(straight, tmp_path, more):
     [
         ("method_settings.teacher=distillation", "method_settings.choice=straight_through"),
         ("method_settings.teacher=none", "method_settings.choice=top_k"),
+        ("method_settings.budget_of=average", "method_settings.choice=straight_through"),
         ("method_settings.enable_token_merger=true", "method_settings.token_count_loss_weight=0.1"),
         ("train.precision=bf16",),
         ("backbone_settings.name=tiny-llava-next",),
@@ -258,6 +261,29 @@ def test_a_fresh_discriminator_has_a_fresh_optimiser():
 def test_what_cannot_work_is_refused_before_anything_runs(override, word):
     with pytest.raises(ConfigError, match=word):
         build_model(settings(override))
+
+
+@pytest.mark.parametrize(
+    ("override", "word"),
+    [
+        ("method_settings.choice=top_k", "every sample"),
+        ("method_settings.sparsity_weight_max=9.0", "schedule of its own"),
+        ("method_settings.sparsity_weight=0.0", "sparsity_weight"),
+    ],
+)
+def test_a_budget_on_average_is_not_taken_with_what_it_does_not_follow(override, word):
+    with pytest.raises(ConfigError, match=word):
+        settings("method_settings.budget_of=average", override)
+
+
+def test_a_run_whose_tokens_have_a_price_is_judged_at_its_end_only(tmp_path):
+    priced = ("method_settings.budget_of=average", "method_settings.teacher=none", "train.epochs=2")
+    train_system(VLM_PRUNING, settings(*priced), Start(out=tmp_path / "run", target="vlm_pruning"))
+    records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert [one["step"] for one in records if "validation_loss" in one] == [6]
+    trained = open_trained(tmp_path / "run").model
+    assert float(trained.log_price) != pytest.approx(math.log(9.0), rel=1e-6)
+    assert at_budget(trained, 0.5).log_price is None
 
 
 def test_layers_left_open_are_those_of_the_note_in_proportion():

@@ -10,6 +10,7 @@ import io
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -208,7 +209,9 @@ def judge_all_edits(
     Several judges each take the next batch when they are free; batches are planned before, so that scores are the same.
     """
     edited = _edited(pairs, run)
-    asked = [_question(pair, edited[pair.id], run, judging) for pair in pairs if pair.id in edited]
+    with ThreadPoolExecutor(how.threads, thread_name_prefix="sources") as pool:
+        ask = partial(_question, edited=edited, run=run, judging=judging)
+        asked = list(pool.map(ask, [pair for pair in pairs if pair.id in edited]))
     with ExitStack() as after:
         found = open_judges()
         opened = found if isinstance(found, list) else [found]
@@ -298,12 +301,13 @@ def _edit_of(pair: Pair, seed: int) -> Asked:
     return Asked(id=pair.id, user=pair.instruction, options=options, meta={"category": pair.category})
 
 
-def _question(pair: Pair, edited: Mapping[str, Any], run: Path, judging: Judging) -> Asked:
-    prompt, picture = prompt_of(judging.prompts, pair.category), str(run / PICTURES / edited["file"])
+def _question(pair: Pair, *, edited: Mapping[str, Mapping[str, Any]], run: Path, judging: Judging) -> Asked:
+    output = edited[pair.id]
+    prompt, picture = prompt_of(judging.prompts, pair.category), str(run / PICTURES / output["file"])
     images = [str(source_file(pair, run)), picture] if judging.compare_with_original else [picture]
     captions = CAPTIONS if judging.compare_with_original else ("",)
     messages = build_messages(prompt.system_prompt, fill_prompt(prompt, pair), captions)
-    meta = {"category": pair.category, "picture": edited["sha256"]}
+    meta = {"category": pair.category, "picture": output["sha256"]}
     return Asked(id=pair.id, messages=messages, images=images, meta=meta)
 
 
@@ -312,7 +316,7 @@ def source_file(pair: Pair, run: Path) -> Path:
     path = run / SOURCES / f"{source_hash(pair)[:32]}.png"
     if not path.is_file():
         held = io.BytesIO()
-        decode_image(pair).save(held, "PNG")
+        decode_image(pair).save(held, "PNG", compress_level=QUICK)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(path, held.getvalue())
     return path

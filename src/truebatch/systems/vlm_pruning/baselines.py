@@ -35,7 +35,9 @@ class UntrainedPruning(PrunedVLM):
         if way not in WAYS:
             raise ConfigError(f"there is no such way to prune{nearest(way, list(WAYS))}", seen=repr(way), do=f"{WAYS}")
         chosen = trained.method if method is None else method
-        super().__init__(trained.backbone, trained.family, replace(chosen, choice="top_k", teacher="none"))
+        super().__init__(
+            trained.backbone, trained.family, replace(chosen, choice="top_k", budget_of="sample", teacher="none")
+        )
         self.way, self.seed = way, seed
         self.merger = trained.merger
         self._chances: Tensor | None = None

@@ -154,7 +154,8 @@ def budget_curve(
 
 def at_budget(model: PrunedVLM, budget: float, way: str = LEARNED) -> PrunedVLM:
     """The model with another budget that it meets exactly, choosing by its own heads or in an untrained way."""
-    method = replace(model.method, choice="top_k", use_token_num_target=False, target_sparsity=1 - budget)
+    method = replace(model.method, choice="top_k", budget_of="sample")
+    method = replace(method, use_token_num_target=False, target_sparsity=1 - budget)
     if way != LEARNED:
         return UntrainedPruning(model, cast(Way, way), method=method)
     same = PrunedVLM(model.backbone, model.family, replace(method, teacher="none"))

@@ -5,6 +5,7 @@ images -> tower, once -> (merger) -> projector -> layers up to the first pruner,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -88,6 +89,9 @@ class PrunedVLM(nn.Module):
         self.merger = self._make_merger(config) if method.enable_token_merger else None
         has_judge = is_pruning and method.teacher == "adversarial"
         self.discriminator = Discriminator(self.width, method) if has_judge else None
+        is_priced = is_pruning and method.budget_of == "average"
+        self.log_price = nn.Parameter(torch.tensor(math.log(method.sparsity_weight))) if is_priced else None
+        """Of a vision token; one number for all samples."""
         self.judges_optimiser: torch.optim.Optimizer | None = None
         """Set with the optimisers of a run: whoever begins the discriminator anew clears its moments too."""
         if has_judge:

@@ -61,7 +61,7 @@ class PruningObjective:
             return {TASK: 1.0}
         return {
             TASK: moment.task,
-            BUDGET: moment.budget,
+            BUDGET: 1.0 if self.method.budget_of == "average" else moment.budget,  # a price weighs by itself
             COUNT: self.method.token_count_loss_weight,
             BINARISATION: self.method.binarization_loss_weight,
             ADVERSARIAL: moment.adversarial if is_training else 0.0,
@@ -121,12 +121,41 @@ def mask_terms(model: PrunedVLM, places: Places, found: Pass) -> dict[str, Tenso
     share = average_share(masks, places, layers=method.pruning_layers, num_layers=model.num_layers)
     has_vision = (places.lengths > 0).float()
     over = (share - target_share(method, places.lengths)) * has_vision
-    over = torch.relu(over) if method.sparsity_loss_only_on_excess else over
     return {
-        BUDGET: over**2,
+        BUDGET: _strayed(method, over) if model.log_price is None else _paid(model, places, found, over),
         COUNT: share * has_vision,
         BINARISATION: torch.stack([_undecided(mask, places) for mask in masks]).mean(0),
     }
+
+
+def _strayed(method: MethodSettings, over: Tensor) -> Tensor:
+    """[N]: how far each sample is from the budget, squared."""
+    return torch.relu(over) ** 2 if method.sparsity_loss_only_on_excess else over**2
+
+
+def _paid(model: PrunedVLM, places: Places, found: Pass, over: Tensor) -> Tensor:
+    """[N]: what each sample pays beyond the budget. Heads learn to pay less; the price rises with what is kept in use.
+
+    Noise keeps some tokens in training that nobody would keep in use; the price follows what is kept without it. Its
+    own gradient is a sum over samples as any other, so that no cut of a step changes the price.
+    """
+    assert model.log_price is not None
+    price = model.log_price.exp().detach()
+    layers, target = model.method.pruning_layers, target_share(model.method, places.lengths)
+    used = average_share(used_masks(model, places, found), places, layers=layers, num_layers=model.num_layers)
+    excess = (used / target - 1) * (places.lengths > 0)
+    return price * over - (model.log_price - model.log_price.detach()) * excess
+
+
+@torch.no_grad()
+def used_masks(model: PrunedVLM, places: Places, found: Pass) -> list[Tensor]:
+    """[B, V] a pruning layer: the log masks that the logits of a pass would give in use, without noise."""
+    so_far = torch.zeros_like(found.logits[0])
+    masks: list[Tensor] = []
+    for stage, logits in enumerate(found.logits):
+        masks.append(model.choose(stage, logits, so_far, places, Choosing(how="hard"))[1])
+        so_far = so_far + masks[-1]
+    return masks
 
 
 def _undecided(log_mask: Tensor, places: Places) -> Tensor:

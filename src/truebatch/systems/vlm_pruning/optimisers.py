@@ -11,6 +11,7 @@ from torch import nn
 from truebatch.systems.vlm_pruning.model import PrunedVLM
 from truebatch.systems.vlm_pruning.objective import (
     ADVERSARIAL,
+    BUDGET,
     DISCRIMINATOR,
     DISTILLATION,
     TASK,
@@ -19,6 +20,10 @@ from truebatch.systems.vlm_pruning.objective import (
 from truebatch.training.optimising import Group
 from truebatch.training.schedules import Shape
 from truebatch.training.settings import TrainConfig
+
+_LARGEST_MISS = 0.25
+"""Relative to the budget, what moves the price: all tokens kept at the start miss it by far more than none kept can, and
+the price would run away upwards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +62,17 @@ def pruning_groups(model: PrunedVLM, train: TrainConfig) -> Sequence[Group]:
     }
     if "discriminator" in groups:
         model.judges_optimiser = groups["discriminator"].optimiser
-    return list(groups.values())
+    return [*groups.values(), *_price_group(model, train)]
+
+
+def _price_group(model: PrunedVLM, train: TrainConfig) -> list[Group]:
+    """The price of a token climbs by plain steps, as far as the budget is missed, up to a limit."""
+    if model.log_price is None:
+        return []
+    climbs = torch.optim.SGD([model.log_price], lr=model.method.price_learning_rate)
+    return [Group(
+        name="price", optimiser=climbs, terms=(BUDGET,), max_grad_norm=_LARGEST_MISS, schedule=train.lr_schedule()
+    )]  # fmt: skip
 
 
 def _optimiser(part: nn.Module, rate: float, train: TrainConfig) -> torch.optim.Optimizer:

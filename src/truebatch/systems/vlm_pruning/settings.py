@@ -12,6 +12,7 @@ from truebatch.settingrules import check_choice, check_range
 Stage = Literal["pruning", "backbone"]
 Choice = Literal["soft", "straight_through", "top_k"]
 Teacher = Literal["adversarial", "distillation", "none"]
+BudgetOf = Literal["sample", "average"]
 Merger = Literal["simple", "question_aware", "fixed_pooling"]
 Aspect = Literal["square", "keep"]
 Balance = Literal["mean", "origin"]
@@ -120,8 +121,14 @@ class MethodSettings:
     """Budget: average vision tokens a decoder layer sees, per sample."""
     target_sparsity: float = 0.7
     """Budget where use_token_num_target is off: the share of vision tokens that an average layer does not see."""
+    budget_of: BudgetOf = "sample"
+    """sample: every sample is held to the budget, and what it spends beside it costs sparsity_weight times the square.
+    average: samples may differ; a vision token has a price, the same for all, that rises while an average sample would
+    be left more than the budget in use and falls while it would be left less. It begins with sparsity_weight."""
+    price_learning_rate: float = 0.04
+    """budget_of=average: how fast the price follows, as its logarithm; with the schedule of the other rates."""
     sparsity_loss_only_on_excess: bool = True
-    """One-sided: spending less than the budget costs nothing."""
+    """budget_of=sample, one-sided: spending less than the budget costs nothing."""
     sparsity_weight: float = 9.0
     sparsity_weight_max: float | None = None
     """With a warm-up: the weight at its end."""
@@ -166,6 +173,7 @@ class MethodSettings:
         for name, choices in (("stage", Stage), ("merger_type", Merger), ("choice", Choice), ("teacher", Teacher)):
             check_choice(self, name, choices)
         _check_layers(self)
+        _check_price(self)
         check_range(self, "pruner_d_internal", "pruner_num_heads", "target_token_num", "disc_d_d", above=0)
         check_range(self, "temperature", "temperature_min", "distillation_temperature", above=0)
         check_range(self, "merge_ratio", above=0, most=1)
@@ -290,4 +298,23 @@ def _check_layers(config: MethodSettings) -> None:
             "pruning_layers must be layer numbers in rising order",
             seen=f"pruning_layers={layers}",
             do="for example [5, 10, 15, 20]",
+        )
+
+
+def _check_price(config: MethodSettings) -> None:
+    check_choice(config, "budget_of", BudgetOf)
+    if config.budget_of == "sample":
+        return
+    check_range(config, "sparsity_weight", "price_learning_rate", above=0)
+    if config.choice == "top_k":
+        raise ConfigError(
+            "top_k keeps the budget in every sample, so that a price for all would do nothing",
+            seen="budget_of=average, choice=top_k",
+            do="set budget_of to sample, or choice to straight_through or soft",
+        )
+    if config.sparsity_weight_max is not None:
+        raise ConfigError(
+            "a price that follows the budget has no schedule of its own",
+            seen=f"budget_of=average, sparsity_weight_max={config.sparsity_weight_max}",
+            do="leave sparsity_weight_max out, or set budget_of to sample",
         )

@@ -34,6 +34,8 @@ from truebatch.training.optimising import Group
 from truebatch.training.tensorfiles import write_tensors
 
 WEIGHTS, ABOUT = "pruning.safetensors", "pruning.json"
+_ONLY_AT_THE_END = 2**31
+"""Steps between validations that no run reaches; the last step is validated in any case."""
 
 
 def _samples(config: Any, split: Any) -> EncodedSamples | None:
@@ -97,10 +99,18 @@ def _settle(config: Any) -> Any:
     """Layers that were left open; and `enable_true_batch: false` is one sample at a time, with the same results."""
     encoder = encoder_of(config.backbone_settings, config.method_settings)
     depth = encoder.images.config.get_text_config().num_hidden_layers
-    config = replace(config, method_settings=config.method_settings.for_depth(depth))
+    config = _judged_at_the_end(replace(config, method_settings=config.method_settings.for_depth(depth)))
     if config.backbone_settings.mllm_settings.enable_true_batch or config.train.true_batch == "off":
         return config
     return replace(config, train=replace(config.train, true_batch="off"))
+
+
+def _judged_at_the_end(config: Any) -> Any:
+    """While the price of a token is still rising, a model loses less the more it keeps: it is judged at the end."""
+    method, train = config.method_settings, config.train
+    if method.stage != "pruning" or method.budget_of == "sample" or train.validate_every is not None:
+        return config
+    return replace(config, train=replace(train, validate_every=_ONLY_AT_THE_END))
 
 
 def _describe(config: Any) -> list[str]:
