@@ -28,6 +28,11 @@ from truebatch.training.starting import Start, settings_type, train_system
 
 Say = Callable[[str], None]
 KEPT_ONLY = "straight_through, kept keys only"
+STRICT = (
+    "method_settings.budget_of=sample", "method_settings.sparsity_loss_only_on_excess=false",
+    "method_settings.sparsity_warmup_ratio=0.5", "method_settings.target_sparsity=0.72",
+)  # fmt: skip
+"""Every sample is held to the budget: all ways can be, and `top_k` is in any case."""
 WAYS = (KEPT_ONLY, "straight_through", "soft", "top_k")
 
 
@@ -77,7 +82,7 @@ def judge_way(config: ChoicesConfig, way: str, weight: float, backbone: Path, *,
     choice = "straight_through" if way == KEPT_ONLY else way
     given = [
         f"backbone_settings.name={backbone}", f"dataset_settings.seed={config.seed}", f"train.seed={config.seed}",
-        f"method_settings.choice={choice}", f"method_settings.sparsity_weight_max={weight}",
+        f"method_settings.choice={choice}", *STRICT, f"method_settings.sparsity_weight_max={weight}",
         f"train.epochs={config.epochs}", *config.overrides,
     ]  # fmt: skip
     settings: Any = load_config(settings_type(VLM_PRUNING), STARTER, overrides=given)

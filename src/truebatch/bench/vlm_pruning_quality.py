@@ -97,9 +97,14 @@ def judge_seed(config: QualityConfig, seed: int, *, say: Say) -> tuple[dict[str,
     return row, curve
 
 
+def backbone_folder(config: QualityConfig, seed: int) -> Path:
+    """Where the backbone of a seed is kept: one that had other lessons is not taken for it."""
+    return config.folder / f"seed-{seed}" / f"backbone-{config.lessons.samples}x{config.lessons.epochs}"
+
+
 def find_backbone(config: QualityConfig, seed: int) -> Path | None:
     """The backbone of a seed, if an earlier run has finished it."""
-    found = config.folder / f"seed-{seed}" / "backbone" / "run" / MODEL
+    found = backbone_folder(config, seed) / "run" / MODEL
     return found if (found / "config.json").exists() else None
 
 
@@ -108,8 +113,7 @@ def make_backbone(config: QualityConfig, seed: int, *, say: Say) -> Path:
     there = find_backbone(config, seed)
     if there is not None:
         return there
-    folder = config.folder / f"seed-{seed}" / "backbone"
-    return pretrain_tiny(folder, seed=seed, lessons=config.lessons, say=say)
+    return pretrain_tiny(backbone_folder(config, seed), seed=seed, lessons=config.lessons, say=say)
 
 
 def train_pruning(backbone: Path, out: Path, *, seed: int, overrides: Sequence[str], say: Say) -> Path:

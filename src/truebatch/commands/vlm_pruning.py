@@ -27,7 +27,7 @@ def _say(line: str) -> None:
 def show_pretrain(
     out: Annotated[Path, typer.Option(help="The folder to work in.")] = Path("runs/vlm_backbone"),
     seed: Annotated[int, typer.Option(min=0, help="Of weights and data.")] = 0,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the samples.")] = 6,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the samples.")] = 8,
 ) -> int:
     """Train a tiny LLaVA that answers questions about made shapes, a few minutes on a CPU; the same command goes on.
 

@@ -62,17 +62,16 @@ def pruning_groups(model: PrunedVLM, train: TrainConfig) -> Sequence[Group]:
     }
     if "discriminator" in groups:
         model.judges_optimiser = groups["discriminator"].optimiser
-    return [*groups.values(), *_price_group(model, train)]
+    return [*groups.values(), *_price_group(model)]
 
 
-def _price_group(model: PrunedVLM, train: TrainConfig) -> list[Group]:
+def _price_group(model: PrunedVLM) -> list[Group]:
     """The price of a token climbs by plain steps, as far as the budget is missed, up to a limit."""
     if model.log_price is None:
         return []
     climbs = torch.optim.SGD([model.log_price], lr=model.method.price_learning_rate)
-    return [Group(
-        name="price", optimiser=climbs, terms=(BUDGET,), max_grad_norm=_LARGEST_MISS, schedule=train.lr_schedule()
-    )]  # fmt: skip
+    # No schedule: while the heads still learn, what they keep at a price moves, and the price has to follow.
+    return [Group(name="price", optimiser=climbs, terms=(BUDGET,), max_grad_norm=_LARGEST_MISS)]
 
 
 def _optimiser(part: nn.Module, rate: float, train: TrainConfig) -> torch.optim.Optimizer:

@@ -153,8 +153,8 @@ def make_tiny_backbone(folder: Path, *, seed: int = 0, steps: int = 600, views: 
 class Lessons:
     """What a tiny backbone learns from."""
 
-    samples: int = 9600
-    epochs: int = 6
+    samples: int = 19200
+    epochs: int = 8
     steps: int = 600
     """In which its tower learns to see first."""
     dataset: str = "shapes"

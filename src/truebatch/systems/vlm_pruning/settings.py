@@ -125,8 +125,8 @@ class MethodSettings:
     """sample: every sample is held to the budget, and what it spends beside it costs sparsity_weight times the square.
     average: samples may differ; a vision token has a price, the same for all, that rises while an average sample would
     be left more than the budget in use and falls while it would be left less. It begins with sparsity_weight."""
-    price_learning_rate: float = 0.04
-    """budget_of=average: how fast the price follows, as its logarithm; with the schedule of the other rates."""
+    price_learning_rate: float = 0.1
+    """budget_of=average: how fast the logarithm of the price follows; the same from the first step to the last."""
     sparsity_loss_only_on_excess: bool = True
     """budget_of=sample, one-sided: spending less than the budget costs nothing."""
     sparsity_weight: float = 9.0
