@@ -8,6 +8,9 @@ from torch.nn import functional
 
 from truebatch.tensors import chunkedloss
 from truebatch.tensors.chunkedloss import LogitRule, chunked_nll
+from truebatch.training.memory import added_bytes
+
+CPU = torch.device("cpu")
 
 RULES = [LogitRule(), LogitRule(scale=0.3), LogitRule(softcap=2.0), LogitRule(scale=1.7, softcap=5.0)]
 
@@ -101,6 +104,15 @@ def test_no_tensor_ever_holds_all_logits():
     with Watch():
         chunked_nll(hidden, weight, labels, bias=bias, logits_at_once=8000).backward()
     assert max(sizes) == max(8 * 1000, weight.numel())
+
+
+def test_a_second_chunk_takes_no_memory_beside_the_first():
+    weight = torch.zeros(1000, 1)
+    peaks = []
+    for cells in (64, 128):
+        hidden, labels = torch.zeros(cells, 1), torch.zeros(cells, dtype=torch.int64)
+        peaks.append(added_bytes(lambda: chunked_nll(hidden, weight, labels, logits_at_once=64_000), device=CPU))  # noqa: B023
+    assert peaks[1] < 1.05 * peaks[0]
 
 
 def test_a_chunk_holds_a_power_of_two_of_cells():

@@ -17,6 +17,7 @@ from tests.tiny import TEXT_FIELDS, Attention, NextToken, TextModel, text_sample
 from truebatch.errors import DataError, MemoryLimitError
 from truebatch.planning.plan import build_plan
 from truebatch.planning.settings import PlanConfig
+from truebatch.training import fitting
 from truebatch.training.budget import largest_cells, shape_of_lengths
 from truebatch.training.fitting import (
     choose_probes,
@@ -194,6 +195,27 @@ def test_points_off_the_line_make_the_fit_less_sure():
     bent = [replace(p, num_bytes=int(p.num_bytes * 1.3)) if at == 10 else p for at, p in enumerate(sure.points)]
     fit = fit_points(bent, resident_bytes=0, optimiser_bytes=0, facts={})
     assert fit.uncertainty > 0.1
+
+
+@pytest.mark.parametrize("bend", [150, 400, 1000, 2000, 3000])
+def test_a_price_that_ends_where_a_chunk_is_full_is_not_carried_on_to_the_budget(bend, monkeypatch):
+    """The logits of a small model with many words: half of what a cell takes, until a chunk of them is full."""
+    lengths = np.tile(LENGTHS, 5)
+    data = TrainData(samples=text_samples(lengths.tolist()), fields=TEXT_FIELDS)
+
+    def take(cells):
+        return 60_000 + 200 * cells + 200 * min(cells, bend)
+
+    monkeypatch.setattr(fitting, "_probe", lambda _, batch: take(sum(batch.rows().lengths)))
+    config = TrainConfig(layout="packed")
+    engine, limit = replace(engine_of(TextModel(), config), device=torch.device("cuda")), 1_600_000  # nothing is sent
+    fit = fit_memory(engine, data, config, limit_bytes=limit)
+    cells = largest_cells(fit, lengths, layout="packed", limit_bytes=limit)
+    assert 0.85 * limit < fit.constant_bytes + take(cells) <= limit
+    if bend < 3000:  # nearer to the limit there is too little behind the bend to be sure of, and the fit says so
+        assert fit.predict(cells, 40 * cells, cells // 20) == pytest.approx(fit.constant_bytes + take(cells), rel=0.05)
+    else:
+        assert fit.uncertainty > 0.05
 
 
 def test_probes_come_from_the_samples_and_reach_the_longest():

@@ -86,6 +86,7 @@ class _ChunkedNll(torch.autograd.Function):
                 part, grad = chunk_loss(logits, labels[begin:end], rule.softcap)
                 total += part
                 grads.add(grad if rule.scale == 1.0 else grad * rule.scale, hidden, weight, begin, end)
+                del logits, grad  # or the next chunk would be made beside this one
         ctx.save_for_backward(grads.hidden, grads.weight, grads.bias)
         ctx.dtype = weight.dtype
         return total

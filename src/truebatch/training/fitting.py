@@ -36,8 +36,11 @@ NUMBERS = (1, 2, 8, 32)
 MIXED = (4, 8, 16)
 MOST_TIMES_LONGEST = 8
 """A probe of several samples has no more cells than this many of the longest sample."""
-SHARES = (0.25, 0.5)
-"""Of what a given limit leaves for micro-batches: what further probes take."""
+SHARES, NEAR_SHARES = (0.25, 0.5), (0.8, 0.95)
+"""Of what a given limit leaves for micro-batches: what further probes take; the second ones on a card, where a probe is
+quick and there is nothing to swap to."""
+MORE_SHARES, BENT = (0.7, 0.9), 0.03
+"""Where points are as far from one line, its slope changes on the way to the limit: probes nearer to it."""
 STATES = {"AdamW": 2, "Adam": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad": 1, "RMSprop": 1}
 """Tensors an optimiser holds for each parameter; others are taken to hold 2."""
 
@@ -56,7 +59,8 @@ def fit_memory(
     afterwards as they were before.
 
     Args:
-        limit_bytes: if given, more probes go half way to this limit, so that the line need not reach as far.
+        limit_bytes: if given, more probes go half way to this limit, on a card nearly all of it, so that the line need not
+            reach as far.
         is_estimate: run nothing; every probe is estimated from shapes (see `estimate_added`).
     """
     _refuse_sharded(engine.model)
@@ -74,7 +78,10 @@ def fit_memory(
         points = _probe_all(engine, data, choose_probes(lengths), config.layout)
         fit = fitted(points)
         room = 0 if limit_bytes is None else limit_bytes - fit.constant_bytes
-        for share in SHARES if room > 0 else ():
+        near = () if engine.device.type == "cpu" else (*NEAR_SHARES, *MORE_SHARES)
+        for share in (*SHARES, *near) if room > 0 else ():
+            if share in MORE_SHARES and fit.uncertainty <= BENT:
+                continue
             limit = fit.constant_bytes + int(share * room)
             points += _probe_all(engine, data, _further(fit, lengths, config.layout, limit), config.layout)
             fit = fitted(points)

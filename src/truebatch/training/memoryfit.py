@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 FIT = "fit.json"
 LEAST_UNCERTAINTY = 0.01
 """A line through as many points as it has prices looks perfect; nothing measured is."""
-ABOVE_FLOOR, LARGE_SPAN, LEAST_POINTS = 3.0, 5.0, 6
+ABOVE_FLOOR, LARGE_SPANS, LEAST_POINTS = 3.0, (5.0, 2.5, 1.5), 6
 """Where the line is what shows: well above the floor, or near the largest; and how many points there must be for it."""
 
 
@@ -113,7 +113,7 @@ def fit_points(
     """
     floor, largest = min(point.num_bytes for point in points), max(point.num_bytes for point in points)
     fits = []
-    for least in (ABOVE_FLOOR * floor, largest / LARGE_SPAN):
+    for least in (ABOVE_FLOOR * floor, *(largest / span for span in LARGE_SPANS)):
         above = [point for point in points if point.num_bytes > least]
         kept = above if len(above) >= LEAST_POINTS else list(points)
         fixed, per_cell, per_pair, per_sample = _solve(kept)
