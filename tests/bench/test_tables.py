@@ -20,7 +20,6 @@ from truebatch.errors import DataError
 DOCS = Path(__file__).parents[2] / "docs"
 LACKING = {
     "oom_cuda": ["command", "date", "hardware"],
-    "training_cuda": ["command"],
 }
 """Measured before their benchmark wrote it down; the page says "not recorded". Measured again, a line goes from here."""
 

@@ -45,7 +45,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("the Hugging Face Trainer resumed, and killed inside a save", "trainer_reliability", ("trainer_reliability",)),
     Figure(
         "training speed on ragged data against even data, on a card", "training --device cuda",
-        ("training_cuda", "training_chat_cuda"),
+        ("training_cuda",),
     ),
     Figure("the same on a CPU", "training", ("training_cpu",)),
     Figure("memory that `fit` foresees beside the real peak, 500 steps at its budget", "fit_cuda", ("fit_cuda",)),
@@ -70,7 +70,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("vlm_pruning: sizes of images, tokens and accuracy", "vlm_pruning --only sizes", ("vlm_pruning_sizes*",)),
     Figure("vlm_pruning: choices of its training", "vlm_pruning --only choices", ("vlm_pruning_choices*",)),
     Figure("judging and generating beside transformers' own ways; planning, journal", "scoring", ("scoring_cpu",)),
-    Figure("the same on a card", "scoring --device cuda", ("scoring_cuda",)),
+    Figure("the same on a card", "scoring --device cuda", ("scoring_cuda", "scoring_shape_cuda")),
     Figure("scores and texts of real weights, one by one and in batches", "scoring_real --model FOLDER", ("scoring_smollm2*",)),
     Figure("judging edited pictures by batch, and where the time goes", "vl_reward", ("vl_reward_cpu",)),
     Figure("the same on a card", "vl_reward --device cuda", ("vl_reward_cuda",)),
