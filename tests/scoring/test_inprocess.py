@@ -20,6 +20,7 @@ from truebatch.scoring.inprocess import ModelBackend, model_backend
 from truebatch.scoring.manifest import settle_manifest
 from truebatch.scoring.reading import read_asked
 from truebatch.scoring.readouts import Generate, Head, Labels, Words, YesNo, last_number
+from truebatch.scoring.scorer import Scorer
 from truebatch.scoring.wire import decode, encode
 from truebatch.tensors.compiling import has_compiled_layers, uncompile_layers
 
@@ -433,3 +434,14 @@ def test_compiled_layers_without_an_operator_that_notes_keys_say_so(text, monkey
             backend.judge([backend.prepare(one) for one in read_asked(questions(3))])
     finally:
         uncompile_layers(backend.model)
+
+
+def test_a_run_says_which_quick_way_its_model_does_not_allow_and_why(text, monkeypatch, tmp_path):
+    monkeypatch.setattr(packedreading, "PREFIX_SHARE", 2.0)
+    run = Scorer(model_backend(*text, TWO, Limits(cells=4096))).score(questions(5), tmp_path / "quick")
+    assert run.slower == ()
+    monkeypatch.setattr(packedreading, "are_close", lambda *_: False)
+    slow = Scorer(model_backend(*text, TWO, Limits(cells=4096))).score(questions(5), tmp_path / "slow")
+    (line,) = slow.slower
+    assert line.startswith("prompts are read in padded rows: logits of packed rows are ")
+    assert slow.scores == pytest.approx(run.scores, abs=1e-5)

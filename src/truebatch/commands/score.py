@@ -197,6 +197,8 @@ def run_call(
         scorer.close()
     if done.report is not None and not as_json:
         say(f"check: {done.report}", file=sys.stderr)
+    for line in done.slower:
+        say(line, file=sys.stderr)
     return tell(done.status, folder, as_json=as_json)
 
 

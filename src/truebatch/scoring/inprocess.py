@@ -159,6 +159,20 @@ class ModelBackend:
             part = getattr(part, "decoder", None)
         return found
 
+    def slower_ways(self) -> list[str]:
+        """Quick ways that this model was found not to allow, each with what spoke against it."""
+        found: list[str] = []
+        part: Any = self.decoder
+        while part is not None:
+            if isinstance(part, PackedDecoder) and part.is_equal is False:
+                found.append(f"prompts are read in padded rows: {part.why}")
+            if isinstance(part, ImageDecoder) and part.is_equal is False:
+                found.append("images are encoded one by one: together they get other features than alone")
+            part = getattr(part, "decoder", None)
+        if self.plain.replaying.why:
+            found.append(f"steps of generation are not replayed: {self.plain.replaying.why}")
+        return found
+
     def close(self) -> None:
         """Layers that were compiled for this run as written again: the model is its user's."""
         if self.reuse.get("compiled"):

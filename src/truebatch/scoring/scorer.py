@@ -73,6 +73,8 @@ class ScoreRun:
     finished: Finished | None = None
     reused: dict[str, float] = field(default_factory=dict)
     """Prefix tokens and images that the backends did not run again."""
+    slower: tuple[str, ...] = ()
+    """Quick ways that a model was found not to allow, and why."""
 
     @property
     def scores(self) -> NDArray[np.float64]:
@@ -183,7 +185,7 @@ class Scorer:
         Samples may be a generator of any length: they are planned and judged `window` at a time, and memory holds one.
         """
         report, finished = self._run(samples, Path(run), (check, checked), how or Running(), window)
-        return ScoreRun(Path(run), report, finished, _reused(self.backends))
+        return ScoreRun(Path(run), report, finished, _reused(self.backends), _slower(self.backends))
 
     def stream(
         self,
@@ -331,6 +333,10 @@ def _reused(backends: Sequence[Backend]) -> dict[str, float]:
         for name, number in getattr(backend, "reused", dict)().items():
             found[f"reused_{name}"] = found.get(f"reused_{name}", 0) + number
     return found
+
+
+def _slower(backends: Sequence[Backend]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(line for backend in backends for line in getattr(backend, "slower_ways", list)()))
 
 
 def _is_column(value: Any, rows: int) -> bool:
