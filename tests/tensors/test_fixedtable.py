@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from truebatch.tensors import fixedtable
 from truebatch.tensors.attention import attend
-from truebatch.tensors.fixedtable import attend_fixed_table, table_bounds
+from truebatch.tensors.fixedtable import attend_fixed_table, keep_keys, kept_keys, no_kept_keys, table_bounds
 from truebatch.tensors.segments import packed_segments
 from truebatch.tensors.varlen import call_varlen
 
@@ -131,3 +131,15 @@ def test_the_operators_are_registered_as_torch_wants_them(kernel):
     segments = packed_segments([9, 8, 1], slots=8)
     arguments = (*make(18), segments.starts, table_bounds(segments), [-1, 0, 0.5])
     torch.library.opcheck(torch.ops.truebatch.attend_fixed_table.default, arguments)
+
+
+def test_keys_of_another_part_of_a_model_are_not_kept():
+    one, other = torch.zeros(2, 1, 4), torch.ones(2, 1, 4)
+    with kept_keys() as kept:
+        keep_keys(one, one)
+        with no_kept_keys():
+            keep_keys(other, other)
+        keep_keys(one, one)
+    assert [key.sum() for key, _ in kept] == [0, 0]
+    with no_kept_keys():
+        keep_keys(other, other)
