@@ -15,6 +15,8 @@ from truebatch.scoring.backend import SampleError
 PNG_BEGINNING = b"\x89PNG\r\n\x1a\n"
 PNG_WORDS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
 """Pieces of a PNG file that may say how it is turned."""
+PNG_PIECES = 100_000
+"""A file with more is asked in Pillow's own way."""
 
 
 def picture_sizes(images: Sequence[Any]) -> list[tuple[int, int]]:
@@ -46,16 +48,18 @@ def _says_more(opened: Any) -> bool:
         return True
     file = opened.fp
     before, at = file.tell(), len(PNG_BEGINNING)
-    found = False
-    while not found:
-        file.seek(at)
-        head = file.read(8)
-        if len(head) < 8:
-            break
-        found = head[4:] in PNG_WORDS
-        at += int.from_bytes(head[:4], "big") + 12  # length, kind and checksum
-    file.seek(before)
-    return found
+    try:
+        for _ in range(PNG_PIECES):
+            file.seek(at)
+            head = file.read(8)
+            if len(head) < 8:
+                return False
+            if head[4:] in PNG_WORDS:
+                return True
+            at += int.from_bytes(head[:4], "big") + 12  # length, kind and checksum
+        return True
+    finally:
+        file.seek(before)
 
 
 @contextmanager
