@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ def test_samples_with_any_images_together_are_judged_as_alone(vision, readout):
 @pytest.mark.parametrize("readout", [TEN, TEXT], ids=["labels", "texts"])
 def test_reuse_of_prefixes_and_images_changes_nothing_in_two_calls_in_a_row(vision, readout):
     off = model_backend(*vision, readout, LIMITS, reuse_prefix=False, reuse_images=False)
-    on = model_backend(*vision, readout, LIMITS)
+    on = model_backend(*vision, readout, replace(LIMITS, level="close"))
     data = picture_questions(8)
     expected = plain(off.judge(prepared(off, data)))
     for _ in range(2):
@@ -80,6 +81,26 @@ def test_reuse_of_prefixes_and_images_changes_nothing_in_two_calls_in_a_row(visi
     assert on.reused()["prefix_tokens"] > 0
     assert on.reused()["images"] > 0
     near(plain(off.judge(prepared(off, data))), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_planned_batch_has_the_same_bits_whatever_was_judged_before(vision, dtype):
+    """A run that is taken up again begins with any batch; its images may have been in an earlier one."""
+    model, processor = vision
+    model.to(dtype)
+    try:
+        backend = model_backend(model, processor, TEN, Limits(level="plan", cells=2048))
+        asked = prepared(backend, picture_questions(8))
+        batch = [*asked[3:], asked[4]]
+        assert len(batch) > 3
+        cold = plain(backend.judge(batch))
+        reused = backend.reused()["images"]
+        backend.judge(asked[:5])
+        backend.judge(asked[::-1])
+        assert plain(backend.judge(batch)) == cold
+        assert reused > 0  # one image of this batch is there twice
+    finally:
+        model.float()
 
 
 def test_the_cost_from_headers_is_what_the_processor_makes(vision):

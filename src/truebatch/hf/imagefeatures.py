@@ -1,7 +1,8 @@
 """Images go through the vision tower here, and one that was there before is not encoded again.
 
-One by one where bits are promised: a tower that takes all patches of a batch at once gives an image other bits beside
-other images. Otherwise all new images of a batch together, in one call of attention a layer.
+A tower that takes all patches of a batch at once gives an image other bits beside other images. So all new images of a
+batch go together, in one call of attention a layer, only where bits are not promised, or where they are those of a planned
+batch: then an image of an earlier batch is encoded again, because a run that begins in between would have to.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class ImageDecoder:
     decoder: Decoder
     model: nn.Module
     most: int = 64
-    """Images whose features are kept; 0 keeps none."""
+    """Images whose features are kept from batch to batch; 0 keeps none."""
     together: bool = False
     """Encode the new images of a batch in one pass; an image's bits then depend on its company."""
     reused: int = 0
@@ -101,7 +102,7 @@ class ImageDecoder:
         """The features of every image, those of known ones as they are."""
         keys = [(hash_, part.size) for part, hash_ in zip(parts, hashes, strict=True)]
         new = {key: part for key, part in zip(keys, parts, strict=True) if key not in self._known}
-        self.reused += sum(key in self._known for key in keys)
+        self.reused += len(keys) - len(new)
         found = dict(zip(new, self._encoded(encode, list(new.values())), strict=True))
         out = [self._known[key] if key in self._known else found[key] for key in keys]
         for key, one in zip(keys, out, strict=True):

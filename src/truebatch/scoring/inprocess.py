@@ -42,6 +42,8 @@ from truebatch.tensors.compiling import as_written, has_compiled_layers, uncompi
 from truebatch.training.outofmemory import is_out_of_memory
 
 _SAMPLED_BYTES = 1 << 16
+KEPT_IMAGES = 64
+"""Images whose features are kept from batch to batch, where that changes no bit that is promised."""
 ROW = 32_768
 """Cells of a row for compiled layers."""
 FOLLOWED = 4
@@ -259,7 +261,8 @@ def model_backend(
     if reuse_prefix and not is_pinned:
         decoder = PrefixDecoder(plain)
     if can_encode_alone(model) and (reuse_images or is_pinned):
-        decoder = ImageDecoder(decoder, model, most=64 if reuse_images else 0, together=limits.level == "close")
+        most = KEPT_IMAGES if reuse_images and limits.level != "plan" else 0
+        decoder = ImageDecoder(decoder, model, most=most, together=not is_pinned)
     if compiled:
         _check_compile(readout, limits)
         compile_reading(plain)
