@@ -53,6 +53,7 @@ def test_what_is_not_a_number_is_not_close():
 def test_weights_come_back_with_their_bits_and_can_still_be_trained(fails):
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)).to(torch.bfloat16)
     before = {name: value.clone() for name, value in model.state_dict().items()}
+    places = [one.data_ptr() for one in model.parameters()]
     told = pytest.raises(ValueError, match="on the way") if fails else nullcontext()
     with torch.inference_mode(), told, in_fp32(model):
         assert {one.dtype for one in model.parameters()} == {torch.float32}
@@ -61,5 +62,8 @@ def test_weights_come_back_with_their_bits_and_can_still_be_trained(fails):
     for name, value in model.state_dict().items():
         assert value.dtype == before[name].dtype
         assert torch.equal(value, before[name])
+    assert [
+        one.data_ptr() for one in model.parameters()
+    ] == places  # nothing was made anew, for which there may be no room
     model(torch.randn(4, 3, dtype=torch.bfloat16)).sum().backward()
     assert all(one.grad is not None for one in model.parameters())

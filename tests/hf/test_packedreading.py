@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import transformers
@@ -19,6 +21,7 @@ from truebatch.hf import packedreading, towerattention
 from truebatch.hf.attention import NAME, packed_inputs
 from truebatch.hf.decoding import hf_decoder
 from truebatch.hf.imagefeatures import ImageDecoder, PicturePrompt
+from truebatch.hf.images import image_token_id
 from truebatch.hf.packedreading import PackedDecoder, can_read_packed, compile_reading, split_rows
 from truebatch.hf.samples import make_samples
 from truebatch.hf.tiny import tiny_model
@@ -264,3 +267,54 @@ def test_an_image_may_come_in_several_pieces_and_a_tower_without_deep_features()
                 found = start_session(decoder, [prompts[at] for at in some])[0]
                 torch.testing.assert_close(found, alone[some], rtol=1e-4, atol=1e-4)
             assert decoder.reused == 5
+
+
+def test_the_batch_that_comes_first_does_not_decide_how_a_model_reads(monkeypatch):
+    """One token alone has no distance to another: it would speak for any model."""
+    plain = hf_decoder(make("llama"))
+    monkeypatch.setattr(packedreading, "packed_inputs", _one_long_sample)
+    packed = PackedDecoder(plain, plain)
+    with torch.inference_mode():
+        packed.logits(make_prompts([(5,), (7,)]))
+    assert packed.is_equal is False
+
+
+@torch.inference_mode()
+def test_prompts_longer_than_a_row_are_read_in_padded_rows():
+    plain = hf_decoder(make("llama"))
+    packed = PackedDecoder(plain, plain, cells=8)
+    prompts = make_prompts([tuple(range(1, 13)), tuple(range(20, 34))])
+    torch.testing.assert_close(packed.logits(prompts), plain.start(prompts)[0])
+    assert packed.is_equal, packed.why
+
+
+def test_two_judges_in_threads_read_as_one(decoders):
+    plain, _ = decoders
+    prompts = make_prompts(TEXTS)
+
+    def read(_):
+        with torch.inference_mode():
+            return [PackedDecoder(plain, plain, is_equal=True).logits(prompts) for _ in range(15)]
+
+    want = read(0)[0]
+    with ThreadPoolExecutor(2) as pool:
+        found = [one for some in pool.map(read, range(2)) for one in some]
+    for one in found:
+        torch.testing.assert_close(one, want)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "paligemma"])
+@torch.inference_mode()
+def test_models_that_are_told_which_tokens_are_images_give_what_their_processor_would_ask_for(name):
+    model = tiny_model(name, "vision_language")
+    plain = hf_decoder(model, end_ids=())
+    short = Prompt(ids=tuple(range(20, 25)), key=1)
+    for sample in make_samples(model, (9, 14)):
+        ids, pixels = sample["input_ids"][None], sample["pixel_values"]
+        marks = ids.eq(image_token_id(model)).long() if name == "gemma3" else torch.zeros_like(ids)
+        want = model(
+            input_ids=ids, pixel_values=pixels, attention_mask=torch.ones_like(ids), token_type_ids=marks
+        ).logits[0, -1]
+        prompt = Prompt(ids=tuple(ids[0].tolist()), key=0, inputs={"pixel_values": pixels})
+        for company in ([prompt], [prompt, short]):
+            torch.testing.assert_close(plain.start(company)[0][0], want, rtol=1e-4, atol=1e-5)

@@ -97,6 +97,16 @@ def _never(self):
     raise AssertionError("pixels were decoded")
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "TIFF", "WEBP"])
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_a_turned_image_has_the_size_its_pixels_will_have(kind, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    given = data(kind, size=(40, 30), exif=exif)
+    opened = open_picture(given)
+    assert picture_sizes([given]) == [(opened.height, opened.width)]
+
+
 @pytest.mark.parametrize("at_end", [False, True])
 @pytest.mark.parametrize("orientation", [1, 3, 6, 8])
 def test_a_turned_png_has_the_size_its_pixels_will_have(orientation, at_end):

@@ -218,6 +218,32 @@ def test_a_price_that_ends_where_a_chunk_is_full_is_not_carried_on_to_the_budget
         assert fit.uncertainty > 0.05
 
 
+@pytest.mark.parametrize("wall", [500, 1500, 3000])
+def test_a_budget_stays_below_a_probe_that_did_not_fit(wall, monkeypatch):
+    lengths = np.tile(LENGTHS, 5)
+    data = TrainData(samples=text_samples(lengths.tolist()), fields=TEXT_FIELDS)
+
+    def take(_, batch):
+        cells = sum(batch.rows().lengths)
+        return None if cells > wall else 60_000 + 200 * cells
+
+    monkeypatch.setattr(fitting, "_probe", take)
+    config = TrainConfig(layout="packed")
+    engine, limit = replace(engine_of(TextModel(), config), device=torch.device("cuda")), 1_600_000  # nothing is sent
+    fit = fit_memory(engine, data, config, limit_bytes=limit)
+    assert fit.most_cells is not None
+    cells = largest_cells(fit, lengths, layout="packed", limit_bytes=limit)
+    assert max(point.cells for point in fit.points) * 0.9 <= cells
+    assert cells == fit.most_cells
+    assert MemoryFit(**{f: getattr(fit, f) for f in MemoryFit.__dataclass_fields__}) == fit
+
+
+def test_memory_in_stairs_gives_no_budget_beyond_what_was_seen():
+    points = [Point(cells, 40 * cells, cells // 20, 500_000) for cells in (100, 200, 300, 400, 500, 600, 700)]
+    fit = fit_points(points, resident_bytes=0, optimiser_bytes=0, facts={})
+    assert largest_cells(fit, np.array(LENGTHS), layout="packed", limit_bytes=10**12) == 700
+
+
 def test_probes_come_from_the_samples_and_reach_the_longest():
     lengths = np.array(LENGTHS)
     probes = choose_probes(lengths)

@@ -31,6 +31,7 @@ import transformers
 from truebatch.bench.keeping import keep_result, origin
 from truebatch.bench.scoring_work import Ours, Way, make_llama, make_qwen, picture_prompts, text_prompts, theirs
 from truebatch.bench.training_timing import time_once
+from truebatch.errors import ConfigError
 from truebatch.hf.imagefeatures import PicturePrompt
 from truebatch.scoring.backend import Cost
 from truebatch.scoring.batching import Limits, plan_batches
@@ -106,9 +107,14 @@ def run_bench(config: ScoringBench, *, out: Path | None, say: Say) -> dict[str, 
             continue
         for row in _measure(config, title, ways(config), result, began):
             result["rows"].append(row)
-            result["ratios"][f"{title}: {row['way']}"] = row["speedup"]
+            if row["speedup"] is not None:
+                result["ratios"][f"{title}: {row['way']}"] = row["speedup"]
             keep_result(result, out)
             say(_line(row))
+    if config.ways and not result["rows"] and not result["left_out"]:
+        raise ConfigError(
+            "no way to measure has such a name", seen=", ".join(config.ways), do="leave --ways out to see all names"
+        )
     result["seconds"] = time.monotonic() - began
     keep_result(result, out)
     return result
@@ -117,9 +123,10 @@ def run_bench(config: ScoringBench, *, out: Path | None, say: Say) -> dict[str, 
 def _measure(
     config: ScoringBench, title: str, ways: Sequence[tuple[str, Way, int]], result: dict[str, Any], began: float
 ) -> Iterator[dict[str, Any]]:
-    """Run each way over its first `number` prompts; the first way is the reference."""
+    """Run each way over its first `number` prompts; the first way is the reference, where it is wanted."""
     device = torch.device(config.device)
     reference: list[Any] = []
+    is_whole = _is_wanted(config, ways[0][0])
     answers: dict[str, list[Any]] = {}
     first_rate = 0.0
     for name, way, number in ways:
@@ -136,15 +143,15 @@ def _measure(
         except Exception as error:  # a way of others that cannot run here is a result, not an end
             result["left_out"].append(f"{title}: {name}: {type(error).__name__}: {str(error)[:200]}")
             continue
-        reference = reference or found[0]
+        reference = reference or found[0] if is_whole else []
         compared = min(len(reference), number)
         equal = sum(_is_equal(a, b) for a, b in zip(found[0][:compared], reference[:compared], strict=True))
         rate = number / statistics.median(took)
-        first_rate = first_rate or rate
+        first_rate = first_rate or (rate if is_whole else 0.0)
         answers[name] = found[0]
         yield {
             "what": title, "way": name, "samples_per_second": rate, "equal": equal, "compared": compared,
-            "speedup": rate / first_rate, **_same_bits(name, answers),
+            "speedup": rate / first_rate if is_whole else None, **_same_bits(name, answers),
         }  # fmt: skip
 
 
@@ -323,10 +330,9 @@ def _journal_share(folder: Path, rows: int = 32, batches: int = 30) -> float:
 
 
 def _line(row: dict[str, Any]) -> str:
-    return (
-        f"{row['what']:18} {row['way']:30} {row['samples_per_second']:9.2f} samples/s {row['speedup']:7.2f}x "
-        f"{row['equal']}/{row['compared']} equal"
-    )
+    beside = "" if row["speedup"] is None else f" {row['speedup']:7.2f}x {row['equal']}/{row['compared']} equal"
+    bits = f" {row['same_bits']} with the same bits" if "same_bits" in row else ""
+    return f"{row['what']:18} {row['way']:30} {row['samples_per_second']:9.2f} samples/s{beside}{bits}"
 
 
 def main() -> None:

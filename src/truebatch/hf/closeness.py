@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -44,16 +44,14 @@ def are_close(found: Tensor, wanted: Tensor, exact: Callable[[], Tensor] | None 
 
 @contextmanager
 def in_fp32(model: nn.Module) -> Iterator[None]:
-    """While open, all weights and buffers of half precision are fp32; afterwards they have the very bits they had."""
-    half = {id(one): (one, one.dtype) for one in (*model.parameters(), *model.buffers()) if one.dtype in HALF}
+    """While open, all weights and buffers of half precision are fp32, beside what they were; afterwards they are that again."""
+    half = {id(one): one for one in (*model.parameters(), *model.buffers()) if one.dtype in HALF}
+    held = [(one, one.data) for one in half.values()]  # put back as they are: that needs no room and rounds nothing
     try:
-        _convert((one, torch.float32) for one, _ in half.values())
+        with torch.inference_mode(False):  # whoever calls: weights must stay such as can be trained
+            for one, values in held:
+                one.data = values.float()
         yield
     finally:
-        _convert(half.values())
-
-
-def _convert(wanted: Iterable[tuple[Tensor, torch.dtype]]) -> None:
-    with torch.inference_mode(False):  # whoever calls: weights must stay such as can be trained
-        for one, dtype in wanted:
-            one.data = one.data.to(dtype)
+        for one, values in held:
+            one.data = values

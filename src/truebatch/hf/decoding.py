@@ -20,13 +20,16 @@ from truebatch.hf.closeness import are_close
 from truebatch.hf.finetuning.models import num_positions
 from truebatch.hf.growingcache import grow_in_place
 from truebatch.hf.images import forget_last_call, image_token_id, sample_positions
-from truebatch.hf.inputs import Border, language_model, read_border
+from truebatch.hf.inputs import ONE_AT_A_TIME, Border, language_model, read_border
 from truebatch.hf.replaying import LOUD, FixedSteps, Replaying, fix_rows, lies_on_one_card
 from truebatch.hf.rowattention import attend_folded, grouped_configs
 from truebatch.hf.rowrotary import each_row_alone, rotary_by_length
 from truebatch.tensors.compiling import as_written, has_compiled_layers
 from truebatch.tensors.scores import kernels_without_plans
 from truebatch.tensors.sending import send
+
+BEGINNINGS_MARKED = ("paligemma",)
+"""Models whose token types tell a prompt (0), all of which is seen by all of it, from what follows (1)."""
 
 
 @dataclass(slots=True)
@@ -230,7 +233,7 @@ def _call(
     known = {name: value for name, value in inputs.items() if name in decoder.border.accepts}
     folded = attend_folded(decoder.grouped) if ids.shape[1] == 1 else nullcontext()
     written = as_written() if has_compiled_layers(decoder.model) else nullcontext()  # padded rows have any shape
-    with folded, written, each_row_alone(decoder.rotary), kernels_without_plans(ids.device):
+    with ONE_AT_A_TIME, folded, written, each_row_alone(decoder.rotary), kernels_without_plans(ids.device):
         return decoder.model(input_ids=ids, **known, **beside)
 
 
@@ -273,9 +276,18 @@ def beside_inputs(decoder: HFDecoder, prompts: Sequence[Prompt], ids: Tensor, is
     """Further inputs: one entry a token is padded with the tokens, everything else is laid end to end."""
     names = dict.fromkeys(name for prompt in prompts for name in prompt.inputs)
     out = {name: _laid(name, prompts, is_real) for name in names}
-    if names and "mm_token_type_ids" in decoder.border.accepts:
-        out.setdefault("mm_token_type_ids", (ids.eq(image_token_id(decoder.model) or 0) & is_real).long())
+    if names:
+        out = {**image_marks(decoder, ids.eq(image_token_id(decoder.model) or 0) & is_real), **out}
     return out
+
+
+def image_marks(decoder: HFDecoder, is_image: Tensor) -> dict[str, Tensor]:
+    """What tells a model with images which tokens are theirs, as its processor would: some let them look ahead by it."""
+    config: Any = decoder.model.config
+    marks = {"mm_token_type_ids": is_image.long(), "token_type_ids": is_image.long()}
+    if getattr(config, "model_type", "") in BEGINNINGS_MARKED:
+        marks["token_type_ids"] = torch.zeros_like(marks["token_type_ids"])
+    return {name: value for name, value in marks.items() if name in decoder.border.accepts}
 
 
 def _laid(name: str, prompts: Sequence[Prompt], is_real: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from truebatch.generation.prompts import Decoder, Prompt, Session
 from truebatch.hf.attention import TABLE_WORDS
 from truebatch.hf.closeness import are_close
 from truebatch.hf.images import style_of
-from truebatch.hf.inputs import inner_model, read_border
+from truebatch.hf.inputs import ONE_AT_A_TIME, inner_model, read_border
 from truebatch.hf.towerattention import one_call_for_images
 
 
@@ -76,9 +76,14 @@ class ImageDecoder:
     def encoding(self, prompts: Sequence[Prompt]) -> Iterator[None]:
         """While open, the model's own way to encode images is replaced, for one forward pass of these prompts."""
         hashes = [hash_ for prompt in prompts for hash_ in getattr(prompt, "image_hashes", ())]
-        if not hashes:
+        seeing = [prompt for prompt in prompts if "pixel_values" in prompt.inputs]
+        if not all(getattr(prompt, "image_hashes", ()) for prompt in seeing) or not hashes:
             yield
             return
+        with ONE_AT_A_TIME:
+            yield from self._encoding_here(prompts, hashes)
+
+    def _encoding_here(self, prompts: Sequence[Prompt], hashes: Sequence[bytes]) -> Iterator[None]:
         owner: Any = inner_model(self.model)
         original = owner.get_image_features
 
@@ -117,9 +122,11 @@ class ImageDecoder:
         is_single = all(part.grid is not None or len(part.pixels) == 1 for part in parts)
         if self.together and self.is_equal is not False and len(parts) > 1 and is_single:
             found = _parted(encode(**_given(parts)), len(parts))
-            if self.is_equal is None:
+            if found is None:
+                self.is_equal = False
+            elif self.is_equal is None:
                 self._compare(encode, parts, found)
-            if self.is_equal:
+            if found is not None and self.is_equal:
                 return found
         return [encode(**_given([part])) for part in parts]
 
@@ -171,17 +178,20 @@ def _by_prompt(prompts: Sequence[Prompt], pixels: Tensor) -> tuple[list[Part], l
     return [Part(some, None, tuple(some.shape)) for some in torch.split(pixels, numbers)], hashes
 
 
-def _parted(found: Any, number: int) -> list[Any]:
-    """The output of all images as outputs of single ones."""
+def _parted(found: Any, number: int) -> list[Any] | None:
+    """The output of all images as outputs of single ones; None where it cannot be told which belong to which."""
     features = found.pooler_output
     if len(features) != number:
-        raise AssertionError(f"features of {len(features)} images came for {number}")
+        return None
     has_layers = getattr(found, "deepstack_features", None) is not None  # there may be none of them
     layers = [_by_image(layer, features) for layer in found.deepstack_features] if has_layers else []
     parts = []
     for at in range(number):
-        deep = {"deepstack_features": [layer[at] for layer in layers]} if has_layers else {}
-        parts.append(type(found)(pooler_output=features[at : at + 1], **deep))
+        part = copy.copy(found)  # some models do not take what they give as arguments
+        part.pooler_output = features[at : at + 1]
+        if has_layers:
+            part.deepstack_features = [layer[at] for layer in layers]
+        parts.append(part)
     return parts
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,9 @@ from truebatch.hf.rowrotary import begin_call
 from truebatch.tensors.compiling import has_compiled_layers
 from truebatch.tensors.fixedtable import table_bounds
 from truebatch.tensors.microbatch import MicroBatch, RowAxis
+
+ONE_AT_A_TIME = RLock()
+"""Held while a model is called: attention, masks and kernels are chosen for the process, and judges may run in threads."""
 
 Route = Literal["alone", "padded", "packed", "block"]
 """alone: one sample, called with what a tokenizer gives, the reference. padded: an attention mask and positions.

@@ -4,8 +4,8 @@ prompts -> ids, positions, segment table -> one forward pass -> [B, V] logits; t
 texts go on from there
 
 Padded rows cost what their longest prompt costs, and a mask that keeps padding out costs the fastest kernels. Whether a
-model gives the same in one row is not assumed: the first batch is compared with padded rows, and a model that does not
-goes on with those.
+model gives the same in one row is not assumed: two prompts, and one with an image, are read both ways first, and a model
+that does not goes on with padded rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from truebatch.hf.decoding import HFDecoder, HFSession, next_positions, prompt_p
 from truebatch.hf.growingcache import cache_of_layers
 from truebatch.hf.imagefeatures import ImageDecoder
 from truebatch.hf.images import forget_last_call, image_token_id
-from truebatch.hf.inputs import language_model
+from truebatch.hf.inputs import ONE_AT_A_TIME, language_model
 from truebatch.hf.prefixes import LEAST, common_beginning
 from truebatch.hf.rowinputs import row_inputs
 from truebatch.tensors.compiling import as_written, compile_layers, has_compiled_layers
@@ -38,6 +38,8 @@ from truebatch.tensors.sending import send
 
 PREFIX_SHARE = 0.25
 """A common beginning of this share of all tokens is read once instead, by the decoder for padded rows."""
+TRIAL = (7, 23)
+"""Tokens of the two prompts that show whether packed rows give what padded ones do."""
 SMALLER = 4
 """A row for what is left over is this many times shorter."""
 Pair = tuple[Tensor, Tensor]
@@ -53,7 +55,10 @@ class PackedDecoder:
     cells: int | None = None
     """Cells of a row, for compiled layers: prompts lie in several. None: one row, as long as they are."""
     is_equal: bool | None = None
-    """Whether the model was found to give the same; None before the first batch."""
+    """Whether the model was found to give the same; None before the first batch. Two prompts that are the same in every run
+    decide, so that a run that is taken up again goes the way it went, and one with an image may still speak against it."""
+    has_seen: bool = False
+    """A prompt with an image was compared."""
     why: str = ""
     """What spoke against it."""
 
@@ -90,7 +95,14 @@ class PackedDecoder:
         if len(prompts) < 2 or self.plain.model.training:  # the decoder for padded rows says what is wrong with it
             return False
         if self.is_equal is None:
-            self._compare(sorted(prompts, key=lambda one: len(one.ids))[:2])
+            self._compare(_trial_prompts(self.plain.model, self.cells))
+        if self.is_equal and not self.has_seen and any(prompt.inputs for prompt in prompts):
+            seeing = [
+                prompt for prompt in prompts if prompt.inputs and len(prompt.ids) <= (self.cells or len(prompt.ids))
+            ]
+            self.has_seen = bool(seeing)
+            for one in sorted(seeing, key=lambda one: len(one.ids))[:1]:
+                self._compare([one, _trial_prompts(self.plain.model, self.cells)[0]])
         shared = common_beginning(prompts, image_token_id(self.plain.model))
         lengths = [len(prompt.ids) for prompt in prompts]
         is_shared = shared >= LEAST and shared * len(prompts) >= PREFIX_SHARE * sum(lengths)
@@ -100,7 +112,7 @@ class PackedDecoder:
         try:
             found = self._read(few, keeps=False).logits
         except AttentionError as error:
-            self.is_equal, self.why = False, str(error)
+            self.is_equal, self.why = False, error.wrong
             return
         wanted = self.decoder.start(few)[0]
         self.is_equal = are_close(found, wanted, lambda: self._exactly(few))
@@ -113,6 +125,10 @@ class PackedDecoder:
 
     def _read(self, prompts: Sequence[Prompt], *, keeps: bool) -> Read:
         """Row by row; `keeps`: with the keys and values of every cell."""
+        with ONE_AT_A_TIME:  # what tells a model of its rows belongs to the process
+            return self._read_rows(prompts, keeps=keeps)
+
+    def _read_rows(self, prompts: Sequence[Prompt], *, keeps: bool) -> Read:
         forget_last_call(self.plain.model)
         read = Read([], [], [0] * len(prompts), [])
         with use_packed_attention(language_model(self.plain.model)):
@@ -202,6 +218,18 @@ def split_rows(lengths: Sequence[int], cells: int | None) -> list[tuple[list[int
     # Two lengths of rows are compiled: what is left over mostly fits the shorter one.
     small = cells // SMALLER
     return [(row, small if cells - left <= small else cells) for row, left in zip(rows, room, strict=True)]
+
+
+def _trial_prompts(model: nn.Module, cells: int | None) -> list[Prompt]:
+    """A short and a longer prompt of tokens all over the vocabulary, none of them an image's, that fit one row."""
+    config: Any = model.config
+    words, image = int(config.get_text_config().vocab_size), image_token_id(model)
+    lengths = [max(2, min(most, cells // 3)) if cells else most for most in TRIAL]
+    spread = [token for at in range(2 * sum(lengths)) if (token := (at * 7919 + 101) % words) != image]
+    return [
+        Prompt(ids=tuple(spread[: lengths[0]]), key=0),
+        Prompt(ids=tuple(spread[lengths[0] : sum(lengths)]), key=1),
+    ]
 
 
 def can_read_packed(plain: HFDecoder) -> bool:

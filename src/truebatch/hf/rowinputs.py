@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from truebatch.generation.prompts import Prompt
-from truebatch.hf.decoding import HFDecoder, is_of_tokens
+from truebatch.hf.decoding import HFDecoder, image_marks, is_of_tokens
 from truebatch.hf.images import image_token_id
 from truebatch.tensors.sending import send
 
@@ -32,8 +32,8 @@ def row_inputs(
     inputs = {"input_ids": row, "position_ids": send([positions.contiguous()], device).unsqueeze(-2)}
     names = dict.fromkeys(name for prompt in prompts for name in prompt.inputs)
     inputs |= {name: _beside(name, prompts, cells, device) for name in names}
-    if names and "mm_token_type_ids" in decoder.border.accepts:
-        inputs.setdefault("mm_token_type_ids", row.eq(image_token_id(decoder.model) or 0).long())
+    if names:
+        inputs = {**image_marks(decoder, row.eq(image_token_id(decoder.model) or 0)), **inputs}
     return inputs
 
 

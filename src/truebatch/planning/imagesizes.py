@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import IO, Any, NoReturn
 
 import numpy as np
@@ -15,6 +16,7 @@ from truebatch.planning.rows import Ints
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_PIXELS = 2**27
+_FILTERS = Lock()
 
 
 def measure_images(
@@ -42,13 +44,15 @@ def opened_image(
     if isinstance(source, Path) and source.exists() and not source.is_file():
         raise OSError("a folder, a pipe or a device")
     library = _pillow()
-    with warnings.catch_warnings():
-        # Pillow warns about (or refuses) large claims at its own limit; ours is checked here instead.
+    # Pillow warns about (or refuses) large claims at its own limit; ours is checked here instead. Filters of warnings
+    # belong to the process: two threads that change them at once would leave one of the changes behind.
+    with _FILTERS, warnings.catch_warnings():
         warnings.simplefilter("ignore", library.DecompressionBombWarning)
-        with library.open(source, formats=formats) as opened:
-            if opened.width * opened.height > max_pixels:
-                raise ValueError(f"{opened.width:,} x {opened.height:,} pixels; at most {max_pixels:,}")
-            yield opened
+        found = library.open(source, formats=formats)
+    with found as opened:
+        if opened.width * opened.height > max_pixels:
+            raise ValueError(f"{opened.width:,} x {opened.height:,} pixels; at most {max_pixels:,}")
+        yield opened
 
 
 def _size(image: Any, path: Path, max_pixels: int, formats: tuple[str, ...]) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from truebatch.hf.closeness import in_fp32
 from truebatch.hf.decoding import HFDecoder, first_cells, hf_decoder
 from truebatch.hf.imagefeatures import ImageDecoder, PicturePrompt, can_encode_alone
 from truebatch.hf.images import image_token_id
-from truebatch.hf.inputs import language_model
+from truebatch.hf.inputs import ONE_AT_A_TIME, language_model
 from truebatch.hf.packedreading import PackedDecoder, can_read_packed, compile_reading
 from truebatch.hf.prefixes import PrefixDecoder
 from truebatch.hf.rowrotary import each_row_alone
@@ -224,7 +224,7 @@ class ModelBackend:
         named = {"attention_mask": cells.is_real.long(), "position_ids": cells.positions, "use_cache": False}
         known = {name: value for name, value in named.items() if name in self.plain.border.accepts}
         written = as_written() if has_compiled_layers(self.model) else nullcontext()
-        with each_row_alone(self.plain.rotary), written:
+        with ONE_AT_A_TIME, each_row_alone(self.plain.rotary), written:
             out = self.model(input_ids=cells.ids, **known, **cells.beside)
         values: Tensor = self.readout.read(out) if self.readout.read is not None else out.logits
         if len(values) != len(prepared):

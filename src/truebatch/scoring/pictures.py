@@ -44,6 +44,8 @@ def _size(image: Any) -> tuple[int, int]:
 
 def _says_more(opened: Any) -> bool:
     """Whether an image may say how it is turned. To ask a PNG, Pillow decodes all of it, as that may stand at its end."""
+    if opened.format == "TIFF":  # Pillow gives its size as it will be
+        return False
     if opened.format != "PNG":
         return True
     file = opened.fp

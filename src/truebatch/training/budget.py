@@ -17,6 +17,9 @@ from truebatch.training.memoryfit import MemoryFit
 MOST_SAMPLES = 20_000
 """Plans are tried with so many samples, drawn from all; the longest is always among them."""
 TRIALS, LESS = 4, 0.98
+FLAT = 0.05
+"""Where the cells of the largest probe make a smaller part of its bytes than this, memory may come in stairs, of which one
+was seen: then nothing larger than that probe is promised."""
 STEPS = 8
 """Every plan is tried with all samples as one step, and with this many steps, which are cut less evenly."""
 
@@ -26,8 +29,13 @@ def largest_cells(fit: MemoryFit, lengths: Ints, *, layout: Layout, limit_bytes:
 
     The first trial would be safe even if all samples were as dear a cell as the dearest. From there on the dearest
     micro-batch of a real plan counts: the larger the budget, the less can a micro-batch differ from the others. What is
-    given was tried: no micro-batch of its own plans needs more. 0 if nothing fits.
+    given was tried: no micro-batch of its own plans needs more. 0 if nothing fits. Never above what was seen not to fit.
     """
+    cells = _largest_by_line(fit, lengths, layout=layout, limit_bytes=limit_bytes)
+    return cells if fit.most_cells is None else min(cells, fit.most_cells)
+
+
+def _largest_by_line(fit: MemoryFit, lengths: Ints, *, layout: Layout, limit_bytes: int) -> int:
     left = (limit_bytes - fit.constant_bytes) / (1 + fit.uncertainty) - fit.fixed
     if left <= 0 or left + fit.fixed < fit.floor:
         return 0
@@ -35,8 +43,9 @@ def largest_cells(fit: MemoryFit, lengths: Ints, *, layout: Layout, limit_bytes:
     longest, most = max(int(drawn.max()), 1), int(drawn.sum()) // 2
     ends = (longest, max(int(drawn.min()), 1))
     price = fit.per_cell + max(n * fit.per_pair + fit.per_sample / n for n in ends)
-    if price <= 0:
-        return max(point.cells for point in fit.points)
+    largest = max(fit.points, key=lambda point: point.cells)
+    if price * largest.cells <= FLAT * largest.num_bytes:
+        return largest.cells
     for _ in range(TRIALS):
         trial = max(min(math.floor(left / price), most), longest)
         shapes = _shapes(drawn, layout, trial)

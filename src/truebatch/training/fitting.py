@@ -41,6 +41,8 @@ SHARES, NEAR_SHARES = (0.25, 0.5), (0.8, 0.95)
 quick and there is nothing to swap to."""
 MORE_SHARES, BENT = (0.7, 0.9), 0.03
 """Where points are as far from one line, its slope changes on the way to the limit: probes nearer to it."""
+BELOW_FAILED = 0.9
+"""A budget stays this far below a probe that did not fit."""
 STATES = {"AdamW": 2, "Adam": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad": 1, "RMSprop": 1}
 """Tensors an optimiser holds for each parameter; others are taken to hold 2."""
 
@@ -68,24 +70,31 @@ def fit_memory(
     facts = fit_facts(engine.model, config, device=engine.device)
     constant = constant_bytes(engine)
 
-    def fitted(points: Sequence[Point]) -> MemoryFit:
+    def fitted(points: Sequence[Point], most_cells: int | None = None) -> MemoryFit:
         fit = fit_points(points, resident_bytes=constant[0], optimiser_bytes=constant[1], facts=facts)
-        return replace(fit, is_estimate=is_estimate)
+        return replace(fit, is_estimate=is_estimate, most_cells=most_cells)
 
     if is_estimate:
         return fitted(_estimate_all(engine, data, choose_probes(lengths), config.layout))
     with untouched(engine):
-        points = _probe_all(engine, data, choose_probes(lengths), config.layout)
-        fit = fitted(points)
+        points, failed = _probe_all(engine, data, choose_probes(lengths), config.layout)
+        fit = fitted(points, _below(failed))
         room = 0 if limit_bytes is None else limit_bytes - fit.constant_bytes
         near = () if engine.device.type == "cpu" else (*NEAR_SHARES, *MORE_SHARES)
         for share in (*SHARES, *near) if room > 0 else ():
             if share in MORE_SHARES and fit.uncertainty <= BENT:
                 continue
             limit = fit.constant_bytes + int(share * room)
-            points += _probe_all(engine, data, _further(fit, lengths, config.layout, limit), config.layout)
-            fit = fitted(points)
+            further = _further(fit, lengths, config.layout, limit)
+            more, failed = _probe_all(engine, data, further, config.layout, is_first=False)
+            points += more
+            fit = fitted(points, min((n for n in (fit.most_cells, _below(failed)) if n is not None), default=None))
     return fit
+
+
+def _below(failed: int | None) -> int | None:
+    """Cells that are safely fewer than those for which memory ran out."""
+    return None if failed is None else int(BELOW_FAILED * failed)
 
 
 def _refuse_sharded(model: nn.Module) -> None:
@@ -135,8 +144,12 @@ def _further(fit: MemoryFit, lengths: Ints, layout: Layout, limit_bytes: int) ->
     return [*probes, drawn[: max(1, int(np.searchsorted(width, cells)))]]
 
 
-def _probe_all(engine: Engine, data: TrainData, probes: Sequence[Ints], layout: Layout) -> list[Point]:
+def _probe_all(
+    engine: Engine, data: TrainData, probes: Sequence[Ints], layout: Layout, *, is_first: bool = True
+) -> tuple[list[Point], int | None]:
+    """What each takes, up to the first that does not fit; and the cells of that one."""
     points: dict[tuple[int, int, int], Point] = {}
+    failed: int | None = None
     for at, ids in enumerate(probes):
         batch, shape = make_batch(data, ids, layout)
         if shape in points:
@@ -145,15 +158,16 @@ def _probe_all(engine: Engine, data: TrainData, probes: Sequence[Ints], layout: 
             _probe(engine, batch)  # Workspaces that are made once, on first use, belong to no shape.
         num_bytes = _probe(engine, batch)
         if num_bytes is None:
-            break  # The next ones are larger.
+            failed = shape[0]
+            break
         points[shape] = Point(*shape, num_bytes)
-    if probes and not points:
+    if is_first and probes and not points:
         raise MemoryLimitError(
             "not even the shortest samples can be trained on this device",
             seen=f"memory ran out for {shape[2]} sample(s) of {shape[0]:,} cells",
             do="use a smaller model, lower precision, gradient_checkpointing or LoRA",
         )
-    return list(points.values())
+    return list(points.values()), failed
 
 
 def _estimate_all(engine: Engine, data: TrainData, probes: Sequence[Ints], layout: Layout) -> list[Point]:

@@ -58,6 +58,8 @@ class MemoryFit:
     """What the optimiser holds after its first update."""
     facts: Mapping[str, Any]
     """What the numbers hold for; see `fit_memory`."""
+    most_cells: int | None = None
+    """No budget above this: a probe with little more ran out of memory."""
     is_estimate: bool = False
     """True if no probe was run: shapes without values went through the model."""
     samples_per_second: float | None = None
@@ -188,7 +190,7 @@ def load_fit(folder: Path) -> MemoryFit | None:
         return None
     values = read_json(folder / FIT, max_bytes=1 << 20)
     try:
-        optional = {"is_estimate", "samples_per_second"}
+        optional = {"is_estimate", "samples_per_second", "most_cells"}
         kept = {name: values[name] for name in MemoryFit.__dataclass_fields__ if name not in optional - set(values)}
         return MemoryFit(**{**kept, "points": tuple(Point(**point) for point in kept["points"])})
     except (KeyError, TypeError) as error:
