@@ -33,6 +33,7 @@ from truebatch.training.memory import added_bytes
 from truebatch.training.memoryfit import MemoryFit, Point, fit_points, load_fit, save_fit, solve_nonnegative
 from truebatch.training.optimising import Group, make_groups
 from truebatch.training.settings import TrainConfig
+from truebatch.training.sizing import HERE, cells_by_limit
 from truebatch.training.step import Engine
 from truebatch.training.task import TrainData, measure_by_reading
 
@@ -236,6 +237,14 @@ def test_a_budget_stays_below_a_probe_that_did_not_fit(wall, monkeypatch):
     assert max(point.cells for point in fit.points) * 0.9 <= cells
     assert cells == fit.most_cells
     assert MemoryFit(**{f: getattr(fit, f) for f in MemoryFit.__dataclass_fields__}) == fit
+
+
+def test_what_did_not_fit_here_says_nothing_of_a_larger_card():
+    fit = replace(line(4000, 300, 7, 50), most_cells=500)
+    limits = {HERE: 1_000_000, "smaller": 900_000, "larger": 20_000_000}
+    cells = cells_by_limit(fit, np.array(LENGTHS), "packed", limits)
+    assert cells[HERE] == cells["smaller"] == 500
+    assert cells["larger"] > 10 * 500
 
 
 def test_memory_in_stairs_gives_no_budget_beyond_what_was_seen():

@@ -348,7 +348,10 @@ def main() -> None:
     args = parser.parse_args()
     config = make_config(device=args.device, seconds=args.seconds, quick=args.quick)
     config = replace(config, only=tuple(PARTS[number - 1] for number in args.only or ()), ways=tuple(args.ways))
-    run_bench(config, out=args.out, say=_say)
+    try:
+        run_bench(config, out=args.out, say=_say)
+    except ConfigError as error:
+        parser.error(str(error))
 
 
 def _say(line: str) -> None:

@@ -135,11 +135,22 @@ def size_system(
         fit=replace(fit, samples_per_second=max((s.samples_per_second or 0.0 for s in sizes), default=0.0) or None),
         layout=layout,
         limits=limits,
-        cells={n: largest_cells(fit, lengths, layout=layout, limit_bytes=limit) for n, limit in limits.items()},
+        cells=cells_by_limit(fit, lengths, layout, limits),
         sizes=sizes,
         longest=int(lengths.max()),
         shortest=max(1, int(lengths.min())),
     )
+
+
+def cells_by_limit(fit: MemoryFit, lengths: Ints, layout: Layout, limits: Mapping[str, int]) -> dict[str, int]:
+    """The largest budget under every limit. What did not fit on this device says nothing of one with more memory."""
+    larger = replace(fit, most_cells=None)
+    return {
+        name: largest_cells(
+            fit if limit <= limits[HERE] else larger, lengths, layout=layout, limit_bytes=limit
+        )
+        for name, limit in limits.items()
+    }  # fmt: skip
 
 
 def _check(config: Any) -> None:
