@@ -6,13 +6,21 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SETUP  := pyproject.toml constraints.txt
 
-.PHONY: demo test test-slow real lint docs clean
+.PHONY: demo test test-slow kernels real lint docs clean
 
 demo: $(VENV)/.ready-demo
 	$(BIN)/truebatch demo
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# Kernels that are written in Triton, interpreted on a CPU. It is large and not asked for elsewhere: a folder of its own.
+kernels: .triton/.ready
+	PYTHONPATH=.triton $(BIN)/python -m pytest tests/tensors/test_shortsamples.py
+
+.triton/.ready: $(VENV)/.ready-test
+	$(PIP) --no-deps --target .triton triton==3.9.0
+	touch $@
 
 test-slow: $(VENV)/.ready-test real
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow --timeout 3600

@@ -67,6 +67,7 @@ ORDER = [
     "tensors.reading",
     "tensors.cudnnplans",
     "tensors.fixedtable",
+    "tensors.shortsamples",
     "tensors.planned",
     "tensors.sending",
     "tensors.varlen",

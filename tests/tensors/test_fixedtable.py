@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from truebatch.tensors import fixedtable
 from truebatch.tensors.attention import attend
-from truebatch.tensors.fixedtable import attend_fixed_table, keep_keys, kept_keys, no_kept_keys, table_bounds
+from truebatch.tensors.fixedtable import (
+    SHORT,
+    attend_fixed_table,
+    keep_keys,
+    kept_keys,
+    no_kept_keys,
+    read_bounds,
+    table_bounds,
+)
 from truebatch.tensors.segments import packed_segments
 from truebatch.tensors.varlen import call_varlen
 
@@ -99,15 +107,30 @@ def count_compilations(options):
     return len(graphs)
 
 
-@given(LENGTHS, st.integers(0, 90), st.integers(0, 9))
-@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.sampled_from([0, 1, 7, 60, 256, 257, 300]), min_size=1, max_size=12),
+    st.integers(0, 290),
+    st.integers(0, 9),
+)
+@settings(deadline=None, max_examples=120)
 def test_bounds_are_of_the_segments_that_are_there(lengths, extra, empty):
     cells = sum(lengths) + extra
-    segments = packed_segments(lengths, cells=cells, slots=len(lengths) + 1 + empty)
-    used, longest = table_bounds(segments).tolist()
-    assert int(segments.starts[used]) == cells
-    assert longest == max(*lengths, extra)
-    assert int(segments.starts[: used + 1].diff().min()) > 0
+    segments = packed_segments(lengths, cells=cells, slots=len(lengths) + 2 + empty)
+    found = read_bounds(table_bounds(segments))
+    assert int(segments.starts[found.used]) == cells
+    assert found.longest == max([*lengths, min(extra, max(*lengths, 256))])
+    assert (segments.starts[: found.used + 1].diff() > 0).all()
+    assert int(segments.starts[found.long]) == found.long_cells
+    long = [size > SHORT for size in lengths if size]
+    assert not any(long[found.long :])
+    assert found.long == 0 or long[found.long - 1]
+
+
+def test_samples_without_cells_leave_no_segment_behind():
+    """Kernels are given as many segments as there are; an empty one among them would hide the last."""
+    segments = packed_segments([5, 0, 3, 0], cells=10, slots=8)
+    assert segments.starts.tolist() == [0, 5, 8, 10, 10, 10, 10, 10, 10]
+    assert read_bounds(table_bounds(segments)).used == 3
 
 
 @pytest.mark.parametrize("causal", [True, False])

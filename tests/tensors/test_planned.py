@@ -12,12 +12,12 @@ from tests.tensors.test_fixedtable import (
     stand_in_backward,
     stand_in_forward,
 )
-from truebatch.tensors import cudnnplans, planned
+from truebatch.tensors import attention, cudnnplans, planned
 from truebatch.tensors.attention import attend
 from truebatch.tensors.cudnnplans import backward_plan, fill_slots, forward_plan, plans_are_possible, shape_of
-from truebatch.tensors.fixedtable import KernelCall, table_bounds
-from truebatch.tensors.planned import attend_by_plan
-from truebatch.tensors.segments import packed_segments
+from truebatch.tensors.fixedtable import SHORT, KernelCall, table_bounds
+from truebatch.tensors.planned import attend_by_plan, attend_rows_by_plan
+from truebatch.tensors.segments import packed_segments, stack_rows
 
 
 class StandIn:
@@ -39,29 +39,162 @@ class StandIn:
 def kernel(monkeypatch, request):
     """cuDNN's kernels, or a cuDNN that has none for the shape."""
 
-    def forward(plan, query, key, value, starts):
-        out, _ = stand_in_forward(query, key, value, plan.call(starts))
-        return out, query.new_zeros(query.shape[:2])
+    def forward(plan, parts, starts, *, out, stats):
+        out.copy_(stand_in_forward(*parts, plan.call(starts))[0])
+        stats.zero_()
 
-    def backward(plan, grad, query, key, value, out, stats, starts):
-        assert stats.shape == query.shape[:2]
-        return stand_in_backward(grad, query, key, value, out, None, plan.call(starts))
+    def backward(plan, grad, parts, starts, *, out, stats, grads):
+        assert stats.shape == parts[0].shape[:2]
+        for one, found in zip(grads, stand_in_backward(grad, *parts, out, None, plan.call(starts)), strict=True):
+            one.copy_(found)
 
     made = {"forward_plan": request.param != "refused", "backward_plan": request.param == "planned"}
     for name, is_made in made.items():
         monkeypatch.setattr(planned, name, lambda shape, cells=0, there=is_made: StandIn(shape) if there else None)
     monkeypatch.setattr(planned, "attend_planned", forward)
     monkeypatch.setattr(planned, "differentiate_planned", backward)
+    monkeypatch.setattr(planned, "table_of", lambda plan, starts, used: fill_slots(starts, used))
     monkeypatch.setattr(planned, "flash_forward", stand_in_forward)
     monkeypatch.setattr(planned, "flash_backward", stand_in_backward)
+    return request.param
+
+
+def by_rows(parts, starts, bounds, *, causal, rows=1):
+    """`attend_rows_by_plan` between [cells, H, D]."""
+    lying = [part.unflatten(0, (rows, -1)).transpose(1, 2) for part in parts]
+    out = attend_rows_by_plan(*lying, starts, bounds, causal=causal, scale=0.4)
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("lengths", [[50, 40, 9, 8, 2, 1], [3, 50, 1, 7], [5], [1] * 17])
-def test_attention_by_plan_is_attention_inside_segments(kernel, lengths, causal):
+@pytest.mark.parametrize("way", ["operator", "as written"])
+def test_attention_by_plan_is_attention_inside_segments(kernel, lengths, causal, way):
     segments = packed_segments(lengths, cells=sum(lengths) + 7, slots=24)
     table = (segments.starts, table_bounds(segments))
-    assert_inside_segments(segments, causal, lambda parts: attend_by_plan(*parts, *table, causal=causal, scale=0.4))
+    ways = {
+        "operator": lambda parts: attend_by_plan(*parts, *table, causal=causal, scale=0.4),
+        "as written": lambda parts: by_rows(parts, *table, causal=causal),
+    }
+    assert_inside_segments(segments, causal, ways[way])
+
+
+def test_several_rows_are_attended_as_written(kernel):
+    segments = stack_rows([packed_segments([9, 1], cells=12), packed_segments([12], cells=12)])
+    table = (segments.starts, table_bounds(segments))
+    assert_inside_segments(segments, True, lambda parts: by_rows(parts, *table, causal=True, rows=2))
+
+
+def test_attention_as_written_takes_the_short_way_and_others_the_operator(kernel, monkeypatch):
+    asked = []
+    short_way = attention.attend_rows_by_plan
+    monkeypatch.setattr(attention, "attend_rows_by_plan", lambda *a, **k: asked.append(1) or short_way(*a, **k))
+    segments = packed_segments([9, 8, 1])
+    for width, is_short in ((8, True), (10, False)):
+        asked.clear()
+        parts = [torch.randn(1, 2, 18, width) for _ in range(3)]
+        wanted = attend(*parts, segments, causal=True)
+        torch.testing.assert_close(attend(*parts, segments, causal=True, kernel="planned"), wanted)
+        assert bool(asked) == is_short
+
+
+class ShortKernels:
+    """Stand-ins for the kernels of short samples; `served` says how many cells they were given."""
+
+    def __init__(self):
+        self.served = []
+
+    def span_of_cells(self, starts, cells):
+        assert int(starts[0]) == 0
+        assert int(starts[-1]) == cells
+        return starts
+
+    def _call(self, starts, causal, scale):
+        longest = max(int(starts.diff().max()), 2)
+        return KernelCall(starts, longest, causal, -1, 0 if causal else -1, scale)
+
+    def attend_short(self, parts, span, *, causal, scale, out, stats):
+        self.served.append(len(parts[0]))
+        out.copy_(stand_in_forward(*parts, self._call(span, causal, scale))[0])
+        stats.zero_()
+
+    def differentiate_short(self, grad, parts, span, *, causal, scale, out, stats, grads):
+        found = stand_in_backward(grad, *parts, out, None, self._call(span, causal, scale))
+        for one, other in zip(grads, found, strict=True):
+            one.copy_(other)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("lengths", "short"),
+    [([300, 260, 9, 8, 2], 26), ([9, 300, 40, 1], 48), ([40, 30, 20], 97), ([300, 260], 7), ([3, 0, 300, 0, 4], 11)],
+)
+def test_short_samples_behind_the_long_ones_have_kernels_of_their_own(
+    kernel, monkeypatch, lengths, short, causal, compiled
+):
+    kernels = ShortKernels()
+    monkeypatch.setattr(planned, "_short_kernels", lambda: kernels)
+    monkeypatch.setattr(planned, "LEAST_SHORT_WORK", 1)
+    segments = packed_segments(lengths, cells=sum(lengths) + 7, slots=24)
+    table = (segments.starts, table_bounds(segments))
+
+    def run(parts):
+        if not compiled:
+            return by_rows(parts, *table, causal=causal)
+        return torch.compile(attend_by_plan, backend="eager")(*parts, *table, causal=causal, scale=0.4)
+
+    torch.compiler.reset()
+    assert_inside_segments(segments, causal, run)
+    is_left_to_torch = kernel == "refused" and max(lengths) > SHORT
+    assert kernels.served == ([] if is_left_to_torch else [short])
+
+
+def test_few_short_samples_are_not_worth_a_launch(kernel, monkeypatch):
+    kernels = ShortKernels()
+    monkeypatch.setattr(planned, "_short_kernels", lambda: kernels)
+    segments = packed_segments([300, 40, 30])
+    assert_inside_segments(
+        segments,
+        True,
+        lambda parts: attend_by_plan(*parts, segments.starts, table_bounds(segments), causal=True, scale=0.4),
+    )
+    assert kernels.served == []
+
+
+def test_what_is_made_of_a_table_is_made_once_and_again_when_the_table_has_changed(kernel, monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        planned, "table_of", lambda plan, starts, used: made.append(starts.tolist()) or fill_slots(starts, used)
+    )
+    segments = packed_segments([9, 8, 1])
+    parts, starts = make(18), segments.starts
+
+    def attend_now(bounds):
+        attend_by_plan(*parts, starts, bounds, causal=True, scale=0.4)
+
+    for _ in range(3):
+        attend_now(table_bounds(segments))
+    once = len(made)
+    starts.copy_(packed_segments([3, 5, 10]).starts)
+    attend_now(table_bounds(packed_segments([3, 5, 10])))
+    assert once <= 1
+    assert len(made) == 2 * once
+    with torch.inference_mode():
+        starts = starts.clone()  # has no version: never taken for known
+        attend_now(table_bounds(packed_segments([3, 5, 10])))
+        starts.copy_(packed_segments([9, 8, 1]).starts)
+        attend_now(table_bounds(segments))
+    assert len(made) == 4 * once
+
+
+def test_a_gradient_of_a_gradient_is_refused_rather_than_wrong(kernel):
+    segments = packed_segments([9, 8, 1])
+    parts = make(18)
+    out = by_rows(parts, segments.starts, table_bounds(segments), causal=True)
+    (first,) = torch.autograd.grad(out.sin().sum(), parts[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate"):
+        first.sin().sum().backward()
 
 
 def test_heads_of_any_width_go_through_plans(kernel):

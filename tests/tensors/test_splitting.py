@@ -54,6 +54,7 @@ def same_axis(got, want):
         assert torch.equal(got.starts, want.starts)
         assert torch.equal(got.owner, want.owner)
         return
+    assert got.row_starts == want.row_starts
     for name in ("segment_ids", "positions", "cell_of_token"):
         assert torch.equal(getattr(got, name), getattr(want, name))
     for name in ("lengths", "is_sample", "max_length", "layout", "side", "shape"):
@@ -80,6 +81,16 @@ def test_values_and_rows_read_back_from_tensors_make_the_same_micro_batch(data, 
     rows = data.draw(placed([len(s["ids"]) for s in samples]))
     batch = collate(samples, rows, FIELDS, side=side, slots=slots)
     same(collate(samples_of(batch, FIELDS), rows_of_batch(batch, FIELDS), FINAL, side=side, slots=slots), batch)
+
+
+@pytest.mark.parametrize("starts", [(0, 1, 1), (0, 0, 1), (0, 0, 1, 1)])
+def test_a_sample_without_tokens_stays_in_its_row(starts):
+    """Rows without a cell: nothing in them tells which of them holds the sample."""
+    sample = {"ids": [], "vectors": [], "patches": [], "label": [0, 0], "minute": [0], "events": [[0]]}
+    batch = collate([sample], Rows(np.array([100]), np.array(starts), 0, "packed"), FIELDS)
+    rows = rows_of_batch(batch, FIELDS)
+    assert rows.starts.tolist() == list(starts)
+    same(collate(samples_of(batch, FIELDS), rows, FINAL), batch)
 
 
 @settings(deadline=None, max_examples=70)

@@ -231,6 +231,8 @@ def _measure_way(prepared: Prepared, way: Way, config: TrainingBenchConfig) -> M
     with way.around():
         for batch in batches[:2] * (2 if way.compiled else 1):
             way.run(batch)
+        if device.type == "cuda":  # what is made once for all shapes, like kernels for rows of many samples
+            way.run(pin_batch(max(all_batches, key=lambda batch: getattr(batch, "num_samples", 0)), device))
         frames = num_compilations()
         reset_peak_memory(device)
         if device.type == "cuda":
@@ -240,7 +242,7 @@ def _measure_way(prepared: Prepared, way: Way, config: TrainingBenchConfig) -> M
         if fresh is not batches:
             time_rounds(way, batches, device, seconds=0.0, least=1)
         rounds = time_rounds(way, batches, device, seconds=config.way_seconds, least=2 if way.is_other else 3)
-        if config.profile and name.startswith("llama-1.1b/chat") and way.name in PROFILED:
+        if config.profile and way.name in PROFILED:
             print_profile(f"{name}: {way.name}", way, batches[:2])
     took = statistics.median(rounds)
     step = config.step_tokens / (tokens / took) + update

@@ -78,7 +78,7 @@ def print_profile(title: str, way: Way, batches: Sequence[Any]) -> None:
             torch.cuda.synchronize()
     order = "self_device_time_total" if on_card else "self_cpu_time_total"
     sys.stdout.write(f"\nprofile of {title}, {len(batches)} micro-batches\n")
-    sys.stdout.write(profile.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=70) + "\n")
+    sys.stdout.write(profile.key_averages().table(sort_by=order, row_limit=45, max_name_column_width=70) + "\n")
 
 
 def pin_batch(batch: Any, device: torch.device) -> Any:

@@ -34,6 +34,7 @@ from truebatch.hf.runs import (
 )
 from truebatch.tensors.attention import attend, attend_table
 from truebatch.tensors.compiling import has_compiled_layers
+from truebatch.tensors.fixedtable import read_bounds
 from truebatch.tensors.scores import Rule, band_of, written_out_attention
 from truebatch.tensors.segments import Segments, cell_positions
 
@@ -201,7 +202,7 @@ def _longest(starts: Tensor, options: dict[str, Any]) -> int:
     given = options.get("max_length_q")
     if given is None:
         return int(starts.diff().max())
-    return int(given[-1]) if isinstance(given, Tensor) else int(given)
+    return read_bounds(given).longest if isinstance(given, Tensor) else int(given)
 
 
 def _end(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from truebatch.errors import AttentionError
 from truebatch.tensors.cudnnplans import plans_are_possible
+from truebatch.tensors.fixedtable import table_bounds
 from truebatch.tensors.kernels import AMPERE, Facts, Kernel, choose_kernel
+from truebatch.tensors.planned import attend_rows_by_plan, can_attend_rows
 from truebatch.tensors.scores import Rule, band_of, softmax_attention
 from truebatch.tensors.segments import Segments, owner_of_cells
 from truebatch.tensors.varlen import call_varlen, varlen_has_window, varlen_in_torch
@@ -165,6 +167,10 @@ def _may_attend_table(starts: Tensor, shape: tuple[int, int], *, causal: bool, w
 
 
 def _planned(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Tensor:
+    if can_attend_rows(query, key, value):
+        scale = query.shape[-1] ** -0.5 if rule.scale is None else rule.scale
+        bounds = table_bounds(segments)
+        return attend_rows_by_plan(query, key, value, segments.starts, bounds, causal=rule.causal, scale=scale)
     return _varlen_table(query, key, value, segments.starts, rule, max_length=segments.max_length, planned=True)
 
 
@@ -289,18 +295,23 @@ def _cut_bias(rule: Rule, start: int, length: int, segments: Segments) -> Rule:
     return replace(rule, bias=bias[:, :, first : first + length, first : first + length])
 
 
+def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
+    return f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
+
+
 def _check(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: Rule) -> None:
-    shapes = f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
     rows, cells = segments.shape
     if any(part.ndim != 4 or (part.shape[0], part.shape[2]) != (rows, cells) for part in (query, key, value)):
         raise AttentionError(
             "query, key and value do not lie in the rows of the segment table",
-            seen=f"{shapes}, table for rows [{rows}, {cells}]",
+            seen=f"{_shapes(query, key, value)}, table for rows [{rows}, {cells}]",
             do=f"pass [B, H, T, D] tensors with B={rows}, T={cells}; a key/value cache has another length",
         )
     if key.shape[1] != value.shape[1] or query.shape[1] % key.shape[1]:
         raise AttentionError(
-            "the heads of key and value must divide the heads of query", seen=shapes, do="check the head counts"
+            "the heads of key and value must divide the heads of query",
+            seen=_shapes(query, key, value),
+            do="check the head counts",
         )
     if rule.window is not None and rule.window < 1:
         raise AttentionError(

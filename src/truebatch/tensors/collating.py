@@ -181,6 +181,7 @@ def _row_axis(lengths: Ints, rows: Rows, side: Side, slots: int | None, *, is_pl
         torch.from_numpy(positions).view(shape),
         torch.from_numpy(cell.astype(np.int64)),
         tuple(lengths.tolist()),
+        tuple(rows.starts.tolist()),
     )
 
 

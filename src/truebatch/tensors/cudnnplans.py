@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -78,11 +78,16 @@ def round_up(number: int, least: int) -> int:
     return max(1 << (number - 1).bit_length(), least)
 
 
+def num_slots(used: int) -> int:
+    """Samples that the plan for `used` of them has room for."""
+    return round_up(used, FEWEST_SLOTS)
+
+
 def shape_of(query: Tensor, key: Tensor, *, used: int, longest: int, causal: bool, scale: float) -> Shape:
     """The shape whose plans serve `used` samples of at most `longest` cells."""
     return Shape(
         dtype=query.dtype, device=query.device.index, heads=query.shape[1], key_heads=key.shape[1],
-        width=query.shape[2], slots=round_up(used, FEWEST_SLOTS), longest=round_up(longest, SHORTEST), causal=causal,
+        width=query.shape[2], slots=num_slots(used), longest=round_up(longest, SHORTEST), causal=causal,
         scale=scale,
     )  # fmt: skip
 
@@ -103,28 +108,29 @@ def _backward_plan(shape: Shape, cells: int, deterministic: bool) -> Plan | None
     return _make_plan(shape, functools.partial(_backward_graph, shape, cells, deterministic))
 
 
-def attend_planned(plan: Plan, query: Tensor, key: Tensor, value: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [cells, H, D], and the log of the softmax's denominator [cells, H]."""
-    out = query.new_empty(query.shape)
-    stats = query.new_empty(query.shape[:2], dtype=torch.float32)
-    tensors = {QUERY: query, KEY: key, VALUE: value, OUT: out, STATS: stats}
-    _execute(plan, tensors | _table(plan, starts))
-    return out, stats
+Parts = Sequence[Tensor]
+"""Query [cells, H, D], key and value [cells, Hkv, D], or their gradients."""
+Table = dict[int, Tensor]
+"""Lengths and offsets of all slots of a plan, by their numbers in a graph."""
+
+
+def attend_planned(plan: Plan, parts: Parts, table: Table, *, out: Tensor, stats: Tensor) -> None:
+    """Fill `out` [cells, H, D], and `stats` [cells, H] with the log of the softmax's denominator."""
+    _execute(plan, dict(zip((QUERY, KEY, VALUE), parts, strict=True)) | {OUT: out, STATS: stats} | table)
 
 
 def differentiate_planned(
-    plan: Plan, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, stats: Tensor, starts: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value."""
-    grads = query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
-    tensors = {QUERY: query, KEY: key, VALUE: value, OUT: out, STATS: stats, GRAD: grad}
-    tensors |= dict(zip((GRAD_QUERY, GRAD_KEY, GRAD_VALUE), grads, strict=True))
-    _execute(plan, tensors | _table(plan, starts))
-    return grads
+    plan: Plan, grad: Tensor, parts: Parts, table: Table, *, out: Tensor, stats: Tensor, grads: Parts
+) -> None:
+    """Fill `grads`, the gradients of query, key and value."""
+    given = dict(zip((QUERY, KEY, VALUE), parts, strict=True)) | {OUT: out, STATS: stats, GRAD: grad}
+    wanted = dict(zip((GRAD_QUERY, GRAD_KEY, GRAD_VALUE), grads, strict=True))
+    _execute(plan, given | wanted | table)
 
 
-def _table(plan: Plan, starts: Tensor) -> dict[int, Tensor]:
-    """Lengths and offsets of all slots; those beyond the samples are empty."""
+def table_of(plan: Plan, starts: Tensor, used: int) -> Table:
+    """Of the first `used` samples of a table; further slots are empty. The same for all plans of one number of heads."""
+    starts = fill_slots(starts, used)
     wide, narrow, single = plan.factors * starts
     lengths = starts.diff().int()
     return {LENGTHS: lengths, KEY_LENGTHS: lengths, WIDE: wide, NARROW: narrow, SINGLE: single}
@@ -136,7 +142,7 @@ def fill_slots(starts: Tensor, used: int) -> Tensor:
     >>> fill_slots(torch.tensor([0, 3, 5]), 2).tolist() == [0, 3] + [5] * 15
     True
     """
-    slots = round_up(used, FEWEST_SLOTS)
+    slots = num_slots(used)
     return torch.cat([starts[: used + 1], starts[used : used + 1].expand(slots - used)])
 
 

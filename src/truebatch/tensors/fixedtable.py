@@ -9,6 +9,7 @@ there, because the kernel starts a block of work for every piece of the longest 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -18,11 +19,39 @@ from torch import Tensor
 
 from truebatch.tensors.segments import Segments
 
+SHORT = 256
+"""Samples of up to so many cells are short: kernels for long ones give each of them tiles that it does not fill."""
+
+
+class Bounds(NamedTuple):
+    """What the host knows of a table."""
+
+    used: int
+    """Segments that are not empty; they come first."""
+    longest: int
+    long: int
+    """Of them, those up to the last sample that is not short. What follows is short samples and padding."""
+    long_cells: int
+
 
 def table_bounds(segments: Segments) -> Tensor:
-    """[2] int32 on the host: the number of segments that are not empty, and the longest of them."""
-    lengths = [length for length in segments.lengths if length]
-    return torch.tensor([len(lengths), max(lengths, default=0)], dtype=torch.int32)
+    """[4] int32 on the host: the `Bounds` of a table."""
+    return _bounds(segments.lengths, segments.is_sample)
+
+
+@functools.lru_cache(maxsize=64)  # asked by every layer
+def _bounds(lengths: tuple[int, ...], is_sample: tuple[bool, ...]) -> Tensor:
+    used = long = long_cells = cells = 0
+    for length, is_real in zip(lengths, is_sample, strict=True):
+        used, cells = used + (length > 0), cells + length
+        if is_real and length > SHORT:
+            long, long_cells = used, cells
+    return torch.tensor(Bounds(used, max(lengths, default=0), long, long_cells), dtype=torch.int32)
+
+
+def read_bounds(bounds: Tensor) -> Bounds:
+    """The numbers of `table_bounds`."""
+    return Bounds(*bounds.tolist())
 
 
 def attend_fixed_table(
@@ -132,7 +161,7 @@ class KernelCall(NamedTuple):
 
 
 def _call(starts: Tensor, bounds: Tensor, rule: Sequence[float]) -> KernelCall:
-    used, longest = bounds.tolist()
+    used, longest, *_ = read_bounds(bounds)
     left, right, scale = int(rule[0]), int(rule[1]), rule[2]
     # A bound of 1 would take the kernel's way for generation, with other layouts.
     return KernelCall(starts[: used + 1], max(longest, 2), (left, right) == (-1, 0), left, right, scale)

@@ -34,6 +34,9 @@ class RowAxis:
     """[n] int64: the flattened cell of every token, sample after sample. The way into the rows and back out."""
     lengths: tuple[int, ...]
     """Tokens of every sample, in the order of the micro-batch; host numbers."""
+    row_starts: tuple[int, ...]
+    """B + 1 host numbers: samples row_starts[r] to row_starts[r + 1] lie in row r. No cell tells where one without tokens
+    lies."""
     outer: str = ""
     """Of the inner level of a nested field: the axis whose tokens are the rows of this one, in order."""
 

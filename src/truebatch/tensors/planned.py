@@ -1,27 +1,35 @@
 """Attention of packed rows through cuDNN's planned kernels, as an operator that compiled models may call.
 
-[cells, H, D] + table on the device + bounds on the host -> plan -> one call, forward or backward
+[cells, H, D] + table on the device + bounds on the host -> long samples: a plan of cuDNN, short ones behind them: a kernel
+of ours -> output or gradients
 
 The number of samples and the longest are values of a tensor on the host, as in `fixedtable`: neither compiles anything
-again. Where cuDNN has no kernel for a shape, torch's own takes the call.
+again. Where cuDNN has no kernel for a shape, torch's own takes the whole call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakIdKeyDictionary
 
 from truebatch.tensors.cudnnplans import (
-    Shape,
+    Parts,
+    Plan,
+    Table,
     attend_planned,
     backward_plan,
     differentiate_planned,
-    fill_slots,
     forward_plan,
     shape_of,
+    table_of,
 )
 from truebatch.tensors.fixedtable import (
     KernelCall,
@@ -31,7 +39,14 @@ from truebatch.tensors.fixedtable import (
     gradient_shapes,
     keep_for_backward,
     keep_keys,
+    read_bounds,
 )
+
+HEAD_STEP = 8
+"""Kernels want heads as wide as a multiple of this."""
+LEAST_SHORT_WORK = 2**17
+"""Cells of short samples times heads from which on kernels of their own are worth their launch: they save the card about
+a nanosecond each, and take the host a fifth of a millisecond."""
 
 
 def attend_by_plan(
@@ -43,26 +58,101 @@ def attend_by_plan(
     return out
 
 
-@torch.library.custom_op("truebatch::attend_by_plan", mutates_args=())
-def _forward(
+def attend_rows_by_plan(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, bounds: Tensor, *, causal: bool, scale: float
+) -> Tensor:
+    """The same for [B, H, T, D], as written: torch's dispatcher and a node of autograd for every view would take the
+    host longer than all the kernels of a call, and a small model waits for its host."""
+    found: Tensor = _AsWritten.apply(query, key, value, starts, bounds, [float(causal), scale])  # type: ignore[no-untyped-call]
+    return found
+
+
+def can_attend_rows(*parts: Tensor) -> bool:
+    """Whether `attend_rows_by_plan` takes these: plain tensors in heads of one width, outside of compiled code."""
+    width = parts[0].shape[-1]
+    is_plain = all(type(part) is Tensor and part.shape[-1] == width for part in parts)
+    return is_plain and width % HEAD_STEP == 0 and not torch.compiler.is_compiling()
+
+
+class _AsWritten(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        *given, starts, bounds, ctx.rule = inputs
+        ctx.rows = len(given[0])
+        query, key, value = (_flat(part) for part in given)
+        out, stats = _attend(query, key, value, starts, bounds, ctx.rule)
+        ctx.save_for_backward(query, key, value, out, stats, starts, bounds)
+        return _unflat(out, ctx.rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, stats, starts, bounds = ctx.saved_tensors
+        grads = _differentiate(_flat(grad), query, key, value, out, stats, starts, bounds, ctx.rule)
+        return (*(_unflat(one, ctx.rows) for one in grads), None, None, None)
+
+
+def _flat(part: Tensor) -> Tensor:
+    """[B, H, T, D] -> [B*T, H, D], dense."""
+    return part.transpose(1, 2).reshape(-1, part.shape[1], part.shape[3]).contiguous()
+
+
+def _unflat(part: Tensor, rows: int) -> Tensor:
+    return part.view(rows, -1, part.shape[1], part.shape[2]).transpose(1, 2)
+
+
+class _Call(NamedTuple):
+    """One call, taken apart."""
+
+    starts: Tensor
+    cells: int
+    used: int
+    longest: int
+    long: int
+    """Samples at the front that cuDNN serves; all of them where short ones are not worth a kernel of their own."""
+    long_cells: int
+    causal: bool
+    scale: float
+
+    @property
+    def has_short(self) -> bool:
+        """True where cells are left for the kernels of short samples."""
+        return self.long_cells < self.cells
+
+    @property
+    def rule(self) -> dict[str, Any]:
+        """As keywords."""
+        return {"causal": self.causal, "scale": self.scale}
+
+    def for_torch(self) -> KernelCall:
+        """The same for torch's own kernel."""
+        right = 0 if self.causal else -1
+        return KernelCall(self.starts[: self.used + 1], max(self.longest, 2), self.causal, -1, right, self.scale)
+
+
+def _attend(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, bounds: Tensor, rule: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
     keep_keys(key, value)
-    shape, call = _served(query, key, starts, bounds, rule)
-    plan = forward_plan(shape)
+    call = _read(query, starts, bounds, rule)
+    plan = _long_plan(forward_plan, query, key, call)
+    if plan is None and call.long:
+        out, lse = flash_forward(query, key, value, call.for_torch())
+        return out, lse.t().contiguous()
+    parts = (query, key, value)
+    out, stats = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
+    if plan is not None and not call.has_short:
+        attend_planned(plan, parts, _table(plan, call, parts), out=out, stats=stats)
+        return out, stats
+    front, back = slice(0, call.long_cells), slice(call.long_cells, None)
     if plan is not None:
-        return attend_planned(plan, query, key, value, fill_slots(call.starts, len(call.starts) - 1))
-    out, lse = flash_forward(query, key, value, call)
-    return out, lse.t().contiguous()
+        attend_planned(plan, _cut(parts, front), _table(plan, call, parts), out=out[front], stats=stats[front])
+    if call.has_short:
+        _short_kernels().attend_short(_cut(parts, back), _span(call), **call.rule, out=out[back], stats=stats[back])
+    return out, stats
 
 
-@_forward.register_fake
-def _forward_shapes(query: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
-    return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
-
-
-@torch.library.custom_op("truebatch::attend_by_plan_backward", mutates_args=())
-def _backward(
+def _differentiate(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -73,24 +163,99 @@ def _backward(
     bounds: Tensor,
     rule: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    shape, call = _served(query, key, starts, bounds, rule)
-    plan = backward_plan(shape, cells=len(query))
+    call = _read(query, starts, bounds, rule)
+    plan = _long_plan(functools.partial(backward_plan, cells=call.long_cells), query, key, call)
+    if plan is None and call.long:
+        found = flash_backward(grad, query, key, value, out, stats.t().contiguous(), call.for_torch())
+        return found[0].contiguous(), found[1].contiguous(), found[2].contiguous()
+    parts = (query, key, value)
+    grads = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
+    if plan is not None and not call.has_short:
+        differentiate_planned(plan, grad, parts, _table(plan, call, parts), out=out, stats=stats, grads=grads)
+        return grads
+    front, back = slice(0, call.long_cells), slice(call.long_cells, None)
     if plan is not None:
-        slots = fill_slots(call.starts, len(call.starts) - 1)
-        return differentiate_planned(plan, grad, query, key, value, out, stats, slots)
-    one, two, three = flash_backward(grad, query, key, value, out, stats.t().contiguous(), call)
-    return one.contiguous(), two.contiguous(), three.contiguous()
+        differentiate_planned(
+            plan, grad[front], _cut(parts, front), _table(plan, call, parts), out=out[front], stats=stats[front],
+            grads=_cut(grads, front),
+        )  # fmt: skip
+    if call.has_short:
+        _short_kernels().differentiate_short(
+            grad[back], _cut(parts, back), _span(call), **call.rule, out=out[back], stats=stats[back],
+            grads=_cut(grads, back),
+        )  # fmt: skip
+    return grads
+
+
+def _cut(parts: Parts, cells: slice) -> Parts:
+    return [part[cells] for part in parts]
+
+
+_forward = torch.library.custom_op("truebatch::attend_by_plan", _attend, mutates_args=())
+_backward = torch.library.custom_op("truebatch::attend_by_plan_backward", _differentiate, mutates_args=())
+
+
+@_forward.register_fake
+def _forward_shapes(query: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
 
 
 _backward.register_fake(gradient_shapes)
 _forward.register_autograd(differentiate_by(_backward), setup_context=keep_for_backward)
 
 
-def _served(
-    query: Tensor, key: Tensor, starts: Tensor, bounds: Tensor, rule: Sequence[float]
-) -> tuple[Shape, KernelCall]:
-    """The shape of the plans for this call, and the same call for torch's own kernel."""
-    used, longest = bounds.tolist()
-    causal, scale = bool(rule[0]), rule[1]
-    shape = shape_of(query, key, used=used, longest=longest, causal=causal, scale=scale)
-    return shape, KernelCall(starts[: used + 1], max(longest, 2), causal, -1, 0 if causal else -1, scale)
+def _read(query: Tensor, starts: Tensor, bounds: Tensor, rule: Sequence[float]) -> _Call:
+    used, longest, long, long_cells = read_bounds(bounds)
+    cells, heads = query.shape[:2]
+    if (cells - long_cells) * heads < LEAST_SHORT_WORK or _short_kernels() is None:
+        long, long_cells = used, cells
+    return _Call(starts, cells, used, longest, long, long_cells, bool(rule[0]), rule[1])
+
+
+def _long_plan(make: Callable[..., Plan | None], query: Tensor, key: Tensor, call: _Call) -> Plan | None:
+    if not call.long:
+        return None
+    return make(shape_of(query, key, used=call.long, longest=call.longest, causal=call.causal, scale=call.scale))
+
+
+@functools.cache
+def _short_kernels() -> Any:
+    """The kernels for short samples; None where there is no Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("truebatch.tensors.shortsamples")
+
+
+def _table(plan: Plan, call: _Call, parts: Parts) -> Table:
+    """Where the long samples lie, as a plan takes it."""
+    heads = (parts[0].shape[1:], parts[1].shape[1:])
+    found: Table = _once_a_table(
+        call.starts, ("table", call.long, heads), lambda: table_of(plan, call.starts, call.long)
+    )
+    return found
+
+
+def _span(call: _Call) -> Any:
+    """Where the samples of the cells behind the long ones lie, counted from there."""
+
+    def make() -> Any:
+        starts = call.starts[call.long : call.used + 1] - call.long_cells
+        return _short_kernels().span_of_cells(starts, call.cells - call.long_cells)
+
+    return _once_a_table(call.starts, ("span", call.long, call.cells), make)
+
+
+_made: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Table -> (its version, what was made of it), as long as its tensor lives: every layer asks for the same."""
+
+
+def _once_a_table(starts: Tensor, name: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    if starts.is_inference() or (starts.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return make()  # no version tells whether it was changed; or a recorded run would lack the making
+    version, made = _made.get(starts, (None, {}))  # type: ignore[no-untyped-call]
+    if version != starts._version:
+        version, made = starts._version, {}
+        _made[starts] = (version, made)
+    if name not in made:
+        made[name] = make()
+    return made[name]

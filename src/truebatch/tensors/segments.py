@@ -32,7 +32,8 @@ class Segments:
     """The samples (and the padding) of a micro-batch as consecutive spans of its [B*T] cells."""
 
     starts: Tensor
-    """[S+1] int32: segment s covers cells starts[s] to starts[s+1]; repeated ends are empty slots."""
+    """[S+1] int32: the s-th segment that has cells covers starts[s] to starts[s+1]; repeated ends are empty slots, and
+    samples without cells are among them."""
     lengths: tuple[int, ...]
     """Cells of every segment, padding included, empty slots not: host numbers, so that no loop waits for a device."""
     is_sample: tuple[bool, ...]
@@ -239,8 +240,9 @@ def _starts(sizes: list[int], slots: int | None) -> Tensor:
             seen=f"{len(sizes)} segments (padding included), slots={slots}",
             do=f"raise slots to {len(sizes)} or put fewer samples into the row",
         )
-    empty = 0 if slots is None else slots - len(sizes)
-    ends = np.cumsum([0, *sizes, *[0] * empty], dtype=np.int64)
+    filled = [size for size in sizes if size]  # whoever counts them finds them all at the front
+    empty = (len(sizes) if slots is None else slots) - len(filled)
+    ends = np.cumsum([0, *filled, *[0] * empty], dtype=np.int64)
     return torch.from_numpy(ends.astype(np.int32))  # [S+1]
 
 

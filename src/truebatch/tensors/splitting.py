@@ -108,14 +108,14 @@ def _maker(batch: MicroBatch, fields: Sequence[Field]) -> Callable[[Sequence[Map
 
 
 def rows_of_batch(batch: MicroBatch, fields: Sequence[Field]) -> Rows:
-    """Which sample lies in which row, read back from the tensors' own table."""
+    """Which sample lies in which row, as the micro-batch remembers it."""
     axis = _outer_axis(batch, fields)
     ids = np.asarray(batch.sample_ids, dtype=np.int64)
     if axis is None:
         return padded_rows(ids, 1)
     if axis.segments.layout == "padded":
         return padded_rows(ids, axis.shape[1])
-    return Rows(ids, _row_starts(axis), axis.shape[1], "packed")
+    return Rows(ids, np.array(axis.row_starts, dtype=np.int64), axis.shape[1], "packed")
 
 
 def _outer_axis(batch: MicroBatch, fields: Sequence[Field]) -> RowAxis | None:
@@ -123,25 +123,6 @@ def _outer_axis(batch: MicroBatch, fields: Sequence[Field]) -> RowAxis | None:
     names = [f.axis for f in fields if f.kind in ("along", "nested")]
     name = CELLS if CELLS in names else next(iter(names), None)
     return None if name is None else batch.rows(name)
-
-
-def _row_starts(axis: RowAxis) -> Ints:
-    """[B + 1] where each packed row begins.
-
-    A sample without cells has left no cell to find it by. Its row is told by the padding behind it, else by the number
-    that the first cell of the following row carries.
-    """
-    num_rows, width = axis.shape
-    numbers = axis.segment_ids[:, 0].tolist() if width else []
-    starts, seen, cell = [0] * num_rows + [len(axis.lengths)], 0, 0
-    for length, is_sample in zip(axis.segments.lengths, axis.segments.is_sample, strict=True):
-        row, offset = divmod(cell, width) if width else (num_rows, 0)
-        if is_sample and length and offset == 0:
-            starts[row] = seen - (numbers[row] - 1)
-        seen, cell = seen + is_sample, cell + length
-        if (not is_sample or (length and cell % width == 0)) and row + 1 < num_rows:
-            starts[row + 1] = seen
-    return np.array(starts, dtype=np.int64)
 
 
 def _slots(batch: MicroBatch) -> int | None:

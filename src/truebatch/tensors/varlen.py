@@ -13,9 +13,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad
 
 from truebatch.tensors.fixedtable import attend_fixed_table
-from truebatch.tensors.planned import attend_by_plan
+from truebatch.tensors.planned import HEAD_STEP, attend_by_plan
 
-HEAD_STEP = 8
 INSTALLED = frozenset(inspect.signature(varlen_attn).parameters)
 """Option names of the installed kernel, read once: a compiled model cannot look at signatures."""
 
@@ -54,7 +53,8 @@ def call_varlen(
     scale = 1 / math.sqrt(width) if scale is None else scale
     if planned:
         assert window is None
-        bounds = max_length if isinstance(max_length, Tensor) else torch.tensor([len(starts) - 1, max_length])
+        number, cells = len(starts) - 1, len(query)  # of a bare length it is not known which samples are short
+        bounds = max_length if isinstance(max_length, Tensor) else torch.tensor([number, max_length, number, cells])
         query, key, value = (_widen(part, padded) for part in (query, key, value))
         return attend_by_plan(query, key, value, starts, bounds, causal=causal, scale=scale)[..., :out_width]
     if isinstance(max_length, Tensor):

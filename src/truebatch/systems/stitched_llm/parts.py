@@ -27,11 +27,22 @@ def store_donors(model: StitchedForCausalLM, stored: Stored, precision: Precisio
     """
     dtype = _DTYPES[precision if stored in ("auto", "int8") else stored]
     for part in (model.bottom, model.top, model.lm_head):
-        part.to(dtype)
+        _cast(part, dtype)
     if stored != "int8":
         return f"donors are stored in {str(dtype).removeprefix('torch.')}"
     number = _quantise(model)
     return f"{number} linear layers of the donors are stored in int8, the rest in {str(dtype).removeprefix('torch.')}"
+
+
+def _cast(part: nn.Module, dtype: torch.dtype) -> None:
+    """Weights, and buffers that are stored with them. Others are computed, like the frequencies of rotary positions:
+    rounded to half precision those move a token of a long text by whole places."""
+    for module in part.modules():
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.data.to(dtype)
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
+                module._buffers[name] = buffer.to(dtype)
 
 
 def _quantise(model: StitchedForCausalLM) -> int:
