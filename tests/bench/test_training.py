@@ -213,3 +213,9 @@ def test_operations_are_counted_from_the_weights():
 def test_unknown_devices_and_cases_are_refused(wrong):
     with pytest.raises(ConfigError):
         make_config(**wrong)
+
+
+def test_rows_that_cannot_hold_the_longest_sample_are_refused():
+    assert make_config(device="cpu", cells=4096).cells == 4096
+    with pytest.raises(ConfigError, match="a row must hold the longest sample"):
+        make_config(device="cpu", cells=100)

@@ -12,7 +12,7 @@ import sys
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from truebatch.tensors.shortsamples import attend_short, differentiate_short, span_of_cells
+from truebatch.tensors.shortsamples import attend_short, differentiate_short, span_of_cells, try_out
 
 CASES = {
     "one tile": ([5, 40, 1, 12], 4, 2, 16, True),
@@ -91,6 +91,7 @@ def main() -> None:
     """All cases."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     found: dict[str, object] = {}
+    try_out(torch.device(device))
     for name, (lengths, heads, key_heads, width, causal) in CASES.items():
         parts = parts_of(lengths, heads, key_heads, width, device)
         both = zip(by_kernels(parts, lengths, causal), by_hand(parts, lengths, causal), strict=True)

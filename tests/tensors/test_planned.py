@@ -134,7 +134,7 @@ def test_short_samples_behind_the_long_ones_have_kernels_of_their_own(
     kernel, monkeypatch, lengths, short, causal, compiled
 ):
     kernels = ShortKernels()
-    monkeypatch.setattr(planned, "_short_kernels", lambda: kernels)
+    monkeypatch.setattr(planned, "_short_kernels", lambda device: kernels)
     monkeypatch.setattr(planned, "LEAST_SHORT_WORK", 1)
     segments = packed_segments(lengths, cells=sum(lengths) + 7, slots=24)
     table = (segments.starts, table_bounds(segments))
@@ -150,9 +150,33 @@ def test_short_samples_behind_the_long_ones_have_kernels_of_their_own(
     assert kernels.served == ([] if is_left_to_torch else [short])
 
 
+@pytest.mark.parametrize("fault", [RuntimeError("Failed to find C compiler"), ImportError("no such name")])
+def test_where_triton_does_not_work_long_kernels_serve_all_and_it_is_said_once(kernel, monkeypatch, caplog, fault):
+    asked = []
+
+    def fail(name):
+        asked.append(name)
+        raise fault
+
+    monkeypatch.setattr(planned.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(planned.importlib, "import_module", fail)
+    monkeypatch.setattr(planned, "LEAST_SHORT_WORK", 1)
+    planned._short_kernels.cache_clear()
+    segments = packed_segments([300, 40, 30])
+    try:
+        for _ in range(2):
+            assert_inside_segments(
+                segments, True, lambda parts: by_rows(parts, segments.starts, table_bounds(segments), causal=True)
+            )
+    finally:
+        planned._short_kernels.cache_clear()
+    assert asked == ["truebatch.tensors.shortsamples"]
+    assert [str(fault) in record.getMessage() for record in caplog.records] == [True]
+
+
 def test_few_short_samples_are_not_worth_a_launch(kernel, monkeypatch):
     kernels = ShortKernels()
-    monkeypatch.setattr(planned, "_short_kernels", lambda: kernels)
+    monkeypatch.setattr(planned, "_short_kernels", lambda device: kernels)
     segments = packed_segments([300, 40, 30])
     assert_inside_segments(
         segments,

@@ -282,12 +282,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=None, help="nothing begins after this time")
     parser.add_argument("--only", default="", help="cases such as llama-1.1b/chat, with commas")
     parser.add_argument("--ways", default="", help="ways such as 'ours packed,uniform', with commas")
+    parser.add_argument("--cells", type=int, default=None, help="of a packed row, and the budget of padded ones")
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
     parser.add_argument("--quick", action="store_true", help="few and short rounds: a dry run")
     args = parser.parse_args()
     config = make_config(
-        device=args.device, only=args.only, ways=args.ways, seconds=args.seconds, quick=args.quick, profile=args.profile
-    )
+        device=args.device, only=args.only, ways=args.ways, seconds=args.seconds, quick=args.quick,
+        profile=args.profile, cells=args.cells,
+    )  # fmt: skip
     run_training(config, out=args.out, say=_say)
 
 

@@ -70,6 +70,14 @@ class TrainingBenchConfig:
     ways: tuple[str, ...] = ()
     """Only these ways, in every case; none named: those that belong to the case."""
 
+    def __post_init__(self) -> None:
+        if self.cells < self.longest:
+            raise ConfigError(
+                "a row must hold the longest sample",
+                seen=f"cells={self.cells}, samples of up to {self.longest} tokens",
+                do=f"set cells to {self.longest} or more",
+            )
+
     @property
     def slots(self) -> int:
         """Entries of the segment table: room for rows of short samples."""
@@ -89,7 +97,7 @@ TINY_SIZES: dict[str, Any] = {
 
 def make_config(
     *, device: str, only: str = "", ways: str = "", seconds: float | None = None, quick: bool = False,
-    profile: bool = False,
+    profile: bool = False, cells: int | None = None,
 ) -> TrainingBenchConfig:  # fmt: skip
     """Full sizes for a card and tiny ones for a CPU; `only` names cases and `ways` ways, with commas."""
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
@@ -97,6 +105,8 @@ def make_config(
     sizes: dict[str, Any] = dict(TINY_SIZES) if device == "cpu" else {"cases": FULL}
     if seconds is not None:
         sizes["seconds"] = seconds
+    if cells is not None:
+        sizes["cells"] = cells
     if quick:
         sizes |= {"thinned": 4, "way_seconds": 0.0, **({"backend": "eager"} if device == "cpu" else {})}
     known = {case.name: case for case in sizes["cases"]}

@@ -51,7 +51,7 @@ def quality_config(asked: Mapping[str, Any]) -> QualityConfig:
     few = ("dataset_settings.train=48", "dataset_settings.validation=48", "dataset_settings.test=48", "train.epochs=1")
     return QualityConfig(
         seeds=seeds[:1],
-        lessons=Lessons(epochs=1, samples=48, steps=2),
+        lessons=Lessons(epochs=1, samples=48, steps=2, attempts=1),
         overrides=few,
         folder=Path("runs/vlm_pruning_quality_quick"),
     )

@@ -70,8 +70,8 @@ def run_quality(config: QualityConfig, *, out: Path | None, say: Say) -> dict[st
 
 def judge_seed(config: QualityConfig, seed: int, *, say: Say) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """One backbone and one pruning run: their figures, and accuracy against the budget for every way to prune."""
-    folder = config.folder / f"seed-{seed}"
-    was_there = find_backbone(config, seed) is not None
+    folder = backbone_folder(config, seed)
+    was_there = (folder / "run" / MODEL).exists()
     backbone = make_backbone(config, seed, say=say)
     pruned = open_trained(train_pruning(backbone, folder / "pruned", seed=seed, overrides=config.overrides, say=say))
     dataset: Any = VLM_PRUNING.test(pruned.config) if VLM_PRUNING.test else None
@@ -102,17 +102,8 @@ def backbone_folder(config: QualityConfig, seed: int) -> Path:
     return config.folder / f"seed-{seed}" / f"backbone-{config.lessons.samples}x{config.lessons.epochs}"
 
 
-def find_backbone(config: QualityConfig, seed: int) -> Path | None:
-    """The backbone of a seed, if an earlier run has finished it."""
-    found = backbone_folder(config, seed) / "run" / MODEL
-    return found if (found / "config.json").exists() else None
-
-
 def make_backbone(config: QualityConfig, seed: int, *, say: Say) -> Path:
     """The backbone of a seed, trained to answer if it is not there yet."""
-    there = find_backbone(config, seed)
-    if there is not None:
-        return there
     return pretrain_tiny(backbone_folder(config, seed), seed=seed, lessons=config.lessons, say=say)
 
 

@@ -86,6 +86,7 @@ def show_training(
     ways: Annotated[str, typer.Option(help="Only these ways, such as 'ours packed,uniform'.")] = "",
     seconds: Annotated[float | None, typer.Option(help="Nothing begins after this time.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few and short rounds: a dry run.")] = False,
+    cells: Annotated[int | None, typer.Option(help="Of a packed row, and the budget of padded ones.")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Print where the time goes.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows as JSON.")] = None,
 ) -> int:
@@ -105,7 +106,9 @@ def show_training(
     from truebatch.bench.training import run_training
     from truebatch.bench.training_settings import make_config
 
-    config = make_config(device=device, only=only, ways=ways, seconds=seconds, quick=quick, profile=profile)
+    config = make_config(
+        device=device, only=only, ways=ways, seconds=seconds, quick=quick, profile=profile, cells=cells
+    )
     run_training(config, out=json_file, say=typer.echo)
     return 0
 

@@ -38,9 +38,10 @@ def show_pretrain(
       truebatch vlm_pruning pretrain --out runs/vlm_backbone
     """
     # Imported here so that `truebatch --help` answers at once.
-    from truebatch.systems.vlm_pruning.pretraining import PROMPT, Lessons, pretrain_tiny
+    from truebatch.systems.vlm_pruning.pretraining import LESSONS, PROMPT, Lessons, pretrain_tiny
 
-    folder = pretrain_tiny(out, seed=seed, lessons=Lessons(epochs=epochs), say=_say)
+    attempts = LESSONS.attempts if epochs >= LESSONS.epochs else 1  # a short trial is not expected to learn it
+    folder = pretrain_tiny(out, seed=seed, lessons=Lessons(epochs=epochs, attempts=attempts), say=_say)
     say(f"\nbackbone: {folder}")
     say("its prompt is part of it; prune it with:")
     say("  truebatch init vlm_pruning")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ from truebatch.tensors.fixedtable import (
     read_bounds,
 )
 
+_LOG = logging.getLogger(__name__)
 HEAD_STEP = 8
 """Kernels want heads as wide as a multiple of this."""
 LEAST_SHORT_WORK = 2**17
@@ -148,7 +150,9 @@ def _attend(
     if plan is not None:
         attend_planned(plan, _cut(parts, front), _table(plan, call, parts), out=out[front], stats=stats[front])
     if call.has_short:
-        _short_kernels().attend_short(_cut(parts, back), _span(call), **call.rule, out=out[back], stats=stats[back])
+        _short_kernels(query.device).attend_short(
+            _cut(parts, back), _span(call), **call.rule, out=out[back], stats=stats[back]
+        )
     return out, stats
 
 
@@ -180,7 +184,7 @@ def _differentiate(
             grads=_cut(grads, front),
         )  # fmt: skip
     if call.has_short:
-        _short_kernels().differentiate_short(
+        _short_kernels(query.device).differentiate_short(
             grad[back], _cut(parts, back), _span(call), **call.rule, out=out[back], stats=stats[back],
             grads=_cut(grads, back),
         )  # fmt: skip
@@ -207,7 +211,7 @@ _forward.register_autograd(differentiate_by(_backward), setup_context=keep_for_b
 def _read(query: Tensor, starts: Tensor, bounds: Tensor, rule: Sequence[float]) -> _Call:
     used, longest, long, long_cells = read_bounds(bounds)
     cells, heads = query.shape[:2]
-    if (cells - long_cells) * heads < LEAST_SHORT_WORK or _short_kernels() is None:
+    if (cells - long_cells) * heads < LEAST_SHORT_WORK or _short_kernels(query.device) is None:
         long, long_cells = used, cells
     return _Call(starts, cells, used, longest, long, long_cells, bool(rule[0]), rule[1])
 
@@ -219,11 +223,22 @@ def _long_plan(make: Callable[..., Plan | None], query: Tensor, key: Tensor, cal
 
 
 @functools.cache
-def _short_kernels() -> Any:
-    """The kernels for short samples; None where there is no Triton."""
+def _short_kernels(device: torch.device) -> Any:
+    """The kernels for short samples; None where there is no Triton, or none that compiles for this card."""
     if importlib.util.find_spec("triton") is None:
         return None
-    return importlib.import_module("truebatch.tensors.shortsamples")
+    try:
+        kernels = importlib.import_module("truebatch.tensors.shortsamples")
+        kernels.try_out(device)
+    except torch.OutOfMemoryError:
+        raise  # says nothing of Triton
+    except Exception as error:  # it wants a C compiler, a driver that knows it, a folder to write to
+        _LOG.warning(
+            "short samples take the attention kernels of long ones, which is slower: Triton does not work here (%s: %s)",
+            type(error).__name__, error,
+        )  # fmt: skip
+        return None
+    return kernels
 
 
 def _table(plan: Plan, call: _Call, parts: Parts) -> Table:
@@ -240,7 +255,7 @@ def _span(call: _Call) -> Any:
 
     def make() -> Any:
         starts = call.starts[call.long : call.used + 1] - call.long_cells
-        return _short_kernels().span_of_cells(starts, call.cells - call.long_cells)
+        return _short_kernels(starts.device).span_of_cells(starts, call.cells - call.long_cells)
 
     return _once_a_table(call.starts, ("span", call.long, call.cells), make)
 

@@ -68,6 +68,16 @@ def differentiate_short(
     )
 
 
+def try_out(device: torch.device) -> None:
+    """Run all kernels once, on next to nothing; raises what Triton raises where it cannot compile."""
+    parts = [torch.zeros(1, 1, 16, device=device, dtype=torch.bfloat16) for _ in range(3)]
+    span = span_of_cells(torch.tensor([0, 1], device=device), 1)
+    rule: dict[str, Any] = {"causal": True, "scale": 1.0}
+    out, stats = torch.empty_like(parts[0]), torch.empty(1, 1, device=device)
+    attend_short(parts, span, **rule, out=out, stats=stats)
+    differentiate_short(out, parts, span, **rule, out=out, stats=stats, grads=[torch.empty_like(p) for p in parts])
+
+
 def _sizes(query: Tensor, key: Tensor, causal: bool) -> tuple[int, int, int, int, bool, int]:
     heads, width = query.shape[1:]
     return heads, heads // key.shape[1], width, max(triton.next_power_of_2(width), 16), causal, TILE

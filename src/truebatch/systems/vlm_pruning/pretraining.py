@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from truebatch.hf.finetuning.models import without_chatter
 from truebatch.hf.inputs import inner_model
+from truebatch.systems.vlm_pruning.evaluation import evaluate_modes
 from truebatch.systems.vlm_pruning.optimisers import PruningTrain
 from truebatch.systems.vlm_pruning.patches import CLIP_MEAN, CLIP_STD, tower_features
 from truebatch.systems.vlm_pruning.settings import BackboneSettings, DatasetSettings, MethodSettings, MllmSettings
@@ -25,11 +26,14 @@ from truebatch.systems.vlm_pruning.sizing import RESAMPLE
 from truebatch.systems.vlm_pruning.system import VLM_PRUNING
 from truebatch.systems.vlm_pruning.tiny import tiny_model, tiny_tokenizer
 from truebatch.training.starting import MODEL, Start, settings_type, train_system
+from truebatch.training.trained import open_trained
 
 PROMPT = "{images} {question}"
 """The prompt of the tiny backbone: what is asked for stands last, so that few steps are enough to learn it."""
 _NOTHING = -1
 _BATCH = 48
+_NEXT_WEIGHTS = 1000
+"""Between the seeds of the weights of two beginnings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +167,11 @@ class Lessons:
     learning_rate: float = 2e-3
     start: Path | None = None
     """A backbone to go on with; None begins with a new one, whose tower learns to see first."""
+    least_accuracy: float = 0.9
+    """Of the answers to validation questions. One beginning in seven never learns to look for what is asked: its tower
+    unlearns the shapes before the decoder uses them."""
+    attempts: int = 3
+    """Beginnings with other weights, until one has learned; with a backbone to go on with there is one."""
 
 
 LESSONS = Lessons()
@@ -175,10 +184,24 @@ def pretrain_tiny(
 
     The same call goes on where an earlier one was stopped. Use it with `backbone_settings.prompt` = PROMPT.
     """
+    reached: dict[Path, float] = {}
+    for attempt in range(1 if lessons.start else lessons.attempts):
+        run = _learn(folder if attempt == 0 else folder / f"again-{attempt}", seed, attempt, lessons, say)
+        reached[run] = _accuracy(run)
+        if reached[run] >= lessons.least_accuracy:
+            return run / MODEL
+        say(f"it answers {reached[run]:.0%} of the validation questions, below {lessons.least_accuracy:.0%}")
+        if attempt + 1 < lessons.attempts and not lessons.start:
+            say("it begins again with other weights")
+    return max(reached, key=lambda one: reached[one]) / MODEL
+
+
+def _learn(folder: Path, seed: int, attempt: int, lessons: Lessons, say: Callable[[str], None]) -> Path:
+    """One beginning: the run it was trained in."""
     aligned = lessons.start or folder / "aligned"
     if not (aligned / "config.json").exists():
         say("tower and projector learn to name what patches show")
-        make_tiny_backbone(aligned, seed=seed, steps=lessons.steps, views=lessons.views)
+        make_tiny_backbone(aligned, seed=seed + _NEXT_WEIGHTS * attempt, steps=lessons.steps, views=lessons.views)
     config = settings_type(VLM_PRUNING)(
         backbone_settings=BackboneSettings(name=str(aligned), prompt=PROMPT, mllm_settings=lessons.mllm),
         method_settings=MethodSettings(stage="backbone"),
@@ -193,4 +216,14 @@ def pretrain_tiny(
     )  # fmt: skip
     if train_system(VLM_PRUNING, config, Start(out=folder / "run", say=say)).is_interrupted:
         raise KeyboardInterrupt  # a backbone that is half trained is no backbone; the same call goes on
-    return folder / "run" / MODEL
+    return folder / "run"
+
+
+def _accuracy(run: Path) -> float:
+    """Of the answers to the validation questions."""
+    trained = open_trained(run)
+    assert VLM_PRUNING.validation is not None
+    dataset: Any = VLM_PRUNING.validation(trained.config)
+    model: Any = trained.model
+    figures, _ = evaluate_modes(model, dataset.encoder, dataset.samples, ("origin",))
+    return float(figures["origin"]["accuracy"])
