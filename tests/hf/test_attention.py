@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.hf.tiny_models import TABLE, alone, assert_equal_gradients, build, draw_tokens, gradients, weigh
 from truebatch.errors import AttentionError
 from truebatch.hf.attention import packed_inputs, use_packed_attention
-from truebatch.hf.runs import packed_rows
+from truebatch.hf.runs import packed_rows, segments_of_table
 from truebatch.tensors.segments import packed_segments, padded_segments
 
 LENGTHS = [7, 3, 12, 7, 1]
@@ -276,3 +276,16 @@ def test_a_compiled_model_compiles_once_for_every_packed_row_of_one_shape(name, 
         torch.testing.assert_close(logits.detach(), expected, atol=1e-5, rtol=1e-5)
         assert_equal_gradients(gradients(model), wanted)
     assert len(traces) == 1
+
+
+def test_lengths_of_a_table_are_not_remembered_beyond_its_change():
+    """A table that is filled anew in place is another table."""
+    starts = torch.tensor([0, 30, 34, 38], dtype=torch.int32)
+    assert segments_of_table(starts, shape=(1, 38), max_length=30).lengths == (30, 4, 4)
+    starts.copy_(torch.tensor([0, 4, 8, 38]))
+    assert segments_of_table(starts, shape=(1, 38), max_length=30).lengths == (4, 4, 30)
+    with torch.inference_mode():
+        starts = starts.clone()
+        segments_of_table(starts, shape=(1, 38), max_length=30)
+        starts.copy_(torch.tensor([0, 30, 34, 38]))
+        assert segments_of_table(starts, shape=(1, 38), max_length=30).lengths == (30, 4, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tensors.test_fixedtable import (
     assert_inside_segments,
@@ -12,12 +13,13 @@ from tests.tensors.test_fixedtable import (
     stand_in_backward,
     stand_in_forward,
 )
+from truebatch.errors import AttentionError
 from truebatch.tensors import attention, cudnnplans, planned
 from truebatch.tensors.attention import attend
 from truebatch.tensors.cudnnplans import backward_plan, fill_slots, forward_plan, plans_are_possible, shape_of
-from truebatch.tensors.fixedtable import SHORT, KernelCall, table_bounds
+from truebatch.tensors.fixedtable import SHORT, KernelCall, read_bounds, table_bounds
 from truebatch.tensors.planned import attend_by_plan, attend_rows_by_plan
-from truebatch.tensors.segments import packed_segments, stack_rows
+from truebatch.tensors.segments import packed_segments, stack_rows, table_segments
 
 
 class StandIn:
@@ -62,7 +64,7 @@ def kernel(monkeypatch, request):
 def by_rows(parts, starts, bounds, *, causal, rows=1):
     """`attend_rows_by_plan` between [cells, H, D]."""
     lying = [part.unflatten(0, (rows, -1)).transpose(1, 2) for part in parts]
-    out = attend_rows_by_plan(*lying, starts, bounds, causal=causal, scale=0.4)
+    out = attend_rows_by_plan(*lying, starts, read_bounds(bounds), causal=causal, scale=0.4)
     return out.transpose(1, 2).flatten(0, 1)
 
 
@@ -210,6 +212,48 @@ def test_what_is_made_of_a_table_is_made_once_and_again_when_the_table_has_chang
         starts.copy_(packed_segments([9, 8, 1]).starts)
         attend_now(table_bounds(segments))
     assert len(made) == 4 * once
+
+
+def test_a_row_met_in_inference_mode_first_is_trained_afterwards(kernel):
+    """What is remembered of lengths are numbers: a tensor made in inference mode could not be kept for a gradient."""
+    lengths = [11, 7, 3]
+    with torch.inference_mode():
+        attend(*(torch.randn(1, 2, 21, 8) for _ in range(3)), packed_segments(lengths), causal=True, kernel="planned")
+        table_bounds(packed_segments(lengths))
+    for width in (8, 10):  # as written, and through the operator
+        parts = [torch.randn(1, 2, 21, width, requires_grad=True) for _ in range(3)]
+        attend(*parts, packed_segments(lengths), causal=True, kernel="planned").sum().backward()
+        assert all(part.grad is not None for part in parts)
+
+
+def test_a_bare_table_may_have_empty_segments_among_the_others(kernel):
+    starts = torch.tensor([0, 5, 5, 8, 10])
+    parts = [torch.randn(1, 2, 10, 8) for _ in range(3)]
+    found = attend(*parts, table_segments(starts, shape=(1, 10), max_length=5), causal=True, kernel="planned")
+    torch.testing.assert_close(found, attend(*parts, packed_segments([5, 3, 2]), causal=True))
+
+
+def test_who_watches_operations_sees_one_operator(kernel):
+    """Selective checkpointing counts operations: a table that is made in the first pass only would shift them."""
+    segments = packed_segments([9, 8, 1])
+    parts = [torch.randn(1, 2, 18, 8, requires_grad=True) for _ in range(3)]
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        out = attend(*parts, segments, causal=True, kernel="planned")
+    assert any("attend_by_plan" in name for name in seen)
+    torch.testing.assert_close(out, attend(*parts, segments, causal=True))
+
+
+def test_different_precisions_are_refused(kernel):
+    parts = [torch.randn(1, 2, 18, 8, dtype=dtype) for dtype in (torch.float32, torch.float32, torch.float64)]
+    with pytest.raises(AttentionError, match="different precisions"):
+        attend(*parts, packed_segments([9, 9]), causal=True, kernel="planned")
 
 
 def test_a_gradient_of_a_gradient_is_refused_rather_than_wrong(kernel):

@@ -71,7 +71,7 @@ def run_quality(config: QualityConfig, *, out: Path | None, say: Say) -> dict[st
 def judge_seed(config: QualityConfig, seed: int, *, say: Say) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """One backbone and one pruning run: their figures, and accuracy against the budget for every way to prune."""
     folder = backbone_folder(config, seed)
-    was_there = (folder / "run" / MODEL).exists()
+    there = set(folder.glob(f"**/run/{MODEL}"))
     backbone = make_backbone(config, seed, say=say)
     pruned = open_trained(train_pruning(backbone, folder / "pruned", seed=seed, overrides=config.overrides, say=say))
     dataset: Any = VLM_PRUNING.test(pruned.config) if VLM_PRUNING.test else None
@@ -80,7 +80,7 @@ def judge_seed(config: QualityConfig, seed: int, *, say: Say) -> tuple[dict[str,
     found = budget_curve(model, dataset.encoder, dataset.samples, config.budgets)
     row = {
         "seed": seed,
-        "backbone_was_there": was_there,
+        "backbone_was_there": backbone in there,
         "test_samples": len(dataset),
         "backbone_accuracy": figures["origin"]["accuracy"],
         "accuracy_without_image": blind_accuracy(model, dataset),

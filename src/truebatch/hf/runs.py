@@ -88,15 +88,23 @@ def positions_unread() -> Iterator[None]:
 
 def remember_lengths(segments: Segments) -> None:
     """Keep the host lengths of a table as long as its tensor lives, so that attention need not read it back."""
-    _lengths_of_table[segments.starts] = tuple(length for length in segments.lengths if length)
+    lengths = tuple(length for length in segments.lengths if length)
+    _lengths_of_table[segments.starts] = (_version(segments.starts), lengths)
+
+
+def _version(starts: Tensor) -> int | None:
+    """Changes with the tensor; of tensors of inference mode nothing tells."""
+    return None if starts.is_inference() else starts._version
 
 
 def segments_of_table(starts: Tensor, *, shape: tuple[int, int], max_length: int) -> Segments:
     """`Segments` for a bare table; its lengths are read from the device only if nobody remembered them."""
-    if starts in _lengths_of_table:
-        return table_segments(starts, shape=shape, max_length=max_length, lengths=_lengths_of_table[starts])
+    version, lengths = _lengths_of_table.get(starts, (None, None))  # type: ignore[no-untyped-call]
+    if lengths is not None and version == _version(starts):
+        return table_segments(starts, shape=shape, max_length=max_length, lengths=lengths)
     segments = table_segments(starts, shape=shape, max_length=max_length)
-    remember_lengths(segments)
+    if not starts.is_inference():  # whoever reads one back may fill it anew, and nothing would tell
+        remember_lengths(segments)
     return segments
 
 

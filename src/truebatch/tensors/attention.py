@@ -12,7 +12,7 @@ from torch import Tensor
 
 from truebatch.errors import AttentionError
 from truebatch.tensors.cudnnplans import plans_are_possible
-from truebatch.tensors.fixedtable import table_bounds
+from truebatch.tensors.fixedtable import bounds_of
 from truebatch.tensors.kernels import AMPERE, Facts, Kernel, choose_kernel
 from truebatch.tensors.planned import attend_rows_by_plan, can_attend_rows
 from truebatch.tensors.scores import Rule, band_of, softmax_attention
@@ -169,7 +169,7 @@ def _may_attend_table(starts: Tensor, shape: tuple[int, int], *, causal: bool, w
 def _planned(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Tensor:
     if can_attend_rows(query, key, value):
         scale = query.shape[-1] ** -0.5 if rule.scale is None else rule.scale
-        bounds = table_bounds(segments)
+        bounds = bounds_of(segments)
         return attend_rows_by_plan(query, key, value, segments.starts, bounds, causal=rule.causal, scale=scale)
     return _varlen_table(query, key, value, segments.starts, rule, max_length=segments.max_length, planned=True)
 

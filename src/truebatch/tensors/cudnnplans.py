@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -149,9 +150,13 @@ def fill_slots(starts: Tensor, used: int) -> Tensor:
 def _execute(plan: Plan, tensors: dict[int, Tensor]) -> None:
     device = tensors[QUERY].device
     handle = _handle(device.index)
-    _library().set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
     workspace = torch.empty(plan.room, dtype=torch.uint8, device=device)
-    plan.graph.execute(tensors, workspace, handle=handle)
+    with _ONE_AT_A_TIME:  # the handle has one stream; another thread may be on another
+        _library().set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
+        plan.graph.execute(tensors, workspace, handle=handle)
+
+
+_ONE_AT_A_TIME = threading.Lock()
 
 
 @functools.cache

@@ -35,18 +35,23 @@ class Bounds(NamedTuple):
 
 
 def table_bounds(segments: Segments) -> Tensor:
-    """[4] int32 on the host: the `Bounds` of a table."""
+    """[4] int32 on the host: the `Bounds` of a table, for compiled models."""
+    return torch.tensor(bounds_of(segments), dtype=torch.int32, device="cpu")
+
+
+def bounds_of(segments: Segments) -> Bounds:
+    """What the host knows of a table."""
     return _bounds(segments.lengths, segments.is_sample)
 
 
 @functools.lru_cache(maxsize=64)  # asked by every layer
-def _bounds(lengths: tuple[int, ...], is_sample: tuple[bool, ...]) -> Tensor:
+def _bounds(lengths: tuple[int, ...], is_sample: tuple[bool, ...]) -> Bounds:
     used = long = long_cells = cells = 0
     for length, is_real in zip(lengths, is_sample, strict=True):
         used, cells = used + (length > 0), cells + length
         if is_real and length > SHORT:
             long, long_cells = used, cells
-    return torch.tensor(Bounds(used, max(lengths, default=0), long, long_cells), dtype=torch.int32)
+    return Bounds(used, max(lengths, default=0), long, long_cells)
 
 
 def read_bounds(bounds: Tensor) -> Bounds:

@@ -14,11 +14,13 @@ import importlib
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from truebatch.tensors.cudnnplans import (
@@ -33,6 +35,7 @@ from truebatch.tensors.cudnnplans import (
     table_of,
 )
 from truebatch.tensors.fixedtable import (
+    Bounds,
     KernelCall,
     differentiate_by,
     flash_backward,
@@ -61,37 +64,40 @@ def attend_by_plan(
 
 
 def attend_rows_by_plan(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, bounds: Tensor, *, causal: bool, scale: float
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, bounds: Bounds, *, causal: bool, scale: float
 ) -> Tensor:
     """The same for [B, H, T, D], as written: torch's dispatcher and a node of autograd for every view would take the
     host longer than all the kernels of a call, and a small model waits for its host."""
-    found: Tensor = _AsWritten.apply(query, key, value, starts, bounds, [float(causal), scale])  # type: ignore[no-untyped-call]
+    found: Tensor = _AsWritten.apply(query, key, value, starts, bounds, causal, scale)  # type: ignore[no-untyped-call]
     return found
 
 
 def can_attend_rows(*parts: Tensor) -> bool:
-    """Whether `attend_rows_by_plan` takes these: plain tensors in heads of one width, outside of compiled code."""
-    width = parts[0].shape[-1]
-    is_plain = all(type(part) is Tensor and part.shape[-1] == width for part in parts)
-    return is_plain and width % HEAD_STEP == 0 and not torch.compiler.is_compiling()
+    """Whether `attend_rows_by_plan` takes these: plain tensors of one precision and width, and nobody who traces or counts
+    operations, who has to see one operator."""
+    width, dtype = parts[0].shape[-1], parts[0].dtype
+    is_plain = all(type(part) is Tensor and part.shape[-1] == width and part.dtype == dtype for part in parts)
+    is_watched = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    return is_plain and width % HEAD_STEP == 0 and not is_watched
 
 
 class _AsWritten(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        *given, starts, bounds, ctx.rule = inputs
+        *given, starts, bounds, causal, scale = inputs
         ctx.rows = len(given[0])
         query, key, value = (_flat(part) for part in given)
-        out, stats = _attend(query, key, value, starts, bounds, ctx.rule)
-        ctx.save_for_backward(query, key, value, out, stats, starts, bounds)
+        ctx.call = _read(query, bounds, causal=causal, scale=scale)
+        out, stats = _attend(query, key, value, starts, ctx.call)
+        ctx.save_for_backward(query, key, value, out, stats, starts)
         return _unflat(out, ctx.rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, stats, starts, bounds = ctx.saved_tensors
-        grads = _differentiate(_flat(grad), query, key, value, out, stats, starts, bounds, ctx.rule)
-        return (*(_unflat(one, ctx.rows) for one in grads), None, None, None)
+        query, key, value, out, stats, starts = ctx.saved_tensors
+        grads = _differentiate(_flat(grad), query, key, value, out, stats, starts, ctx.call)
+        return (*(_unflat(one, ctx.rows) for one in grads), None, None, None, None)
 
 
 def _flat(part: Tensor) -> Tensor:
@@ -106,7 +112,6 @@ def _unflat(part: Tensor, rows: int) -> Tensor:
 class _Call(NamedTuple):
     """One call, taken apart."""
 
-    starts: Tensor
     cells: int
     used: int
     longest: int
@@ -126,37 +131,100 @@ class _Call(NamedTuple):
         """As keywords."""
         return {"causal": self.causal, "scale": self.scale}
 
-    def for_torch(self) -> KernelCall:
+    def for_torch(self, starts: Tensor) -> KernelCall:
         """The same for torch's own kernel."""
         right = 0 if self.causal else -1
-        return KernelCall(self.starts[: self.used + 1], max(self.longest, 2), self.causal, -1, right, self.scale)
+        return KernelCall(starts[: self.used + 1], max(self.longest, 2), self.causal, -1, right, self.scale)
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, bounds: Tensor, rule: Sequence[float]
-) -> tuple[Tensor, Tensor]:
+def _read(query: Tensor, bounds: Bounds, *, causal: bool, scale: float) -> _Call:
+    """`query` [cells, H, D]."""
+    used, longest, long, long_cells = bounds
+    cells, heads = query.shape[:2]
+    if (cells - long_cells) * heads < LEAST_SHORT_WORK or _short_kernels(query.device) is None:
+        long, long_cells = used, cells
+    return _Call(cells, used, longest, long, long_cells, causal, scale)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+    """Output [cells, H, D], and the log of the softmax's denominator [cells, H]."""
     keep_keys(key, value)
-    call = _read(query, starts, bounds, rule)
     plan = _long_plan(forward_plan, query, key, call)
     if plan is None and call.long:
-        out, lse = flash_forward(query, key, value, call.for_torch())
+        out, lse = flash_forward(query, key, value, call.for_torch(starts))
         return out, lse.t().contiguous()
     parts = (query, key, value)
     out, stats = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
-    if plan is not None and not call.has_short:
-        attend_planned(plan, parts, _table(plan, call, parts), out=out, stats=stats)
-        return out, stats
-    front, back = slice(0, call.long_cells), slice(call.long_cells, None)
-    if plan is not None:
-        attend_planned(plan, _cut(parts, front), _table(plan, call, parts), out=out[front], stats=stats[front])
-    if call.has_short:
-        _short_kernels(query.device).attend_short(
-            _cut(parts, back), _span(call), **call.rule, out=out[back], stats=stats[back]
-        )
+    with _on_device_of(query):
+        if plan is not None and not call.has_short:
+            attend_planned(plan, parts, _table(plan, starts, call, parts), out=out, stats=stats)
+            return out, stats
+        front, back = slice(0, call.long_cells), slice(call.long_cells, None)
+        if plan is not None:
+            table = _table(plan, starts, call, parts)
+            attend_planned(plan, _cut(parts, front), table, out=out[front], stats=stats[front])
+        if call.has_short:
+            _short_kernels(query.device).attend_short(
+                _cut(parts, back), _span(starts, call), **call.rule, out=out[back], stats=stats[back]
+            )
     return out, stats
 
 
 def _differentiate(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, stats: Tensor, starts: Tensor, call: _Call
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value."""
+    plan = _long_plan(functools.partial(backward_plan, cells=call.long_cells), query, key, call)
+    if plan is None and call.long:
+        found = flash_backward(grad, query, key, value, out, stats.t().contiguous(), call.for_torch(starts))
+        return found[0].contiguous(), found[1].contiguous(), found[2].contiguous()
+    parts = (query, key, value)
+    grads = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
+    with _on_device_of(query):
+        if plan is not None and not call.has_short:
+            table = _table(plan, starts, call, parts)
+            differentiate_planned(plan, grad, parts, table, out=out, stats=stats, grads=grads)
+            return grads
+        front, back = slice(0, call.long_cells), slice(call.long_cells, None)
+        if plan is not None:
+            differentiate_planned(
+                plan, grad[front], _cut(parts, front), _table(plan, starts, call, parts), out=out[front],
+                stats=stats[front], grads=_cut(grads, front),
+            )  # fmt: skip
+        if call.has_short:
+            _short_kernels(query.device).differentiate_short(
+                grad[back], _cut(parts, back), _span(starts, call), **call.rule, out=out[back], stats=stats[back],
+                grads=_cut(grads, back),
+            )  # fmt: skip
+    return grads
+
+
+def _cut(parts: Parts, cells: slice) -> Parts:
+    return [part[cells] for part in parts]
+
+
+def _on_device_of(part: Tensor) -> AbstractContextManager[Any]:
+    """Kernels are launched on the current card, whichever holds the tensors."""
+    if not part.is_cuda or part.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(part.device)
+
+
+@torch.library.custom_op("truebatch::attend_by_plan", mutates_args=())
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, bounds: Tensor, rule: Sequence[float]
+) -> tuple[Tensor, Tensor]:
+    call = _read(query, read_bounds(bounds), causal=bool(rule[0]), scale=rule[1])
+    return _attend(query, key, value, starts, call)
+
+
+@_forward.register_fake
+def _forward_shapes(query: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op("truebatch::attend_by_plan_backward", mutates_args=())
+def _backward(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -167,53 +235,12 @@ def _differentiate(
     bounds: Tensor,
     rule: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    call = _read(query, starts, bounds, rule)
-    plan = _long_plan(functools.partial(backward_plan, cells=call.long_cells), query, key, call)
-    if plan is None and call.long:
-        found = flash_backward(grad, query, key, value, out, stats.t().contiguous(), call.for_torch())
-        return found[0].contiguous(), found[1].contiguous(), found[2].contiguous()
-    parts = (query, key, value)
-    grads = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
-    if plan is not None and not call.has_short:
-        differentiate_planned(plan, grad, parts, _table(plan, call, parts), out=out, stats=stats, grads=grads)
-        return grads
-    front, back = slice(0, call.long_cells), slice(call.long_cells, None)
-    if plan is not None:
-        differentiate_planned(
-            plan, grad[front], _cut(parts, front), _table(plan, call, parts), out=out[front], stats=stats[front],
-            grads=_cut(grads, front),
-        )  # fmt: skip
-    if call.has_short:
-        _short_kernels(query.device).differentiate_short(
-            grad[back], _cut(parts, back), _span(call), **call.rule, out=out[back], stats=stats[back],
-            grads=_cut(grads, back),
-        )  # fmt: skip
-    return grads
-
-
-def _cut(parts: Parts, cells: slice) -> Parts:
-    return [part[cells] for part in parts]
-
-
-_forward = torch.library.custom_op("truebatch::attend_by_plan", _attend, mutates_args=())
-_backward = torch.library.custom_op("truebatch::attend_by_plan_backward", _differentiate, mutates_args=())
-
-
-@_forward.register_fake
-def _forward_shapes(query: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
-    return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
+    call = _read(query, read_bounds(bounds), causal=bool(rule[0]), scale=rule[1])
+    return _differentiate(grad, query, key, value, out, stats, starts, call)
 
 
 _backward.register_fake(gradient_shapes)
 _forward.register_autograd(differentiate_by(_backward), setup_context=keep_for_backward)
-
-
-def _read(query: Tensor, starts: Tensor, bounds: Tensor, rule: Sequence[float]) -> _Call:
-    used, longest, long, long_cells = read_bounds(bounds)
-    cells, heads = query.shape[:2]
-    if (cells - long_cells) * heads < LEAST_SHORT_WORK or _short_kernels(query.device) is None:
-        long, long_cells = used, cells
-    return _Call(starts, cells, used, longest, long, long_cells, bool(rule[0]), rule[1])
 
 
 def _long_plan(make: Callable[..., Plan | None], query: Tensor, key: Tensor, call: _Call) -> Plan | None:
@@ -229,7 +256,8 @@ def _short_kernels(device: torch.device) -> Any:
         return None
     try:
         kernels = importlib.import_module("truebatch.tensors.shortsamples")
-        kernels.try_out(device)
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            kernels.try_out(device)
     except torch.OutOfMemoryError:
         raise  # says nothing of Triton
     except Exception as error:  # it wants a C compiler, a driver that knows it, a folder to write to
@@ -241,36 +269,37 @@ def _short_kernels(device: torch.device) -> Any:
     return kernels
 
 
-def _table(plan: Plan, call: _Call, parts: Parts) -> Table:
+def _table(plan: Plan, starts: Tensor, call: _Call, parts: Parts) -> Table:
     """Where the long samples lie, as a plan takes it."""
     heads = (parts[0].shape[1:], parts[1].shape[1:])
-    found: Table = _once_a_table(
-        call.starts, ("table", call.long, heads), lambda: table_of(plan, call.starts, call.long)
-    )
+    found: Table = _once_a_table(starts, ("table", call.long, heads), lambda: table_of(plan, starts, call.long))
     return found
 
 
-def _span(call: _Call) -> Any:
+def _span(starts: Tensor, call: _Call) -> Any:
     """Where the samples of the cells behind the long ones lie, counted from there."""
 
     def make() -> Any:
-        starts = call.starts[call.long : call.used + 1] - call.long_cells
-        return _short_kernels(starts.device).span_of_cells(starts, call.cells - call.long_cells)
+        here = starts[call.long : call.used + 1] - call.long_cells
+        return _short_kernels(starts.device).span_of_cells(here, call.cells - call.long_cells)
 
-    return _once_a_table(call.starts, ("span", call.long, call.cells), make)
+    return _once_a_table(starts, ("span", call.long, call.used, call.cells), make)
 
 
 _made: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Table -> (its version, what was made of it), as long as its tensor lives: every layer asks for the same."""
+"""Table -> (its state, what was made of it), as long as its tensor lives: every layer asks for the same."""
 
 
 def _once_a_table(starts: Tensor, name: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    """Made anew when the table was changed in place; only what is changed through `.data` goes unnoticed."""
     if starts.is_inference() or (starts.is_cuda and torch.cuda.is_current_stream_capturing()):
         return make()  # no version tells whether it was changed; or a recorded run would lack the making
-    version, made = _made.get(starts, (None, {}))  # type: ignore[no-untyped-call]
-    if version != starts._version:
-        version, made = starts._version, {}
-        _made[starts] = (version, made)
+    stream = torch.cuda.current_stream(starts.device).cuda_stream if starts.is_cuda else 0
+    now = (starts._version, starts.data_ptr(), stream)
+    state, made = _made.get(starts, (None, {}))  # type: ignore[no-untyped-call]
+    if state != now:
+        made = {}
+        _made[starts] = (now, made)
     if name not in made:
         made[name] = make()
     return made[name]

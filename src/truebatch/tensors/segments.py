@@ -151,7 +151,10 @@ def table_segments(
 ) -> Segments:
     """Packed rows from a bare table, every segment taken for a sample; `starts` is read back unless `lengths` come."""
     if lengths is None:
-        lengths = tuple(length for length in starts.diff().tolist() if length)
+        found = starts.diff().tolist()
+        lengths = tuple(length for length in found if length)
+        if any(found[len(lengths) :]):  # empty segments among the others: kernels are given as many as are not empty
+            starts = _starts(list(lengths), len(found)).to(starts.device)
     if sum(lengths) != shape[0] * shape[1] or min(lengths, default=0) < 0 or max(lengths, default=0) > max_length:
         raise AttentionError(
             "the segment table does not cover the rows",

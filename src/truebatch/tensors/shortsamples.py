@@ -92,7 +92,10 @@ def _ways() -> dict[str, Any]:
 # samples, those cells are cleaned first, since zero times NaN is NaN.
 
 
-@triton.jit
+# What changes from row to row (cells, where the statistics begin) is not specialised: nothing is compiled again for it.
+
+
+@triton.jit(do_not_specialize=["cells"], do_not_specialize_on_alignment=["Stats"])
 def _attend(
     Query, Key, Value, First, End, Out, Stats, cells, scale,
     H: tl.constexpr, SHARE: tl.constexpr, WIDTH: tl.constexpr, DEEP: tl.constexpr, CAUSAL: tl.constexpr,
@@ -156,7 +159,7 @@ def _spoils(tile):
     return tl.sum(tl.where(tl.abs(tile.to(tl.float32)) < float("inf"), 0.0, float("nan")), 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cells"], do_not_specialize_on_alignment=["Stats", "Delta"])
 def _differentiate_query(
     Query, Key, Value, Out, Grad, Stats, First, End, GradQuery, Delta, cells, scale,
     H: tl.constexpr, SHARE: tl.constexpr, WIDTH: tl.constexpr, DEEP: tl.constexpr, CAUSAL: tl.constexpr,
@@ -192,7 +195,7 @@ def _differentiate_query(
     tl.store(GradQuery + at, (of_query * scale).to(GradQuery.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["cells"], do_not_specialize_on_alignment=["Stats", "Delta"])
 def _differentiate_keys(
     Query, Key, Value, Grad, Stats, Delta, First, End, GradKey, GradValue, cells, scale,
     H: tl.constexpr, SHARE: tl.constexpr, WIDTH: tl.constexpr, DEEP: tl.constexpr, CAUSAL: tl.constexpr,
@@ -230,7 +233,8 @@ def _differentiate_keys(
             is_seen = (q_cell[None, :] >= first[:, None]) & (q_cell[None, :] < end[:, None])
             score = tl.dot(key, tl.trans(query)) * (scale * LOG2_E)
             weight = tl.where(is_seen, tl.exp2(score - stats[None, :]), 0.0)
-            of_value = tl.dot(weight.to(grad.dtype), _clean(grad), of_value)
+            spoiled = tl.where(is_seen, weight + _spoils(grad)[None, :], 0.0)
+            of_value = tl.dot(spoiled.to(grad.dtype), _clean(grad), of_value)
             of_score = tl.where(is_seen, weight * (tl.dot(value, tl.trans(grad)) - delta[None, :]), 0.0)
             of_key = tl.dot(of_score.to(query.dtype), _clean(query), of_key)
     tl.store(GradKey + at, (of_key * scale).to(GradKey.dtype.element_ty), mask=mask)

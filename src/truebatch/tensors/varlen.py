@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad
 
+from truebatch.errors import AttentionError
 from truebatch.tensors.fixedtable import attend_fixed_table
 from truebatch.tensors.planned import HEAD_STEP, attend_by_plan
 
@@ -53,6 +54,12 @@ def call_varlen(
     scale = 1 / math.sqrt(width) if scale is None else scale
     if planned:
         assert window is None
+        if not query.dtype == key.dtype == value.dtype:
+            raise AttentionError(
+                "query, key and value have different precisions",
+                seen=f"{query.dtype}, {key.dtype}, {value.dtype}",
+                do="cast them to one, or use autocast",
+            )
         number, cells = len(starts) - 1, len(query)  # of a bare length it is not known which samples are short
         bounds = max_length if isinstance(max_length, Tensor) else torch.tensor([number, max_length, number, cells])
         query, key, value = (_widen(part, padded) for part in (query, key, value))

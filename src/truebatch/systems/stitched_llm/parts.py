@@ -39,7 +39,8 @@ def _cast(part: nn.Module, dtype: torch.dtype) -> None:
     rounded to half precision those move a token of a long text by whole places."""
     for module in part.modules():
         for parameter in module.parameters(recurse=False):
-            parameter.data = parameter.data.to(dtype)
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point() and name not in module._non_persistent_buffers_set:
                 module._buffers[name] = buffer.to(dtype)

@@ -185,7 +185,7 @@ def pretrain_tiny(
     The same call goes on where an earlier one was stopped. Use it with `backbone_settings.prompt` = PROMPT.
     """
     reached: dict[Path, float] = {}
-    for attempt in range(1 if lessons.start else lessons.attempts):
+    for attempt in range(1 if lessons.start else max(lessons.attempts, 1)):
         run = _learn(folder if attempt == 0 else folder / f"again-{attempt}", seed, attempt, lessons, say)
         reached[run] = _accuracy(run)
         if reached[run] >= lessons.least_accuracy:
