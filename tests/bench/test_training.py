@@ -67,6 +67,7 @@ def test_a_packed_row_has_the_gradient_of_its_samples(prepared):
     assert found["gradient"] < 1e-5
     assert found["packed to fp32"] < 1e-5
     assert found["one by one to fp32"] == 0
+    assert [far for _, far in found["farthest samples"]] == [0] * min(8, found["samples"])
 
 
 def test_even_samples_cost_as_many_pairs_a_token_as_ragged_ones(prepared):

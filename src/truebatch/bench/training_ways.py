@@ -224,7 +224,8 @@ def compare_gradients(model: Any, work: Work, device: torch.device) -> dict[str,
     """How far the gradient of one packed row is from that of its samples one by one, as a share of its norm.
 
     In half precision two right ways differ by its noise; so beside it how far each is from one by one in fp32: a cut
-    that is right is as far as one by one is. Gradients are added up in fp32.
+    that is right is as far as one by one is. Gradients are added up in fp32. Of the samples that are farthest the length
+    and the distance are named, for whoever has to explain it.
     """
     step = _our_step(model, work, device)
     rows = longest_first(work.rows[0], work.lengths[work.rows[0].ids])
@@ -232,9 +233,14 @@ def compare_gradients(model: Any, work: Work, device: torch.device) -> dict[str,
         work.collate(padded_rows(rows.ids[i : i + 1], int(work.lengths[rows.ids[i]]))) for i in range(len(rows.ids))
     ]
     exact = copy.deepcopy(model).float()
-    wanted = _gradient(exact, _our_step(exact, work, device), alone)
-    del exact
+    exactly = _our_step(exact, work, device)
+    wanted = _gradient(exact, exactly, alone)
     one = _gradient(model, step, alone)
+    far = []
+    for batch in alone:
+        rough, fine = _gradient(model, step, [batch]), _gradient(exact, exactly, [batch])
+        far.append((int(_num_tokens(batch)), _distance(rough.values(), fine.values())))
+    del exact, exactly, rough, fine
     packed = _gradient(model, step, [work.collate(rows)])
     with _whole_reductions():
         careful = _gradient(model, step, alone)
@@ -243,6 +249,7 @@ def compare_gradients(model: Any, work: Work, device: torch.device) -> dict[str,
         "packed to fp32": _distance(packed.values(), wanted.values()),
         "one by one to fp32": _distance(one.values(), wanted.values()),
         "one by one, products added up in fp32, to fp32": _distance(careful.values(), wanted.values()),
+        "farthest samples": sorted(far, key=lambda one: -one[1])[:8],
     }  # fmt: skip
 
 
