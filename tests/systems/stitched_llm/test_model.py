@@ -225,7 +225,7 @@ def test_what_is_no_donor_is_refused_by_name():
 
 @pytest.mark.parametrize("stored", ["bf16", "fp16"])
 def test_rotary_frequencies_are_not_rounded_with_the_weights(stored):
-    """In half precision a frequency is off by up to 1/256: token 4096 of a text would stand eight places from its own."""
+    """In bf16 a frequency is off by up to 1/512: token 4096 of a text would stand up to eight places from its own."""
     stitched = stitch(llama(), qwen2(), Cut(bottom=2, top=2))
     before = {name: buffer.clone() for name, buffer in stitched.named_buffers() if "inv_freq" in name}
     assert before
