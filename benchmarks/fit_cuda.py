@@ -1,7 +1,7 @@
 """Does the budget that `fit` gives hold? Probe a model, take the budget, train at it, and compare the peaks of memory.
 
     PYTHONPATH=src python benchmarks/fit_cuda.py --out fit_cuda.json
-    PYTHONPATH=src python benchmarks/fit_cuda.py --only llama-1.1b,llama-60m/13,llama-10m --seconds 500 --out fit_cuda.json
+    PYTHONPATH=src python benchmarks/fit_cuda.py --only llama-1.1b,llama-60m/13,llama-deep --seconds 500 --out fit_cuda.json
     PYTHONPATH=src python benchmarks/fit_cuda.py --device cpu --quick     (a dry run of the same code with tiny models)
 
 Needs torch, transformers and numpy. Models have random weights in bf16, samples are log-normal in length and packed;
@@ -59,8 +59,8 @@ SHAPES_HERE = {
                "intermediate_size": 1408, "vocab_size": 32000},
     ),
     # Narrow and deep, less arithmetic still: it fills a whole card in a fraction of a second.
-    "llama-10m": Shape(
-        name="llama-10m", config="LlamaConfig",
+    "llama-deep": Shape(
+        name="llama-deep", config="LlamaConfig",
         sizes={"num_hidden_layers": 32, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4,
                "intermediate_size": 352, "vocab_size": 32000},
     ),
@@ -85,7 +85,7 @@ class Case:
 
 
 FULL = (
-    Case("llama-1.1b", 0, 6), Case("llama-60m", 13, 500), Case("llama-10m", 0, 500), Case("qwen2-0.5b", 0, 12),
+    Case("llama-1.1b", 0, 6), Case("llama-60m", 13, 500), Case("llama-deep", 0, 500), Case("qwen2-0.5b", 0, 12),
     Case("llama-1.1b", 13, 500, longest=1024),
 )  # fmt: skip
 QUICK = (Case("llama-tiny", 0.5, 4, longest=256), Case("qwen2-tiny", 0.25, 4, longest=256))
