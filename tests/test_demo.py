@@ -81,9 +81,9 @@ def test_without_matplotlib_the_demo_says_what_the_report_needs(capsys, monkeypa
 def test_a_model_that_breaks_the_law_is_found_in_every_part(capsys, monkeypatch, tmp_path):
     forward, step = ChineseGPT.forward, ChineseGPT.forward_step
 
-    def mixing(self, input_ids, positions, segments, *, labels=None):
+    def mixing(self, input_ids, positions, segments, *, labels=None, **options):
         shift = 1e-1 * input_ids.float().mean() / self.shape.vocabulary
-        return forward(self, input_ids, positions, segments, labels=labels) * (1 + shift)
+        return forward(self, input_ids, positions, segments, labels=labels, **options) * (1 + shift)
 
     def mixing_step(self, tokens, positions, cache, is_real_key):
         logits, cache = step(self, tokens, positions, cache, is_real_key)

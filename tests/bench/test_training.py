@@ -207,7 +207,8 @@ def test_operations_are_counted_from_the_weights():
     shape = SHAPES["bert-tiny"]
     model = build_model(shape, longest=60, device="cpu", dtype=torch.float32)
     layer = 4 * 128 * 128 + 2 * 128 * 512
-    assert matrix_flops_per_token(model, shape) == 6 * (2 * layer + 128 * 128 + 128 * 1024)
+    assert matrix_flops_per_token(model) == 6 * (2 * layer + 128 * 128 + 128 * 1024)
+    assert matrix_flops_per_token(model, labelled=0.25) == 6 * (2 * layer + 128 * 128 + 128 * 256)
 
 
 @pytest.mark.parametrize("wrong", [{"device": "tpu"}, {"device": "cpu", "only": "llama-9b/chat"}])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
@@ -43,6 +43,48 @@ def test_chunks_change_neither_loss_nor_gradient(rule, cells, at_once, seed):
     pairs = zip(torch.autograd.grad(found / 7, parts), torch.autograd.grad(wanted / 7, parts), strict=True)
     for one, other in pairs:
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_wide", [False, True], ids=["as it is", "wider vocabulary"])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@given(cells=st.integers(0, 40), share=st.sampled_from([0.0, 0.1, 0.6, 0.95, 1.0]), seed=st.integers(0, 9))
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_only_cells_with_a_label_are_looked_at_and_nothing_else_changes(rule, is_wide, cells, share, seed, monkeypatch):
+    monkeypatch.setattr(chunkedloss, "_is_worth_widening", lambda _weight: is_wide)
+    *parts, labels = make(cells, vocabulary=43, seed=seed)
+    labels[torch.rand(cells, generator=torch.Generator().manual_seed(seed)) >= share] = -100
+    at = torch.nonzero(labels != -100)[:, 0]
+    for bias in (parts[2], None):
+        used = [part for part in (*parts[:2], bias) if part is not None]
+        wanted = whole(*parts[:2], bias, labels, rule)
+        found = chunked_nll(parts[0], parts[1], labels, cells=at, bias=bias, rule=rule, logits_at_once=200)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        pairs = zip(torch.autograd.grad(found / 7, used), torch.autograd.grad(wanted / 7, used), strict=True)
+        for one, other in pairs:
+            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+def test_logits_of_cells_without_a_label_are_never_made():
+    hidden, weight, _, labels = make(64, vocabulary=1000, dtype=torch.float32)
+    labels[4:] = -100
+    at = torch.nonzero(labels != -100)[:, 0]
+    sizes = sizes_made(lambda: chunked_nll(hidden, weight, labels, cells=at).backward())
+    assert max(sizes) == max(len(at) * 1000, weight.numel())
+
+
+def test_one_compilation_serves_any_number_of_labels(monkeypatch):
+    monkeypatch.setattr(chunkedloss, "BACKEND", "eager")
+    chunkedloss._compiled_any_chunk_loss.cache_clear()
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for number in (30, 7, 12, 64, 5):
+        logits, labels = torch.randn(number, 40, dtype=torch.float64), torch.randint(0, 40, (number,))
+        plain, found = (
+            run(logits, labels, None) for run in (chunkedloss._chunk_loss, chunkedloss._compiled_for_any_number)
+        )
+        for one, other in zip(plain, found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled + 1
+    chunkedloss._compiled_any_chunk_loss.cache_clear()
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -89,8 +131,8 @@ def test_in_half_precision_many_chunks_are_as_near_to_the_truth_as_one_matrix_pr
         assert distances[0] <= 1.5 * distances[1] + 1e-3
 
 
-def test_no_tensor_ever_holds_all_logits():
-    hidden, weight, bias, labels = make(64, vocabulary=1000, dtype=torch.float32)
+def sizes_made(work):
+    """Elements of every tensor that `work` makes."""
     sizes = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -102,7 +144,13 @@ def test_no_tensor_ever_holds_all_logits():
             return out
 
     with Watch():
-        chunked_nll(hidden, weight, labels, bias=bias, logits_at_once=8000).backward()
+        work()
+    return sizes
+
+
+def test_no_tensor_ever_holds_all_logits():
+    hidden, weight, bias, labels = make(64, vocabulary=1000, dtype=torch.float32)
+    sizes = sizes_made(lambda: chunked_nll(hidden, weight, labels, bias=bias, logits_at_once=8000).backward())
     assert max(sizes) == max(8 * 1000, weight.numel())
 
 

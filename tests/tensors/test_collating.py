@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +26,7 @@ ALONG = Field(name="ids", pad=-7)
 def fields_with(shift: int, pad: int, dtype: str) -> tuple[Field, ...]:
     return (
         Field(name="ids", pad=pad, dtype=dtype),
-        Field(name="labels", source="ids", shift=shift, pad=-100),
+        Field(name="labels", source="ids", shift=shift, pad=-100, blank=-100),
         Field(name="vectors", pad=0.5),
         Field(name="patches", kind="flat", axis="patches"),
         Field(name="label", kind="once"),
@@ -113,6 +115,8 @@ def test_every_cell_holds_what_a_slow_writer_puts_there(data, samples, side, shi
     assert batch["ids"].tolist() == cell_by_cell(column["ids"], **laid, pad=pad, width=rows.width)
     labels = [shifted(v, shift, -100) for v in column["ids"]]
     assert batch["labels"].tolist() == cell_by_cell(labels, **laid, pad=-100, width=rows.width)
+    cells = joined(batch["labels"].tolist())
+    assert batch.filled_cells("labels").tolist() == [at for at, label in enumerate(cells) if label != -100]
     if any(column["vectors"]):
         assert batch["vectors"].tolist() == cell_by_cell(column["vectors"], **laid, pad=[0.5, 0.5], width=rows.width)
     assert batch["patches"].tolist() == joined(column["patches"])
@@ -294,6 +298,35 @@ def test_the_number_of_samples_and_the_fields_are_checked_first():
         collate([{"ids": [1]}] * 2, padded_rows(np.array([0]), 1), (ALONG,))
     with pytest.raises(ConfigError, match="no fields at all"):
         collate([], padded_rows(np.array([]), 1), ())
+
+
+def test_where_a_field_is_filled_moves_with_its_micro_batch():
+    fields = (Field(name="labels", pad=-100, blank=-100), Field(name="ids", source="labels"))
+    batch = collate([{"labels": [3, -100]}, {"labels": [2]}], padded_rows(np.arange(2), 2), fields)
+    assert batch.filled_cells("labels").tolist() == [0, 2]
+    assert batch.filled_cells("ids") is None
+    assert batch.to("meta").filled_cells("labels").device.type == "meta"
+    assert pickle.loads(pickle.dumps(batch)).filled_cells("labels").tolist() == [0, 2]
+
+
+def test_a_field_that_was_changed_is_looked_at_again_or_not_relied_upon():
+    fields = (Field(name="labels", pad=-100, blank=-100),)
+    batch = collate([{"labels": [3, -100]}, {"labels": [2]}], padded_rows(np.arange(2), 2), fields)
+    other = replace(batch, fields={"labels": torch.tensor([[-100, 5], [6, -100]])})
+    assert other.filled_cells("labels").tolist() == [1, 2]
+    batch["labels"][0, 1] = 4
+    assert batch.filled_cells("labels").tolist() == [0, 1, 2]
+    moved = batch.to("meta")
+    assert moved.filled_cells("labels").shape == (3,)
+    moved["labels"].fill_(-100)
+    assert moved.filled_cells("labels") is None
+    assert not moved.to("meta").filled
+
+
+def test_a_field_of_vectors_has_no_blank_entries():
+    fields = (Field(name="x", blank=0),)
+    with pytest.raises(BatchError, match=r"'x' has blank entries.*\n  seen: entries of shape \(2,\)"):
+        collate([{"x": [[0.0, 1.0]]}], padded_rows(np.arange(1), 1), fields)
 
 
 def test_a_host_field_stays_where_it_is_when_its_micro_batch_moves():

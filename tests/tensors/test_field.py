@@ -20,6 +20,7 @@ from truebatch.tensors.field import Field, check_fields
             {"least_cells": 4, "axis": "sets"},
             "cannot ask for a width.*\n  seen: least_cells=4, kind='along', axis='sets'",
         ),
+        ({"blank": 0, "kind": "flat"}, "cannot have blank entries\n  seen: blank=0, kind='flat'"),
         ({"kind": "padded"}, "field 'x' has an unknown kind\n  seen: kind='padded'"),
         (
             {"kind": "nested", "axis": "sets", "inner": "sets"},

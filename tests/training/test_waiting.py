@@ -99,8 +99,9 @@ def test_routes_are_chosen_from_what_the_host_knows():
     model = tiny_model("llama")
     head, samples = head_of(model), make_samples(model, LENGTHS)
     objective = HeadObjective(head=head, plain_alone=True)
+    batches = [padded(head, samples, [1]), padded(head, samples, [1], extra=2)]
     with Waits() as waits:
-        routes = [objective.route(b) for b in (padded(head, samples, [1]), padded(head, samples, [1], extra=2))]
+        routes = [objective.route(batch) for batch in batches]
     assert routes == ["alone", "padded"]
     assert waits.seen == []
 

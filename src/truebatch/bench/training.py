@@ -12,6 +12,7 @@ micro-batch instead. On a CPU one thread runs, and its CPU seconds count.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import statistics
 import sys
 import time
@@ -54,6 +55,8 @@ from truebatch.hf.heads import head_of
 from truebatch.hf.shapes import SHAPES, attention_flops_per_pair, build_model, matrix_flops_per_token
 from truebatch.tensors.cudnnplans import plans_are_possible
 
+PEERS = {"trl": "trl", "liger-kernel": "liger_kernel"}
+"""Libraries that are measured beside ours where they are installed, and their modules."""
 PROFILED = ("ours packed", "uniform", "ours packed, compiled", "uniform, compiled")
 
 
@@ -154,13 +157,15 @@ def _measure_case(
     model: Any, case: Case, config: TrainingBenchConfig, result: dict[str, Any], began: float, *, is_liger: bool
 ) -> Iterator[Measured]:
     device, shape = torch.device(config.device), SHAPES[case.shape]
+    cells = config.cells_of(case)
     work = make_work(
-        head_of(model), shape, case.lengths, num=config.samples, longest=config.longest, cells=config.cells,
-        slots=config.slots,
+        head_of(model), shape, case.lengths, num=config.samples, longest=config.longest, cells=cells,
+        slots=max(cells // 8, 64),  # room for rows of short samples
     )  # fmt: skip
     about = result.setdefault("work", {}).setdefault(case.name, {"seconds_of_ways": {}})
     about |= {
-        "mean": float(work.lengths.mean()), "uniform_length": work.uniform_length, "tokens": work.tokens,
+        "cells": cells, "labelled": work.labelled, "mean": float(work.lengths.mean()),
+        "uniform_length": work.uniform_length, "tokens": work.tokens,
         "parameters": sum(p.numel() for p in model.parameters()),
     }  # fmt: skip
     prepared = Prepared(case=case, model=model, work=work, update=time_update(model, device))
@@ -257,7 +262,7 @@ def _measure_way(prepared: Prepared, way: Way, config: TrainingBenchConfig) -> M
 def _share(prepared: Prepared, row: Measured, peak_tflops: float) -> float:
     work, shape = prepared.work, SHAPES[prepared.case.shape]
     pairs = work.uniform_length if row.way.startswith("uniform") else work.pairs_per_token
-    flops = matrix_flops_per_token(prepared.model, shape) + attention_flops_per_pair(shape) * pairs
+    flops = matrix_flops_per_token(prepared.model, labelled=work.labelled) + attention_flops_per_pair(shape) * pairs
     return row.tokens_per_second * flops / (peak_tflops * 1e12)
 
 
@@ -266,9 +271,10 @@ def _dtype(device: str) -> torch.dtype:
 
 
 def _environment(config: TrainingBenchConfig) -> dict[str, Any]:
-    planned = ("nvidia-cudnn-frontend",) if config.device == "cuda" and plans_are_possible() else ()
+    used = ["nvidia-cudnn-frontend"] if config.device == "cuda" and plans_are_possible() else []
+    used += [peer for peer, module in PEERS.items() if importlib.util.find_spec(module) is not None]
     return {
-        **origin("truebatch.bench.training", config, "transformers", *planned),
+        **origin("truebatch.bench.training", config, "transformers", *used),
         "threads": torch.get_num_threads(),
         "dtype": str(_dtype(config.device)),
     }

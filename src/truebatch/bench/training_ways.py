@@ -190,14 +190,14 @@ def _our_step(model: Any, work: Work, device: torch.device) -> Callable[..., Non
 def _uniform_step(model: Any, device: torch.device) -> Run:
     """Even rows without a mask, with the same loss as ours: what remains is raggedness alone."""
 
-    def run(batch: tuple[Tensor, Tensor]) -> None:
-        ids, labels = (part.to(device, non_blocking=True) for part in batch)
+    def run(batch: tuple[Tensor, Tensor, Tensor]) -> None:
+        ids, labels, cells = (part.to(device, non_blocking=True) for part in batch)
         layer = output_layer_of(model, ids)
         assert layer is not None
         with hidden_states_of(layer) as seen:
             model(input_ids=ids, use_cache=False)
         is_compiled = has_compiled_layers(model)
-        total = token_nll_in_chunks(layer, seen[0], labels, compiled=is_compiled)
+        total = token_nll_in_chunks(layer, seen[0], labels, cells=cells, compiled=is_compiled)
         torch.autograd.backward(total / labels.numel())
 
     return run

@@ -38,6 +38,16 @@ class Work:
     """Entries of the segment table of packed rows."""
 
     @property
+    def is_masked(self) -> bool:
+        """True for a masked language model: few cells have a label."""
+        return self.head.kind.name == "masked_lm"
+
+    @property
+    def labelled(self) -> float:
+        """The share of the tokens that have a label, as it was drawn; the last one of a causal sample counts as one."""
+        return MASKED_SHARE if self.is_masked else 1.0
+
+    @property
     def tokens(self) -> int:
         return int(self.lengths.sum())
 
@@ -98,13 +108,16 @@ class Work:
         rows = packed_row(np.arange(number), number * length)
         return [collate([sample] * number, rows, self.head.fields, slots=self.slots if is_static else None)]
 
-    def uniform(self, vocabulary: int) -> tuple[Tensor, Tensor]:
-        """[B, L] tokens and labels: as many rows of the uniform length as fit the cells."""
+    def uniform(self, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, L] tokens and labels, and the flattened cells with a label: as many rows of the uniform length as fit."""
         length = min(self.uniform_length, self.cells)
         ids = torch.randint(0, vocabulary, (max(self.cells // length, 1), length))
-        labels = torch.roll(ids, -1, 1)
-        labels[:, -1] = IGNORE
-        return ids, labels
+        if self.is_masked:
+            labels = torch.where(torch.rand(ids.shape) < MASKED_SHARE, ids, IGNORE)
+        else:
+            labels = torch.roll(ids, -1, 1)
+            labels[:, -1] = IGNORE
+        return ids, labels, torch.nonzero(labels.flatten() != IGNORE)[:, 0]
 
 
 def make_work(

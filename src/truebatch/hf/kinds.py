@@ -11,8 +11,8 @@ from truebatch.tensors.field import Field
 from truebatch.tensors.microbatch import CELLS, SAMPLES
 
 _IDS = Field(name="input_ids", dtype="int64")
-_LABELS = Field(name="labels", dtype="int64", pad=IGNORE)
-_NEXT = Field(name="labels", dtype="int64", pad=IGNORE, shift=1)
+_LABELS = Field(name="labels", dtype="int64", pad=IGNORE, blank=IGNORE)
+_NEXT = Field(name="labels", dtype="int64", pad=IGNORE, blank=IGNORE, shift=1)
 
 OPTIONAL: Mapping[str, Field] = {
     "token_type_ids": Field(name="token_type_ids", dtype="int64"),

@@ -41,12 +41,18 @@ def _token_nll(outputs: Outputs, batch: MicroBatch) -> Tensor:
     )
 
 
-def token_nll_in_chunks(layer: OutputLayer, hidden: Tensor, labels: Tensor, *, compiled: bool = False) -> Tensor:
-    """The same sum as the loss `token_nll`, from what goes into the output layer; all logits never exist at once."""
+def token_nll_in_chunks(
+    layer: OutputLayer, hidden: Tensor, labels: Tensor, *, cells: Tensor | None = None, compiled: bool = False
+) -> Tensor:
+    """The same sum as the loss `token_nll`, from what goes into the output layer; all logits never exist at once.
+
+    `cells`: the flattened ones with a label, where they are known; no logits are made of the others.
+    """
     linear = layer.linear
     return chunked_nll(
-        hidden.flatten(0, -2), linear.weight, labels.flatten(), bias=linear.bias, rule=layer.rule, compiled=compiled
-    )
+        hidden.flatten(0, -2), linear.weight, labels.flatten(), cells=cells, bias=linear.bias, rule=layer.rule,
+        compiled=compiled,
+    )  # fmt: skip
 
 
 def _num_labels(batch: MicroBatch) -> int:

@@ -97,4 +97,5 @@ class HeadObjective:
         with hidden_states_of(layer) as seen:
             self.head.run(model, batch, self.route(batch))
         (hidden,) = seen
-        return token_nll_in_chunks(layer, hidden, batch["labels"], compiled=has_compiled_layers(model))
+        cells, compiled = batch.filled_cells("labels"), has_compiled_layers(model)
+        return token_nll_in_chunks(layer, hidden, batch["labels"], cells=cells, compiled=compiled)

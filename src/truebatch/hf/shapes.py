@@ -71,13 +71,16 @@ def build_model(shape: Shape, *, longest: int, device: str, dtype: torch.dtype) 
     return model.to(device).train()
 
 
-def matrix_flops_per_token(model: nn.Module, shape: Shape) -> float:
-    """Forward and backward of all matrix products but attention: 6 for every weight that is multiplied with."""
-    embedded = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
-    weights = sum(p.numel() for p in model.parameters() if p.ndim == 2 and id(p) not in embedded)
+def matrix_flops_per_token(model: nn.Module, *, labelled: float = 1.0) -> float:
+    """Forward and backward of all matrix products but attention: 6 for every weight that is multiplied with.
+
+    `labelled`: the share of the tokens that have a label; no others need the output layer.
+    """
     output: Any = model.get_output_embeddings()  # type: ignore[operator]
-    tied = output.weight.numel() if id(output.weight) in embedded else 0
-    return 6.0 * (weights + tied)
+    apart = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)} | {id(output.weight)}
+    weights = sum(p.numel() for p in model.parameters() if p.ndim == 2 and id(p) not in apart)
+    words: int = output.weight.numel()
+    return 6.0 * (weights + labelled * words)
 
 
 def attention_flops_per_pair(shape: Shape) -> float:

@@ -1,8 +1,9 @@
 """Cross entropy from hidden states and the weight of an output layer, a chunk of cells at a time.
 
-hidden [n, D] -> chunk -> logits [c, V] -> loss and both gradients of the chunk -> the logits are gone -> next chunk
+hidden [n, D] -> cells with a label -> chunk -> logits [c, V] -> loss and both gradients -> the logits are gone -> next
 
-The logits of all cells are the largest tensor of a language model's step; here only those of one chunk exist.
+The logits of all cells are the largest tensor of a language model's step; here only those of one chunk exist, and where
+the host knows which cells have a label, none of the others.
 """
 
 from __future__ import annotations
@@ -16,10 +17,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from truebatch.tensors.compiling import BACKEND
+
 LOGITS_AT_ONCE = 2**28
 """Logits of one chunk at most; a chunk holds a power of two of cells, so that its shape is one of few."""
 IGNORE = -100
 """Labels that count for nothing."""
+MOST_PICKED = 7 / 8
+"""Where more than this share of the cells has a label, picking them costs more than it saves."""
+VOCABULARY_STEP = 8
+"""Matrix products in half precision run at full speed for a number of columns that is a multiple of this."""
 
 _ChunkLoss = Callable[[Tensor, Tensor, float | None], tuple[Tensor, Tensor]]
 
@@ -39,6 +46,7 @@ def chunked_nll(
     weight: Tensor,
     labels: Tensor,
     *,
+    cells: Tensor | None = None,
     bias: Tensor | None = None,
     rule: LogitRule | None = None,
     logits_at_once: int = LOGITS_AT_ONCE,
@@ -48,14 +56,30 @@ def chunked_nll(
 
     Equal to cross entropy over `rule(hidden [n, D] @ weight[V, D].T + bias)`, with the softmax in fp32 and the gradient
     of the weight added up in fp32. The gradients are made in the forward pass, so the logits are computed once.
-    `compiled` runs what happens to the logits of a chunk on a card as few compiled kernels.
+    `cells` [m]: those whose label is not -100, where they are known without waiting for a device (`MicroBatch.filled_cells`);
+    the others are then left out. `compiled` runs what happens to the logits of a chunk on a card as few compiled kernels.
     """
     hidden, weight, bias = _in_one_dtype(hidden, weight, bias)
-    wants_grad = torch.is_grad_enabled()
-    chunk = _cells_of_chunk(hidden.shape[0], weight.shape[0], logits_at_once)
-    call = (rule or LogitRule(), chunk, compiled, wants_grad)
-    total: Tensor = _ChunkedNll.apply(hidden, weight, bias, labels, call)  # type: ignore[no-untyped-call]
+    if cells is not None and len(cells) > MOST_PICKED * len(hidden):
+        cells = None
+    number = len(hidden) if cells is None else len(cells)
+    call = _Call(
+        rule=rule or LogitRule(), chunk=_cells_of_chunk(number, weight.shape[0], logits_at_once), compiled=compiled,
+        wants_grad=torch.is_grad_enabled(),
+    )  # fmt: skip
+    total: Tensor = _ChunkedNll.apply(hidden, weight, bias, labels, cells, call)  # type: ignore[no-untyped-call]
     return total
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Call:
+    """What one call is made with beside its tensors."""
+
+    rule: LogitRule
+    chunk: int
+    """Cells of a chunk."""
+    compiled: bool
+    wants_grad: bool
 
 
 def _in_one_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -70,14 +94,43 @@ def _cells_of_chunk(cells: int, vocabulary: int, logits_at_once: int) -> int:
     return max(min(1 << (fitting.bit_length() - 1), cells), 1)
 
 
+def _wide_vocabulary(weight: Tensor, bias: Tensor | None, rule: LogitRule) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias with further words up to a multiple of `VOCABULARY_STEP`, which nothing is ever likely to be.
+
+    A vocabulary of 50257 or 30522 words takes matrix products several times as long as one of a few words more.
+    """
+    missing = -weight.shape[0] % VOCABULARY_STEP
+    if not missing or not _is_worth_widening(weight) or rule.softcap is not None or rule.scale <= 0:
+        return weight, bias
+    bias = weight.new_zeros(weight.shape[0]) if bias is None else bias
+    return functional.pad(weight, (0, 0, 0, missing)), functional.pad(bias, (0, missing), value=float("-inf"))
+
+
+def _is_worth_widening(weight: Tensor) -> bool:
+    return weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
+
+
 class _ChunkedNll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, call: Any) -> Tensor:
-        rule, chunk, compiled, wants_grad = call
-        needs = [wants and wants_grad for wants in ctx.needs_input_grad[:3]]
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        cells: Tensor | None,
+        call: _Call,
+    ) -> Tensor:
+        rule, chunk = call.rule, call.chunk
+        ctx.dtype, ctx.num_cells = weight.dtype, hidden.shape[0]
+        if cells is not None:
+            hidden, labels = hidden.index_select(0, cells), labels.index_select(0, cells)
+        words = weight.shape[0]
+        weight, bias = _wide_vocabulary(weight, bias, rule)
+        needs = [wants and call.wants_grad for wants in ctx.needs_input_grad[:3]]
         grads = _Grads.like(hidden, weight, bias, needs)
-        chunk_loss = _compiled_chunk_loss() if compiled and hidden.is_cuda else _chunk_loss
         total = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
+        chunk_loss = _chunk_loss_for(call, hidden, is_picked=cells is not None)
         with torch.autocast(hidden.device.type, enabled=False):
             for begin in range(0, hidden.shape[0], chunk):
                 end = min(begin + chunk, hidden.shape[0])
@@ -87,16 +140,19 @@ class _ChunkedNll(torch.autograd.Function):
                 total += part
                 grads.add(grad if rule.scale == 1.0 else grad * rule.scale, hidden, weight, begin, end)
                 del logits, grad  # or the next chunk would be made beside this one
-        ctx.save_for_backward(grads.hidden, grads.weight, grads.bias)
-        ctx.dtype = weight.dtype
+        of_weight, of_bias = (None if part is None else part[:words] for part in (grads.weight, grads.bias))
+        ctx.save_for_backward(grads.hidden, of_weight, of_bias, cells)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # In fp32 first: rounded to half precision, the factor itself would be off for every cell in the same way.
-        wide = (None if part is None else part.to(grad.dtype) * grad for part in ctx.saved_tensors)
+        *parts, cells = ctx.saved_tensors
+        wide = (None if part is None else part.to(grad.dtype) * grad for part in parts)
         hidden, weight, bias = (None if part is None else part.to(ctx.dtype) for part in wide)
-        return hidden, weight, bias, None, None
+        if hidden is not None and cells is not None:
+            hidden = hidden.new_zeros(ctx.num_cells, hidden.shape[1]).index_copy_(0, cells, hidden)
+        return hidden, weight, bias, None, None, None
 
 
 @dataclass(slots=True)
@@ -142,9 +198,31 @@ def _chunk_loss(logits: Tensor, labels: Tensor, softcap: float | None) -> tuple[
     return total, grad.to(logits.dtype)
 
 
+def _chunk_loss_for(call: _Call, hidden: Tensor, *, is_picked: bool) -> _ChunkLoss:
+    if not (call.compiled and hidden.is_cuda):
+        return _chunk_loss
+    return _compiled_for_any_number if is_picked else _compiled_chunk_loss()
+
+
 @cache
 def _compiled_chunk_loss() -> _ChunkLoss:
-    compiled: _ChunkLoss = torch.compile(_fused_chunk_loss, dynamic=False)
+    compiled: _ChunkLoss = torch.compile(_fused_chunk_loss, dynamic=False, backend=BACKEND)
+    return compiled
+
+
+def _compiled_for_any_number(logits: Tensor, labels: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """For chunks whose number of cells changes from row to row: one compilation serves all of them."""
+    for part in (logits, labels):
+        torch._dynamo.maybe_mark_dynamic(part, 0)
+    return _compiled_any_chunk_loss()(logits, labels, softcap)
+
+
+@cache
+def _compiled_any_chunk_loss() -> _ChunkLoss:
+    def any_chunk_loss(logits: Tensor, labels: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+        return _fused_chunk_loss(logits, labels, softcap)
+
+    compiled: _ChunkLoss = torch.compile(any_chunk_loss, backend=BACKEND)
     return compiled
 
 

@@ -77,6 +77,27 @@ Axis = RowAxis | FlatAxis
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Filled:
+    """Where a field with a `blank` holds something else."""
+
+    cells: Tensor
+    """[m] int64: flattened cells, in order."""
+    values: Tensor
+    """The tensor they were found in, and its version: whoever writes into it or puts another in its place is noticed."""
+    version: int | None
+    blank: float
+
+
+def find_filled(values: Tensor, blank: float) -> Filled:
+    """Look for them: on a device, the host waits."""
+    return Filled(torch.nonzero(values.flatten() != blank).flatten(), values, _version(values), blank)
+
+
+def _version(values: Tensor) -> int | None:
+    return None if values.is_inference() else values._version
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
     """The samples of one forward pass. `batch["name"]` is a field; ids, positions, segments and counts come along.
 
@@ -95,6 +116,8 @@ class MicroBatch:
     """What the loss terms of these samples are divided by, where the plan knows it."""
     host: frozenset[str] = frozenset()
     """Fields that stay on the host, whatever device the micro-batch is on."""
+    filled: Mapping[str, Filled] = field(default_factory=dict)
+    """Of every field with a `blank`: what `filled_cells` gives."""
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.fields:
@@ -147,6 +170,26 @@ class MicroBatch:
         """[B, T] bool: True where the cell holds a token."""
         return self.rows().is_real
 
+    def filled_cells(self, name: str) -> Tensor | None:
+        """[m] int64: the flattened cells whose entry of this field is not blank, in order; nobody waits for a device.
+
+        None if the field has no `blank`, or was changed on a device after the micro-batch was made.
+
+        >>> import numpy as np
+        >>> from truebatch import Field, collate
+        >>> from truebatch.planning.rows import padded_rows
+        >>> labels = Field(name="labels", pad=-100, blank=-100)
+        >>> collate([{"labels": [7, -100]}, {"labels": [8]}], padded_rows(np.arange(2), 2), [labels]).filled_cells("labels")
+        tensor([0, 2])
+        """
+        found, values = self.filled.get(name), self[name]
+        if found is None:
+            return None
+        if found.values is values and found.version is not None and found.version == _version(values):
+            return found.cells
+        is_here = type(values) is Tensor and values.device.type == "cpu"
+        return find_filled(values, found.blank).cells if is_here else None
+
     def per_sample(self, values: Tensor, axis: str = CELLS) -> list[Tensor]:
         """Take a result apart again, one tensor a sample, in the order of `sample_ids`.
 
@@ -195,4 +238,9 @@ def _map(batch: MicroBatch, move: _Move) -> MicroBatch:
                 cell_of_token=move(axis.cell_of_token),
             )
     fields = {k: v if k in batch.host else move(v) for k, v in batch.fields.items()}
-    return replace(batch, fields=fields, axes=axes)
+    filled = {}
+    for name, found in batch.filled.items():
+        cells = batch.filled_cells(name)
+        if cells is not None:
+            filled[name] = Filled(move(cells), fields[name], _version(fields[name]), found.blank)
+    return replace(batch, fields=fields, axes=axes, filled=filled)

@@ -198,7 +198,9 @@ def make_batch(data: TrainData, ids: Ints, layout: Layout) -> tuple[MicroBatch, 
     if data.transform is not None:
         samples = [data.transform(s, int(i), 0) for s, i in zip(samples, ids, strict=True)]
     lengths = measure_by_reading(samples, data.fields).lengths
-    return collate(samples, _rows(ids, lengths, layout), data.fields), shape_of_lengths(lengths, layout)
+    batch = collate(samples, _rows(ids, lengths, layout), data.fields)
+    # As if every cell had a label: other samples may have more of them than these.
+    return replace(batch, filled={}), shape_of_lengths(lengths, layout)
 
 
 def _rows(ids: Ints, lengths: Ints, layout: Layout) -> Rows:

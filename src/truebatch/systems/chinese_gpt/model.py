@@ -22,13 +22,12 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from truebatch.errors import BatchError, ConfigError
 from truebatch.systems.chinese_gpt.vocabulary import Vocab
 from truebatch.tensors.attention import attend
-from truebatch.tensors.chunkedloss import IGNORE, chunked_nll
+from truebatch.tensors.chunkedloss import chunked_nll
 from truebatch.tensors.noise import KeyedDropout
 from truebatch.tensors.segments import Segments
 
@@ -163,12 +162,18 @@ class ChineseGPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, segments: Segments, *, labels: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        segments: Segments,
+        *,
+        labels: Tensor | None = None,
+        learned: Tensor | None = None,
     ) -> Tensor:
         """[B, T, V] logits; with `labels` [B, T], the summed negative log likelihood of those that are not -100.
 
-        The logits of the loss exist for a chunk of cells at a time. On a CPU, cells without a label are left out of the
-        head; on a card finding them would make the host wait.
+        The logits of the loss exist for a chunk of cells at a time. `learned`: the flattened cells with a label, where they
+        are known (`MicroBatch.filled_cells`); the others are left out of the head.
         """
         x = self.tokens(input_ids) + self.places(positions)  # [B, T, D]
         for block in self.blocks:
@@ -176,9 +181,8 @@ class ChineseGPT(nn.Module):
         if labels is None:
             return cast(Tensor, self.head(self.norm_out(x)))
         x, labels = x.flatten(0, 1), labels.flatten()
-        if x.device.type == "cpu" and has_values(labels):
-            has_label = labels != IGNORE
-            x, labels = x[has_label], labels[has_label]
+        if learned is not None:
+            x, labels = x.index_select(0, learned), labels.index_select(0, learned)
         return chunked_nll(self.norm_out(x), self.head.weight, labels)
 
     def forward_step(
@@ -199,11 +203,6 @@ class ChineseGPT(nn.Module):
             keys.append(key)
             values.append(value)
         return self.head(self.norm_out(x)), Cache(tuple(keys), tuple(values))
-
-
-def has_values(tensor: Tensor) -> bool:
-    """False for a tensor that is only a shape: memory is estimated with those."""
-    return not isinstance(tensor, FakeTensor)
 
 
 def _as_bytes(vocab: Vocab | None) -> Tensor:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from truebatch.systems.chinese_gpt.model import has_values
 from truebatch.tensors.chunkedloss import IGNORE
 from truebatch.tensors.microbatch import MicroBatch
 
@@ -27,13 +26,8 @@ class NextToken:
 
         zeros would still move weights by the momentum of an optimiser.
         """
-        if self._is_empty(batch):
+        learned = batch.filled_cells("labels")
+        if learned is not None and not len(learned):
             return {TERM: torch.zeros((), device=batch["labels"].device)}
-        return {TERM: model(batch["input_ids"], batch.positions, batch.segments, labels=batch["labels"])}
-
-    def _is_empty(self, batch: MicroBatch) -> bool:
-        """From the plan where it knows: a card is not waited for."""
-        has_label = batch["labels"] != IGNORE
-        if TERM in batch.counts or has_label.device.type != "cpu" or not has_values(has_label):
-            return batch.counts.get(TERM) == 0
-        return not bool(has_label.any())
+        given = (batch["input_ids"], batch.positions, batch.segments)
+        return {TERM: model(*given, labels=batch["labels"], learned=learned)}

@@ -21,7 +21,10 @@ from truebatch.systems.chinese_gpt.vocabulary import BOS, EOS, PAD, UNK, Vocab
 from truebatch.tensors.chunkedloss import IGNORE
 from truebatch.tensors.field import Field
 
-FIELDS = (Field(name="input_ids", pad=PAD, dtype="int64"), Field(name="labels", pad=IGNORE, dtype="int64"))
+FIELDS = (
+    Field(name="input_ids", pad=PAD, dtype="int64"),
+    Field(name="labels", pad=IGNORE, blank=IGNORE, dtype="int64"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
