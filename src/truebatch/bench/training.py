@@ -12,12 +12,12 @@ micro-batch instead. On a CPU one thread runs, and its CPU seconds count.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,8 @@ from truebatch.hf.heads import head_of
 from truebatch.hf.shapes import SHAPES, attention_flops_per_pair, build_model, matrix_flops_per_token
 from truebatch.tensors.cudnnplans import plans_are_possible
 
-PEERS = {"trl": "trl", "liger-kernel": "liger_kernel"}
-"""Libraries that are measured beside ours where they are installed, and their modules."""
+PEERS = ("trl", "liger-kernel")
+"""Libraries that are measured beside ours where they are installed."""
 PROFILED = ("ours packed", "uniform", "ours packed, compiled", "uniform, compiled")
 
 
@@ -272,7 +272,7 @@ def _dtype(device: str) -> torch.dtype:
 
 def _environment(config: TrainingBenchConfig) -> dict[str, Any]:
     used = ["nvidia-cudnn-frontend"] if config.device == "cuda" and plans_are_possible() else []
-    used += [peer for peer, module in PEERS.items() if importlib.util.find_spec(module) is not None]
+    used += [name for name in PEERS if any(distributions(name=name))]
     return {
         **origin("truebatch.bench.training", config, "transformers", *used),
         "threads": torch.get_num_threads(),
