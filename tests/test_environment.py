@@ -10,6 +10,7 @@ import torch
 
 from truebatch import checkup
 from truebatch.environment import describe_environment, redact
+from truebatch.tensors import scores
 
 
 def test_the_description_is_plain_data_with_the_versions_that_matter():
@@ -55,3 +56,14 @@ def test_the_package_of_the_fastest_attention_is_asked_for_where_it_matters(card
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     found = checkup._attention_plans(checkup.Check("accelerator", "ok", card))
     assert [check.verdict for check in found] == verdicts
+
+
+@pytest.mark.parametrize(("is_confused", "verdict"), [(False, "ok"), (True, "note")])
+def test_attention_with_wrong_gradients_is_named(is_confused, verdict, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(scores, "plans_confuse_layouts", lambda _device: is_confused)
+    (check,) = checkup._attention_gradients(checkup.Check("accelerator", "ok", "1 x NVIDIA H200 (13.0)"))
+    assert check.verdict == verdict
+    assert ("enable_cudnn_sdp(False)" in check.words) == is_confused
+    assert checkup._attention_gradients(checkup.Check("accelerator", "ok", "none (CPU)")) == []

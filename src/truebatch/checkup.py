@@ -18,7 +18,7 @@ from truebatch.training.durable import write_text
 
 Verdict = Literal["ok", "note", "failed"]
 LEAST_FREE_BYTES = 2**30
-HOPPER = (9, 0)
+AMPERE, HOPPER = (8, 0), (9, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ def check_machine(folder: Path) -> tuple[Check, ...]:
         _numba(),
         accelerator,
         *_attention_plans(accelerator),
+        *_attention_gradients(accelerator),
         _writing(folder),
         _locking(folder),
         _space(folder),
@@ -101,6 +102,25 @@ def _attention_plans(accelerator: Check) -> list[Check]:
             "not installed: packed rows take torch's own attention, slower on this card; pip install 'truebatch[cudnn]'"
         )
         return [Check(name, "note", words)]
+
+
+def _attention_gradients(accelerator: Check) -> list[Check]:
+    """On a card: whether torch's attention is one whose gradients depend on what ran before."""
+    if not accelerator.words[:1].isdigit():
+        return []
+    import torch
+
+    if torch.version.cuda is None or torch.cuda.get_device_capability() < AMPERE:
+        return []
+    from truebatch.tensors.scores import plans_confuse_layouts
+
+    if not plans_confuse_layouts(torch.device("cuda")):
+        return [Check("attention", "ok", "gradients do not depend on what ran before")]
+    words = (
+        "cuDNN's attention in this torch gives wrong gradients when their layout changes: truebatch trains without it; "
+        "in a loop of your own, call torch.backends.cuda.enable_cudnn_sdp(False)"
+    )
+    return [Check("attention", "note", words)]
 
 
 def _writing(folder: Path) -> Check:

@@ -1,5 +1,7 @@
 """A step waits for its device once, however many micro-batches it has."""
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from truebatch.hf.tiny import tiny_model
 from truebatch.planning.rows import packed_row
 from truebatch.tensors.collating import collate
 from truebatch.tensors.noise import KeyedDropout, noise_for
+from truebatch.training import evaluating, step
 from truebatch.training.optimising import Group, make_groups
 from truebatch.training.step import Engine, accumulate, apply_update, step_counts, take_gradients
 
@@ -121,3 +124,22 @@ def test_on_a_card_no_micro_batch_synchronises():
         accumulate(engine, pinned, counts, epoch=0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_step_and_an_evaluation_do_without_kernels_that_are_planned_for_every_shape(monkeypatch):
+    seen = []
+
+    @contextmanager
+    def noted(device):
+        seen.append(device)
+        yield
+
+    model = tiny_model("llama")
+    head, samples = head_of(model), make_samples(model, LENGTHS)
+    engine, batches = engine_of(model, HeadObjective(head=head)), micro_batches(head, samples)
+    counts = step_counts(batches, engine.objective, {}, device=engine.device)
+    for module in (step, evaluating):
+        monkeypatch.setattr(module, "kernels_without_plans", noted)
+    accumulate(engine, batches, counts, epoch=0)
+    evaluating._sums(engine, batches)
+    assert seen == [engine.device] * (2 * len(batches))

@@ -93,7 +93,8 @@ def _difference(parts: Parts, segments: Segments, run: Callable[[], Tensor]) -> 
     def alone() -> Tensor:
         pieces = [torch.split(part[:used], list(segments.sample_lengths)) for part in parts]
         rows = ([piece[i][None].transpose(1, 2) for piece in pieces] for i in range(len(segments.sample_lengths)))
-        outs = [_sdpa(tuple(row), None)[0].transpose(0, 1) for row in rows]
+        # squeeze, not [0]: its gradient would lie otherwise than a model's, and cuDNN's plans of these shapes with it.
+        outs = [_sdpa(tuple(row), None).squeeze(0).transpose(0, 1) for row in rows]
         return torch.cat([*outs, torch.zeros_like(parts[0][used:])])
 
     results = []

@@ -19,6 +19,7 @@ from truebatch.hf.outputlayer import hidden_states_of, output_layer_of
 from truebatch.planning.rows import longest_first, padded_rows
 from truebatch.tensors.compiling import compile_layers, has_compiled_layers, uncompile_layers
 from truebatch.tensors.microbatch import MicroBatch
+from truebatch.tensors.scores import kernels_without_plans
 
 Run = Callable[[Any], None]
 """Forward and backward of one micro-batch."""
@@ -181,8 +182,9 @@ def _our_step(model: Any, work: Work, device: torch.device) -> Callable[..., Non
     objective = HeadObjective(head=work.head)
 
     def run(batch: MicroBatch, weight: float = 1.0) -> None:
-        (total,) = objective.sums(model, batch.to(device, non_blocking=True)).values()
-        torch.autograd.backward(total * (weight / _num_tokens(batch)))
+        with kernels_without_plans(device):  # as a step of training does it
+            (total,) = objective.sums(model, batch.to(device, non_blocking=True)).values()
+            torch.autograd.backward(total * (weight / _num_tokens(batch)))
 
     return run
 

@@ -20,6 +20,7 @@ from truebatch.proof.arrangements import Arrangement, Piece
 from truebatch.proof.outputs import PerSample
 from truebatch.proof.owncells import Place, own_cells, place_of, without_leading
 from truebatch.proof.subjects import Outcome
+from truebatch.tensors.scores import kernels_without_plans
 
 PARTS = ("outputs", "loss", "gradient")
 PROMISED = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -95,7 +96,11 @@ class Reference:
 def run_whole(subject: Runnable, arrangement: Arrangement, *, gradient: bool = True) -> Whole:
     """Run every micro-batch of an arrangement and put the step together again."""
     wanted = gradient and subject.model is not None
-    with torch.set_grad_enabled(wanted), subject.held(arrangement.pieces[0]):
+    with (
+        torch.set_grad_enabled(wanted),
+        subject.held(arrangement.pieces[0]),
+        kernels_without_plans(_device_of(subject)),
+    ):
         outcomes = [subject.run(piece) for piece in arrangement.pieces]
         counts = add_counts(o.counts for o in outcomes)
         sums = add_sums(outcomes)
@@ -103,6 +108,11 @@ def run_whole(subject: Runnable, arrangement: Arrangement, *, gradient: bool = T
     ids = [[int(i) for i in piece.rows.ids] for piece in arrangement.pieces]
     outputs = by_sample([o.outputs for o in outcomes], [i for some in ids for i in some])
     return Whole(outputs, step_loss(sums, counts), grads, _places(outcomes, ids, subject.lengths))
+
+
+def _device_of(subject: Runnable) -> torch.device:
+    parameter = None if subject.model is None else next(subject.model.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device
 
 
 def _places(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
+
+_TRIED = 83
+"""Cells of the sample that `plans_confuse_layouts` tries: a length for which nobody has a plan yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -53,26 +56,51 @@ def softmax_attention(
     mask = _join(allowed, rule.bias, query)
     if not (key.requires_grad or value.requires_grad):
         query = recorded_for_bias(query, mask)
-    return scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        dropout_p=rule.dropout,
-        is_causal=causal and query.shape[2] > 1,
-        scale=rule.scale,
-        enable_gqa=grouped,
-    )
+    with nullcontext() if torch.compiler.is_compiling() else kernels_without_plans(query.device):
+        return scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=rule.dropout,
+            is_causal=causal and query.shape[2] > 1,
+            scale=rule.scale,
+            enable_gqa=grouped,
+        )
 
 
-def kernels_without_plans(device: torch.device) -> AbstractContextManager[Any]:
-    """While open, on a card: only kernels of SDPA that need no plan for every new shape, as cuDNN's do.
+@contextmanager
+def kernels_without_plans(device: torch.device) -> Iterator[None]:
+    """While open, on a card: only kernels of SDPA that need no plan for every new shape, as those do that cuDNN gives torch.
 
-    A plan takes tens of milliseconds, and in generation every step has a new shape.
+    A plan takes tens of milliseconds, and ragged data have new shapes all the time. Worse, torch finds a plan by the layout
+    of query, key and value alone: where the gradient of the output lies otherwise than in the first call of that shape, all
+    gradients are wrong, and nobody is told (see `plans_confuse_layouts`). And of a row with a mask and 64 cells more than a
+    multiple of 128 they may be NaN (pytorch#196678).
     """
-    if device.type != "cuda":
-        return nullcontext()
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    backends: Any = torch.backends.cuda
+    others = (backends.flash_sdp_enabled, backends.mem_efficient_sdp_enabled, backends.math_sdp_enabled)
+    is_on = device.type == "cuda" and backends.cudnn_sdp_enabled() and any(is_enabled() for is_enabled in others)
+    if is_on:
+        backends.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        if is_on:
+            backends.enable_cudnn_sdp(True)
+
+
+def plans_confuse_layouts(device: torch.device) -> bool:
+    """Whether SDPA gives other gradients on this card once the gradient of its output lies otherwise than at first."""
+    chance = torch.Generator().manual_seed(0)
+    parts = [torch.randn(1, _TRIED, 2, 64, generator=chance).to(device, torch.bfloat16) for _ in range(4)]
+    *leaves, grad = [part.transpose(1, 2) for part in parts]
+    query, key, value = (leaf.requires_grad_() for leaf in leaves)
+    out = scaled_dot_product_attention(query, key, value, is_causal=True)
+    found = [torch.autograd.grad(out, leaves, laid, retain_graph=True) for laid in (grad, grad.contiguous())]
+    return any(
+        bool((one.float() - other.float()).norm() > 0.1 * one.float().norm()) for one, other in zip(*found, strict=True)
+    )
 
 
 def recorded_for_bias(part: Tensor, bias: Tensor | None) -> Tensor:

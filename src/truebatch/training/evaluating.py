@@ -17,6 +17,7 @@ from truebatch.tensors.loader import LoadedStep, LoaderConfig, load_steps
 from truebatch.tensors.microbatch import MicroBatch
 from truebatch.tensors.noise import noise_for
 from truebatch.tensors.reading import Dataset
+from truebatch.tensors.scores import kernels_without_plans
 from truebatch.training.failpoints import failpoint
 from truebatch.training.guard import run_guarded
 from truebatch.training.reducing import is_sharded, names_over_ranks, num_ranks, rank, sum_over_ranks
@@ -81,7 +82,7 @@ def _sums(engine: Engine, batches: Iterable[MicroBatch]) -> dict[str, torch.Tens
     for batch in batches:
         failpoint("step.validation")
         moved = batch.to(engine.device, non_blocking=True)
-        with noise_for(moved, seed=engine.seed), engine.autocast():
+        with noise_for(moved, seed=engine.seed), engine.autocast(), kernels_without_plans(engine.device):
             sums = sums_of(engine, moved)
         for name, value in sums.items():
             totals[name] = totals.get(name, torch.zeros((), dtype=torch.float64, device=engine.device)) + value.double()

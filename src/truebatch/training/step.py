@@ -19,6 +19,7 @@ from truebatch.errors import BatchError, ConfigError
 from truebatch.objective import Objective, add_counts, divide_once, held_open
 from truebatch.tensors.microbatch import MicroBatch
 from truebatch.tensors.noise import noise_for
+from truebatch.tensors.scores import kernels_without_plans
 from truebatch.training.attending import Attendant
 from truebatch.training.failpoints import failpoint
 from truebatch.training.guard import Guard, run_guarded
@@ -214,7 +215,7 @@ def _accumulate(
         failpoint("step.transfer")
         moved = (batch if batch.num_samples else _stand_in(engine)).to(engine.device, non_blocking=True)
         held = held_open(engine.objective, engine.model, moved)
-        with noise_for(moved, seed=engine.seed, epoch=epoch), held:
+        with noise_for(moved, seed=engine.seed, epoch=epoch), held, kernels_without_plans(engine.device):
             failpoint("step.forward")
             with engine.autocast():
                 sums = sums_of(engine, moved)
