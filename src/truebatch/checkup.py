@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shutil
 import sys
@@ -112,9 +113,8 @@ def _attention_gradients(accelerator: Check) -> list[Check]:
 
     if torch.version.cuda is None or torch.cuda.get_device_capability() < AMPERE:
         return []
-    from truebatch.tensors.scores import plans_confuse_layouts
-
-    if not plans_confuse_layouts(torch.device("cuda")):
+    scores = importlib.import_module("truebatch.tensors.scores")  # with torch, which may be missing
+    if not scores.plans_confuse_layouts(torch.device("cuda")):
         return [Check("attention", "ok", "gradients do not depend on what ran before")]
     words = (
         "cuDNN's attention in this torch gives wrong gradients when their layout changes: truebatch trains without it; "
