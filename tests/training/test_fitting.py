@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -151,6 +151,8 @@ def test_prices_that_are_there_are_found():
     assert fit.uncertainty == 0.01
 
 
+@example((6699, 2, 18, 3), 1, 2, 20_089, "padded", 244)  # cells next to free beside what is fixed
+@example((0, 1, 2, 1), 1, 2, 10_000, "padded", 0)  # rows whose padding makes more cells than all tokens are
 @settings(deadline=None, max_examples=40)
 @given(
     st.tuples(st.integers(0, 9000), st.integers(1, 900), st.integers(0, 20), st.integers(0, 5000)),
@@ -265,7 +267,7 @@ def test_probes_come_from_the_samples_and_reach_the_longest():
         assert all(set(ids) <= set(range(few)) for ids in choose_probes(lengths[:few]))
 
 
-def test_running_out_of_memory_ends_the_probes_and_the_first_one_ends_the_fit():
+def test_running_out_of_memory_ends_the_probes_and_the_first_one_ends_the_fit(caplog):
     class Greedy(NextToken):
         most = 300
 
@@ -276,11 +278,22 @@ def test_running_out_of_memory_ends_the_probes_and_the_first_one_ends_the_fit():
 
     config = TrainConfig()
     engine = replace(engine_of(TextModel(), config), objective=Greedy())
-    fit = fit_memory(engine, DATA, config)
+    with caplog.at_level("INFO", logger="truebatch.training.fitting"):
+        fit = fit_memory(engine, DATA, config)
     assert 100 < max(point.cells for point in fit.points) <= 300
+    assert "cells does not fit: OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB" in caplog.text
     Greedy.most = 1
     with pytest.raises(MemoryLimitError, match="not even the shortest samples"):
         fit_memory(engine, DATA, config)
+
+
+def test_nothing_is_left_of_one_probe_in_the_memory_of_the_next(monkeypatch):
+    noted = []
+    monkeypatch.setattr(fitting, "free_memory", lambda _device: noted.append("freed"))
+    monkeypatch.setattr(fitting, "run_batch", lambda _engine, _batch: noted.append("probed"))
+    fit_memory(engine_of(TextModel(), TrainConfig()), DATA, TrainConfig())
+    assert len(noted) > 4
+    assert noted == ["freed", "probed"] * (len(noted) // 2)
 
 
 def test_a_fit_comes_back_from_its_file_and_damage_is_named(tmp_path):

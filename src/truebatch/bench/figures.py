@@ -45,10 +45,10 @@ FIGURES: tuple[Figure, ...] = (
     Figure("the Hugging Face Trainer resumed, and killed inside a save", "trainer_reliability", ("trainer_reliability",)),
     Figure(
         "training speed on ragged data against even data, on a card", "training --device cuda",
-        ("training_cuda",),
+        ("training_cuda*",),
     ),
     Figure("the same on a CPU", "training", ("training_cpu",)),
-    Figure("memory that `fit` foresees beside the real peak, 500 steps at its budget", "fit_cuda", ("fit_cuda",)),
+    Figure("memory that `fit` foresees beside the real peak, 500 steps at its budget", "fit_cuda", ("fit_cuda*",)),
     Figure("memory estimated without running a model", "estimate", ("estimate",)),
     Figure("out-of-memory errors on a card", "oom_cuda", ("oom_cuda",)),
     Figure("out-of-memory errors of a CPU process", "oom_cuda --device cpu --quick --errors 60", ("oom_cpu",)),

@@ -44,14 +44,14 @@ def _largest_by_line(fit: MemoryFit, lengths: Ints, *, layout: Layout, limit_byt
     ends = (longest, max(int(drawn.min()), 1))
     price = fit.per_cell + max(n * fit.per_pair + fit.per_sample / n for n in ends)
     largest = max(fit.points, key=lambda point: point.cells)
-    if price * largest.cells <= FLAT * largest.num_bytes:
-        return largest.cells
-    for _ in range(TRIALS):
-        trial = max(min(math.floor(left / price), most), longest)
-        shapes = _shapes(drawn, layout, trial)
-        price = min(price, max(_needs(fit, shape) / max(shape[0], trial // 2) for shape in shapes))
-    cells = math.floor(left / price)
-    while longest <= cells <= most and max(_needs(fit, shape) for shape in _shapes(drawn, layout, cells)) > left:
+    cells = largest.cells
+    if price * largest.cells > FLAT * largest.num_bytes:
+        for _ in range(TRIALS):
+            trial = max(min(math.floor(left / price), most), longest)
+            shapes = _shapes(drawn, layout, trial)
+            price = min(price, max(_needs(fit, shape) / max(shape[0], trial // 2) for shape in shapes))
+        cells = math.floor(left / price)
+    while cells >= longest and max(_needs(fit, shape) for shape in _shapes(drawn, layout, cells)) > left:
         cells = math.floor(LESS * cells)
     return cells
 

@@ -6,6 +6,7 @@ lengths -> a few shapes -> forward and backward of each, nothing left behind -> 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from truebatch.errors import ConfigError, MemoryLimitError
 from truebatch.planning.rows import Ints, Layout, Rows, packed_row, padded_rows
 from truebatch.tensors.collating import collate
 from truebatch.tensors.microbatch import MicroBatch
+from truebatch.tensors.splitting import cells_of
 from truebatch.training.budget import largest_cells, shape_of_lengths
 from truebatch.training.estimating import estimate_added
 from truebatch.training.memory import added_bytes, held_bytes
@@ -31,6 +33,7 @@ from truebatch.training.states import random_state, restore_random
 from truebatch.training.step import Engine, accumulate
 from truebatch.training.task import TrainData, measure_by_reading
 
+_LOG = logging.getLogger(__name__)
 QUANTILES = (0.25, 0.75, 1.0)
 NUMBERS = (1, 2, 8, 32)
 MIXED = (4, 8, 16)
@@ -178,11 +181,14 @@ def _estimate_all(engine: Engine, data: TrainData, probes: Sequence[Ints], layou
 
 def _probe(engine: Engine, batch: MicroBatch) -> int | None:
     """The bytes a micro-batch adds; None if it does not fit."""
+    # What torch keeps of the probe before may be all of the card, and kernels that are loaded now get nothing of it.
+    free_memory(engine.device)
     try:
         return added_bytes(lambda: run_batch(engine, batch), device=engine.device)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
+        _LOG.info("a probe of %s cells does not fit: %s: %s", cells_of(batch), type(error).__name__, error)
     free_memory(engine.device)
     return None
 
