@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.hf.cuts import gradient, packed, padded
+from tests.tensors.test_chunkedloss import sizes_made
 from truebatch.hf.heads import head_of
 from truebatch.hf.objectives import HeadObjective
 from truebatch.hf.samples import make_samples
@@ -94,3 +95,53 @@ def test_a_model_in_fp64_gets_its_loss_in_fp64(case):
     batch = padded(head, samples, range(8))
     _, sums = HeadObjective(head=head).outputs_and_sums(model, batch)
     assert {total.dtype for total in sums.values()} == {torch.float64}
+
+
+def few_labels(head, samples):
+    """One label a sample; the row of all of them."""
+    learned = [{**sample, "labels": np.where(np.arange(len(sample["labels"])) == 1, 5, -100)} for sample in samples]
+    return packed(head, learned, range(len(samples)))
+
+
+@pytest.mark.parametrize("case", [("llama", "causal_lm"), ("roberta", "masked_lm")])
+def test_cells_without_a_label_do_not_reach_the_output_layer(case):
+    model = tiny_model(*case)
+    head = head_of(model)
+    batch = few_labels(head, make_samples(model, LENGTHS))
+    words, number = model.config.vocab_size, len(LENGTHS)
+    (in_chunks,), (whole,) = (
+        HeadObjective(head=head, in_chunks=wanted).sums(model, batch).values() for wanted in (True, False)
+    )
+    torch.testing.assert_close(in_chunks, whole, rtol=1e-6, atol=1e-6)
+    sizes = sizes_made(lambda: HeadObjective(head=head).sums(model, batch))
+    assert number * words in sizes
+    assert sum(LENGTHS) * words not in sizes
+
+
+def test_what_lies_in_a_cell_without_a_label_changes_no_cut():
+    """An infinite hidden state there, where a share of labels decides which way the loss is made."""
+    model = tiny_model("llama", "causal_lm")
+    head = head_of(model)
+    samples = make_samples(model, [16, 12])
+    layer = model.get_output_embeddings()
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter is layer.weight)
+    blank = []
+
+    def spoil(_module, _given, out):
+        is_probe = out.shape[:2] != blank[-1].shape  # a few cells, to look at the model
+        return out if is_probe else torch.where(blank[-1].unsqueeze(-1), torch.inf, out)
+
+    model.model.norm.register_forward_hook(spoil)
+    found = []
+    for batches in ([packed(head, samples, [0, 1])], [padded(head, samples, [0, 1])],
+                    [padded(head, samples, [0]), padded(head, samples, [1])]):  # fmt: skip
+        layer.weight.grad = None
+        for batch in batches:
+            blank.append(batch["labels"] == -100)
+            (total,) = HeadObjective(head=head).sums(model, batch).values()
+            total.backward()
+        found.append(layer.weight.grad)
+    for grad in found:
+        assert torch.isfinite(grad).all()
+        torch.testing.assert_close(grad, found[0], rtol=1e-4, atol=1e-6)

@@ -6,13 +6,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from truebatch.errors import BatchError
 from truebatch.tensors import chunkedloss
 from truebatch.tensors.chunkedloss import LogitRule, chunked_nll
 from truebatch.training.memory import added_bytes
 
 CPU = torch.device("cpu")
 
-RULES = [LogitRule(), LogitRule(scale=0.3), LogitRule(softcap=2.0), LogitRule(scale=1.7, softcap=5.0)]
+RULES = [
+    LogitRule(), LogitRule(scale=0.3), LogitRule(softcap=2.0), LogitRule(scale=1.7, softcap=5.0), LogitRule(scale=-2.0),
+    LogitRule(scale=0.0),
+]  # fmt: skip
 
 
 def make(cells, width=16, vocabulary=40, *, dtype=torch.float64, seed=0):
@@ -62,6 +66,40 @@ def test_only_cells_with_a_label_are_looked_at_and_nothing_else_changes(rule, is
         pairs = zip(torch.autograd.grad(found / 7, used), torch.autograd.grad(wanted / 7, used), strict=True)
         for one, other in pairs:
             torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.95])
+def test_nothing_in_a_cell_without_a_label_reaches_the_sum_or_a_gradient(share):
+    *parts, labels = make(40)
+    labels[int(share * 40) :] = -100
+    at = torch.nonzero(labels != -100)[:, 0]
+    clean = torch.autograd.grad(chunked_nll(parts[0], parts[1], labels, bias=parts[2]), parts)
+    spoiled = parts[0].detach().clone()
+    spoiled[labels == -100] = torch.nan
+    spoiled[-1] = torch.inf
+    for cells in (at, None):
+        leaves = [spoiled.clone().requires_grad_(), *parts[1:]]
+        found = chunked_nll(leaves[0], leaves[1], labels, cells=cells, bias=leaves[2])
+        for one, other in zip(torch.autograd.grad(found, leaves), clean, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+def test_labels_that_do_not_lie_along_the_cells_are_refused():
+    hidden, weight, _, labels = make(40)
+    for cells in (None, torch.tensor([3, 7])):
+        with pytest.raises(
+            BatchError, match=r"every cell must have a label.*\n  seen: hidden states \(40, 16\), labels \(20,\)"
+        ):
+            chunked_nll(hidden, weight, labels[:20], cells=cells)
+
+
+@pytest.mark.parametrize("is_wide", [False, True], ids=["as it is", "wider vocabulary"])
+def test_a_label_that_is_no_word_is_refused(is_wide, monkeypatch):
+    monkeypatch.setattr(chunkedloss, "_is_worth_widening", lambda _weight: is_wide)
+    hidden, weight, _, labels = make(9, vocabulary=43)
+    labels[2] = 45
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        chunked_nll(hidden, weight, labels)
 
 
 def test_logits_of_cells_without_a_label_are_never_made():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
+import socket
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -18,6 +20,7 @@ from truebatch.errors import BatchError, ConfigError
 from truebatch.planning.rows import Rows, packed_row, padded_rows
 from truebatch.tensors.collating import collate
 from truebatch.tensors.field import Field
+from truebatch.tensors.handover import receive_object, send_object
 from truebatch.tensors.microbatch import MicroBatch
 
 ALONG = Field(name="ids", pad=-7)
@@ -300,31 +303,82 @@ def test_the_number_of_samples_and_the_fields_are_checked_first():
         collate([], padded_rows(np.array([]), 1), ())
 
 
+LABELS = Field(name="labels", pad=-100, blank=-100)
+
+
+def labelled(*fields: Field) -> MicroBatch:
+    return collate([{"labels": [3, -100]}, {"labels": [2]}], padded_rows(np.arange(2), 2), fields or (LABELS,))
+
+
 def test_where_a_field_is_filled_moves_with_its_micro_batch():
-    fields = (Field(name="labels", pad=-100, blank=-100), Field(name="ids", source="labels"))
-    batch = collate([{"labels": [3, -100]}, {"labels": [2]}], padded_rows(np.arange(2), 2), fields)
+    batch = labelled(LABELS, Field(name="ids", source="labels"))
     assert batch.filled_cells("labels").tolist() == [0, 2]
+    assert batch.filled_cells("labels", blank=-100).tolist() == [0, 2]
+    assert batch.filled_cells("labels", blank=0) is None
     assert batch.filled_cells("ids") is None
-    assert batch.to("meta").filled_cells("labels").device.type == "meta"
-    assert pickle.loads(pickle.dumps(batch)).filled_cells("labels").tolist() == [0, 2]
+    assert batch.filled_cells("others") is None
+    moved = batch.to("meta")
+    assert moved.filled_cells("labels").device.type == "meta"
+    assert moved.to("meta").filled_cells("labels").shape == (2,)
+    host = labelled(replace(LABELS, host=True)).to("meta")
+    assert host.filled_cells("labels").tolist() == [0, 2]
 
 
-def test_a_field_that_was_changed_is_looked_at_again_or_not_relied_upon():
-    fields = (Field(name="labels", pad=-100, blank=-100),)
-    batch = collate([{"labels": [3, -100]}, {"labels": [2]}], padded_rows(np.arange(2), 2), fields)
+def in_place(batch):
+    batch["labels"][0, 1] = 4
+
+
+def through_data(batch):
+    batch["labels"].data[0, 1] = 4
+
+
+def through_numpy(batch):
+    batch["labels"].numpy()[0, 1] = 4
+
+
+@pytest.mark.parametrize("change", [in_place, through_data, through_numpy])
+def test_on_the_host_no_change_goes_unnoticed(change):
+    for then in (lambda b: b, lambda b: pickle.loads(pickle.dumps(b)), copy.deepcopy, handed_over):
+        batch = labelled()
+        change(batch)
+        assert then(batch).filled_cells("labels").tolist() == [0, 1, 2]
+        assert then(batch).to("meta").filled_cells("labels").shape == (3,)
+        batch = then(labelled())
+        change(batch)
+        assert batch.filled_cells("labels").tolist() == [0, 1, 2]
+
+
+def handed_over(batch):
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with one, other:
+        send_object(one, batch)
+        return receive_object(other, wait=True)
+
+
+def test_a_field_that_was_changed_on_a_device_is_not_relied_upon():
+    batch = labelled()
     other = replace(batch, fields={"labels": torch.tensor([[-100, 5], [6, -100]])})
     assert other.filled_cells("labels").tolist() == [1, 2]
-    batch["labels"][0, 1] = 4
-    assert batch.filled_cells("labels").tolist() == [0, 1, 2]
     moved = batch.to("meta")
-    assert moved.filled_cells("labels").shape == (3,)
+    assert replace(moved, fields={"labels": torch.empty(2, 2, device="meta")}).filled_cells("labels") is None
     moved["labels"].fill_(-100)
     assert moved.filled_cells("labels") is None
     assert not moved.to("meta").filled
 
 
+def test_what_was_made_in_inference_mode_is_known_on_the_host_only():
+    with torch.inference_mode():
+        batch = labelled()
+        assert batch.filled_cells("labels").tolist() == [0, 2]
+        assert batch.to("meta").filled_cells("labels") is None
+
+
+def test_a_micro_batch_moves_without_a_field_that_was_taken_out():
+    assert replace(labelled(), fields={}).to("meta").filled_cells("labels") is None
+
+
 def test_a_field_of_vectors_has_no_blank_entries():
-    fields = (Field(name="x", blank=0),)
+    fields = (Field(name="x", pad=0, blank=0),)
     with pytest.raises(BatchError, match=r"'x' has blank entries.*\n  seen: entries of shape \(2,\)"):
         collate([{"x": [[0.0, 1.0]]}], padded_rows(np.arange(1), 1), fields)
 

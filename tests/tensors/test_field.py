@@ -20,7 +20,9 @@ from truebatch.tensors.field import Field, check_fields
             {"least_cells": 4, "axis": "sets"},
             "cannot ask for a width.*\n  seen: least_cells=4, kind='along', axis='sets'",
         ),
-        ({"blank": 0, "kind": "flat"}, "cannot have blank entries\n  seen: blank=0, kind='flat'"),
+        ({"blank": 0, "kind": "flat"}, "cannot have such blank entries\n  seen: blank=0, pad=0, kind='flat'"),
+        ({"blank": -100}, "cannot have such blank entries\n  seen: blank=-100, pad=0, kind='along'"),
+        ({"blank": float("nan"), "pad": float("nan")}, "cannot have such blank entries\n  seen: blank=nan, pad=nan"),
         ({"kind": "padded"}, "field 'x' has an unknown kind\n  seen: kind='padded'"),
         (
             {"kind": "nested", "axis": "sets", "inner": "sets"},

@@ -1,10 +1,14 @@
 """Which kernels of torch's attention may run, and what is known of the others."""
 
+from contextlib import contextmanager, nullcontext
+
 import pytest
 import torch
 
 from truebatch.tensors import scores
+from truebatch.tensors.attention import attend
 from truebatch.tensors.scores import kernels_without_plans, plans_confuse_layouts
+from truebatch.tensors.segments import packed_segments
 
 CARD = torch.device("cuda")
 BACKENDS = torch.backends.cuda
@@ -31,6 +35,31 @@ def test_kernels_with_plans_are_off_inside_and_as_before_behind():
     assert BACKENDS.cudnn_sdp_enabled()
     with kernels_without_plans(torch.device("cpu")):
         assert BACKENDS.cudnn_sdp_enabled()
+
+
+def test_the_last_one_out_switches_on_again():
+    first, second = kernels_without_plans(CARD), kernels_without_plans(CARD)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not BACKENDS.cudnn_sdp_enabled()
+    second.__exit__(None, None, None)
+    assert BACKENDS.cudnn_sdp_enabled()
+
+
+def test_attention_of_ours_runs_inside(monkeypatch):
+    seen = []
+
+    @contextmanager
+    def noted(device):
+        seen.append(device)
+        yield
+
+    monkeypatch.setattr(scores, "kernels_without_plans", noted)
+    part = torch.randn(1, 2, 5, 8)
+    segments = packed_segments([3, 2])
+    attend(part, part, part, segments, causal=True, kernel="per_segment")
+    assert seen == [part.device] * 2
 
 
 def test_what_the_user_switched_off_stays_off():
@@ -62,7 +91,18 @@ class Confused(torch.autograd.Function):
         return seen, seen, seen
 
 
+class Spoiled(Confused):
+    """The second one is NaN."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (torch.full_like(grad, torch.nan if grad.is_contiguous() else 1.0),) * 3
+
+
 def test_gradients_that_depend_on_their_layout_are_noticed(monkeypatch):
     assert not plans_confuse_layouts(torch.device("cpu"))
-    monkeypatch.setattr(scores, "scaled_dot_product_attention", lambda q, k, v, **_: Confused.apply(q, k, v))
-    assert plans_confuse_layouts(torch.device("cpu"))
+    for wrong in (Confused, Spoiled):
+        monkeypatch.setattr(scores, "scaled_dot_product_attention", lambda q, k, v, f=wrong, **_: f.apply(q, k, v))
+        for mode in (nullcontext, torch.no_grad, torch.inference_mode):
+            with mode():
+                assert plans_confuse_layouts(torch.device("cpu"))

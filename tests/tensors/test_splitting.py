@@ -34,8 +34,8 @@ def same(got: MicroBatch, want: MicroBatch) -> None:
     assert got.fields.keys() == want.fields.keys()
     for name, value in want.fields.items():
         same_tensor(got[name], value)
-    assert got.filled.keys() == want.filled.keys()
-    for name in want.filled:
+    assert got.blanks == want.blanks
+    for name in want.blanks:
         assert torch.equal(got.filled_cells(name), want.filled_cells(name))
     assert got.axes.keys() == want.axes.keys()
     for name, axis in want.axes.items():

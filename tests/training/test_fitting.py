@@ -17,6 +17,7 @@ from tests.tiny import TEXT_FIELDS, Attention, NextToken, TextModel, text_sample
 from truebatch.errors import DataError, MemoryLimitError
 from truebatch.planning.plan import build_plan
 from truebatch.planning.settings import PlanConfig
+from truebatch.tensors.field import Field
 from truebatch.training import fitting
 from truebatch.training.budget import largest_cells, shape_of_lengths
 from truebatch.training.fitting import (
@@ -285,6 +286,13 @@ def test_running_out_of_memory_ends_the_probes_and_the_first_one_ends_the_fit(ca
     Greedy.most = 1
     with pytest.raises(MemoryLimitError, match="not even the shortest samples"):
         fit_memory(engine, DATA, config)
+
+
+def test_a_probe_is_made_as_if_every_cell_had_a_label():
+    fields = (Field(name="ids"), Field(name="labels", pad=-100, blank=-100))
+    data = TrainData(samples=[{"ids": [1, 2], "labels": [-100, 3]}], fields=fields)
+    batch, _ = fitting.make_batch(data, np.array([0]), "packed")
+    assert batch.filled_cells("labels") is None
 
 
 def test_nothing_is_left_of_one_probe_in_the_memory_of_the_next(monkeypatch):

@@ -13,6 +13,8 @@ from truebatch.hf.objectives import HeadObjective
 from truebatch.hf.samples import make_samples
 from truebatch.hf.tiny import tiny_model
 from truebatch.planning.rows import packed_row
+from truebatch.proof import comparing
+from truebatch.proof.verification import verify
 from truebatch.tensors.collating import collate
 from truebatch.tensors.noise import KeyedDropout, noise_for
 from truebatch.training import evaluating, step
@@ -126,20 +128,31 @@ def test_on_a_card_no_micro_batch_synchronises():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_step_and_an_evaluation_do_without_kernels_that_are_planned_for_every_shape(monkeypatch):
-    seen = []
+def test_a_step_an_evaluation_and_a_proof_do_without_kernels_that_are_planned_for_every_shape(monkeypatch):
+    is_open, seen = [], []
 
     @contextmanager
     def noted(device):
-        seen.append(device)
+        is_open.append(device)
         yield
+        is_open.pop()
 
     model = tiny_model("llama")
     head, samples = head_of(model), make_samples(model, LENGTHS)
     engine, batches = engine_of(model, HeadObjective(head=head)), micro_batches(head, samples)
     counts = step_counts(batches, engine.objective, {}, device=engine.device)
-    for module in (step, evaluating):
+    for module in (step, evaluating, comparing):
         monkeypatch.setattr(module, "kernels_without_plans", noted)
+    layer = model.model.layers[0]
+    layer.register_forward_hook(lambda *_: seen.append(("forward", bool(is_open))))
+    layer.input_layernorm.weight.register_hook(lambda _grad: seen.append(("backward", bool(is_open))))
     accumulate(engine, batches, counts, epoch=0)
-    evaluating._sums(engine, batches)
-    assert seen == [engine.device] * (2 * len(batches))
+    assert set(seen) == {("forward", True), ("backward", True)}
+    seen.clear()
+    with torch.no_grad():
+        evaluating._sums(engine, batches)
+    assert set(seen) == {("forward", True)}
+    seen.clear()
+    verify(model, make_samples(model, [3, 5]))
+    assert ("forward", True) in seen
+    assert set(seen) - {("forward", False)} == {("forward", True), ("backward", True)}

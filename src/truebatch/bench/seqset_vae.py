@@ -38,6 +38,7 @@ from truebatch.systems.seqset_vae.objective import SeqSetObjective
 from truebatch.systems.seqset_vae.settings import GeneratorConfig, LossConfig, ModelConfig, SeqSetConfig
 from truebatch.systems.seqset_vae.stays import Stays
 from truebatch.tensors.microbatch import MicroBatch
+from truebatch.tensors.scores import kernels_without_plans
 from truebatch.training.optimising import Group, make_groups
 from truebatch.training.step import Engine, apply_update, take_gradients
 
@@ -207,9 +208,10 @@ class Bench:
         return batch.to(self.device)
 
     def _step(self, loss: Callable[..., torch.Tensor], batch: Any) -> None:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
-            found = loss(self.model, self.objective, batch)
-        found.backward()  # type: ignore[no-untyped-call]
+        with kernels_without_plans(self.device):
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
+                found = loss(self.model, self.objective, batch)
+            found.backward()  # type: ignore[no-untyped-call]
         self.model.zero_grad(set_to_none=True)
 
     def _padded_share(self, size: int) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from truebatch.hf.heads import Head, packed_attention_on
 from truebatch.hf.inputs import Route
-from truebatch.hf.losses import token_nll_in_chunks
+from truebatch.hf.losses import IGNORE, token_nll_in_chunks
 from truebatch.hf.outputlayer import OutputLayer, hidden_states_of, output_layer_of
 from truebatch.tensors.compiling import as_written, has_compiled_layers
 from truebatch.tensors.microbatch import MicroBatch
@@ -97,5 +97,5 @@ class HeadObjective:
         with hidden_states_of(layer) as seen:
             self.head.run(model, batch, self.route(batch))
         (hidden,) = seen
-        cells, compiled = batch.filled_cells("labels"), has_compiled_layers(model)
+        cells, compiled = batch.filled_cells("labels", blank=IGNORE), has_compiled_layers(model)
         return token_nll_in_chunks(layer, hidden, batch["labels"], cells=cells, compiled=compiled)

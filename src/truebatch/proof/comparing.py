@@ -111,8 +111,8 @@ def run_whole(subject: Runnable, arrangement: Arrangement, *, gradient: bool = T
 
 
 def _device_of(subject: Runnable) -> torch.device:
-    parameter = None if subject.model is None else next(subject.model.parameters(), None)
-    return torch.device("cpu") if parameter is None else parameter.device
+    parts = [] if subject.model is None else [*subject.model.parameters(), *subject.model.buffers()]
+    return next((part.device for part in parts if part.is_cuda), torch.device("cpu"))
 
 
 def _places(

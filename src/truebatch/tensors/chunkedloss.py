@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from truebatch.errors import BatchError
 from truebatch.tensors.compiling import BACKEND
 
 LOGITS_AT_ONCE = 2**28
@@ -56,9 +57,16 @@ def chunked_nll(
 
     Equal to cross entropy over `rule(hidden [n, D] @ weight[V, D].T + bias)`, with the softmax in fp32 and the gradient
     of the weight added up in fp32. The gradients are made in the forward pass, so the logits are computed once.
-    `cells` [m]: those whose label is not -100, where they are known without waiting for a device (`MicroBatch.filled_cells`);
-    the others are then left out. `compiled` runs what happens to the logits of a chunk on a card as few compiled kernels.
+    `cells` [m]: those whose label is not -100, where they are known without waiting for a device (`MicroBatch.filled_cells`):
+    where they are few enough, no logits are made of the others. Whatever lies in cells without a label, NaN too, reaches
+    neither the sum nor a gradient. `compiled` runs what happens to the logits of a chunk on a card as few compiled kernels.
     """
+    if labels.shape != hidden.shape[:1]:
+        raise BatchError(
+            "every cell must have a label, -100 where none is learned",
+            seen=f"hidden states {tuple(hidden.shape)}, labels {tuple(labels.shape)}",
+            do="lay the labels along the same cells as the model's output",
+        )
     hidden, weight, bias = _in_one_dtype(hidden, weight, bias)
     if cells is not None and len(cells) > MOST_PICKED * len(hidden):
         cells = None
@@ -123,10 +131,14 @@ class _ChunkedNll(torch.autograd.Function):
     ) -> Tensor:
         rule, chunk = call.rule, call.chunk
         ctx.dtype, ctx.num_cells = weight.dtype, hidden.shape[0]
-        if cells is not None:
-            hidden, labels = hidden.index_select(0, cells), labels.index_select(0, cells)
         words = weight.shape[0]
         weight, bias = _wide_vocabulary(weight, bias, rule)
+        if cells is not None:
+            hidden, labels = hidden.index_select(0, cells), labels.index_select(0, cells)
+        else:
+            hidden = hidden.masked_fill((labels == IGNORE)[:, None], 0.0)
+        if weight.shape[0] > words:  # a label that is no word must stay none, and be refused as ever
+            labels = torch.where(labels < words, labels, labels + VOCABULARY_STEP)
         needs = [wants and call.wants_grad for wants in ctx.needs_input_grad[:3]]
         grads = _Grads.like(hidden, weight, bias, needs)
         total = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)

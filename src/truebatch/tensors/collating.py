@@ -18,7 +18,7 @@ from torch import Tensor
 from truebatch.errors import BatchError
 from truebatch.planning.rows import Rows
 from truebatch.tensors.field import Field, Side, check_fields
-from truebatch.tensors.microbatch import CELLS, Axis, Filled, FlatAxis, MicroBatch, RowAxis, find_filled
+from truebatch.tensors.microbatch import CELLS, Axis, FlatAxis, MicroBatch, RowAxis
 from truebatch.tensors.segments import Segments, packed_segments, padded_segments, stack_rows
 from truebatch.tensors.values import read_nested, read_value, shift_tokens, stack_values, tokens_of
 
@@ -60,8 +60,8 @@ def collate(
     axes = _build_axes(values, rows, fields, side, slots)
     ids = tuple(int(i) for i in rows.ids)
     tensors = {f.name: _write(f, values[f.name], axes, ids) for f in fields}
-    filled = {f.name: _find_filled(tensors[f.name], f, f.blank) for f in fields if f.blank is not None}
-    return MicroBatch(tensors, axes, ids, dict(counts or {}), frozenset(f.name for f in fields if f.host), filled)
+    blanks = {f.name: _blank_of(f, f.blank, tensors[f.name]) for f in fields if f.blank is not None}
+    return MicroBatch(tensors, axes, ids, dict(counts or {}), frozenset(f.name for f in fields if f.host), blanks)
 
 
 def _check_number(samples: Sequence[Any], rows: Rows) -> None:
@@ -226,11 +226,11 @@ def _write(field: Field, values: list[Any], axes: Mapping[str, Axis], ids: Seque
     return axis.put_tokens(tokens, pad=field.pad)
 
 
-def _find_filled(values: Tensor, field: Field, blank: float) -> Filled:
+def _blank_of(field: Field, blank: float, values: Tensor) -> float:
     if values.ndim > 2:
         raise BatchError(
             f"field {field.name!r} has blank entries, so that an entry must be one number",
             seen=f"entries of shape {tuple(values.shape[2:])}",
             do="leave `blank` out for it",
         )
-    return find_filled(values, blank)
+    return blank

@@ -41,8 +41,8 @@ class Field:
     marks_empty: bool = False
     """True if the model itself tells empty cells by the pad value (an id it looks for); `verify` then keeps it."""
     blank: float | None = None
-    """Entries of this value say nothing, such as labels that are not learned; the micro-batch then knows on the host where
-    the others lie (`MicroBatch.filled_cells`), so that nobody works on blank ones or waits for a device to find them."""
+    """Entries of this value say nothing, such as labels that are not learned; `MicroBatch.filled_cells` gives the cells of
+    the others, found on the host, so that nobody has to wait for a device to find them. `pad` must have the same value."""
     dtype: str = "keep"
     """`keep` takes the dtype of the data."""
     source: str = ""
@@ -71,11 +71,11 @@ class Field:
                 seen=f"shift={self.shift}, kind={self.kind!r}",
                 do="give a shift of 0 or more, and only to a field of kind 'along'",
             )
-        if self.blank is not None and self.kind != "along":
+        if self.blank is not None and (self.kind != "along" or self.pad != self.blank):
             raise ConfigError(
-                f"field {self.name!r} cannot have blank entries",
-                seen=f"blank={self.blank}, kind={self.kind!r}",
-                do="give `blank` only to a field of kind 'along'",
+                f"field {self.name!r} cannot have such blank entries",
+                seen=f"blank={self.blank}, pad={self.pad}, kind={self.kind!r}",
+                do="give `blank` only to a field of kind 'along', and `pad` the same value",
             )
         if self.least_cells < 0 or (self.least_cells and (self.kind, self.axis) != ("along", "cells")):
             raise ConfigError(

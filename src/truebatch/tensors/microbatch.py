@@ -78,23 +78,14 @@ Axis = RowAxis | FlatAxis
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Filled:
-    """Where a field with a `blank` holds something else."""
+    """Where a field on a device holds something else than its `blank`, as the host found it before it was moved there."""
 
     cells: Tensor
     """[m] int64: flattened cells, in order."""
     values: Tensor
-    """The tensor they were found in, and its version: whoever writes into it or puts another in its place is noticed."""
-    version: int | None
-    blank: float
-
-
-def find_filled(values: Tensor, blank: float) -> Filled:
-    """Look for them: on a device, the host waits."""
-    return Filled(torch.nonzero(values.flatten() != blank).flatten(), values, _version(values), blank)
-
-
-def _version(values: Tensor) -> int | None:
-    return None if values.is_inference() else values._version
+    """The field, and its version: it counts no more once another one is in its place, or was written into. Only what is
+    written through `.data`, or past torch, goes unnoticed."""
+    version: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,8 +107,10 @@ class MicroBatch:
     """What the loss terms of these samples are divided by, where the plan knows it."""
     host: frozenset[str] = frozenset()
     """Fields that stay on the host, whatever device the micro-batch is on."""
+    blanks: Mapping[str, float] = field(default_factory=dict)
+    """Of every field that has one: its `blank`."""
     filled: Mapping[str, Filled] = field(default_factory=dict)
-    """Of every field with a `blank`: what `filled_cells` gives."""
+    """Of those that lie on a device: what `filled_cells` gives."""
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.fields:
@@ -170,10 +163,10 @@ class MicroBatch:
         """[B, T] bool: True where the cell holds a token."""
         return self.rows().is_real
 
-    def filled_cells(self, name: str) -> Tensor | None:
+    def filled_cells(self, name: str, *, blank: float | None = None) -> Tensor | None:
         """[m] int64: the flattened cells whose entry of this field is not blank, in order; nobody waits for a device.
 
-        None if the field has no `blank`, or was changed on a device after the micro-batch was made.
+        None where that is not known: the field has no `blank`, or another than the given one, or was changed on a device.
 
         >>> import numpy as np
         >>> from truebatch import Field, collate
@@ -182,13 +175,17 @@ class MicroBatch:
         >>> collate([{"labels": [7, -100]}, {"labels": [8]}], padded_rows(np.arange(2), 2), [labels]).filled_cells("labels")
         tensor([0, 2])
         """
-        found, values = self.filled.get(name), self[name]
-        if found is None:
+        own, values = self.blanks.get(name), self.fields.get(name)
+        if own is None or values is None or (blank is not None and blank != own):
             return None
-        if found.values is values and found.version is not None and found.version == _version(values):
-            return found.cells
-        is_here = type(values) is Tensor and values.device.type == "cpu"
-        return find_filled(values, found.blank).cells if is_here else None
+        if values.device.type == "cpu":
+            is_filled = values.reshape(-1) != own
+            has_values = type(is_filled) is Tensor  # shapes alone, for an estimate of memory, have none
+            return torch.nonzero(is_filled).flatten() if has_values else None
+        found = self.filled.get(name)
+        if found is None or found.values is not values or found.version != values._version:
+            return None
+        return found.cells
 
     def per_sample(self, values: Tensor, axis: str = CELLS) -> list[Tensor]:
         """Take a result apart again, one tensor a sample, in the order of `sample_ids`.
@@ -238,9 +235,18 @@ def _map(batch: MicroBatch, move: _Move) -> MicroBatch:
                 cell_of_token=move(axis.cell_of_token),
             )
     fields = {k: v if k in batch.host else move(v) for k, v in batch.fields.items()}
+    return replace(batch, fields=fields, axes=axes, filled=_moved_filled(batch, fields, move))
+
+
+def _moved_filled(batch: MicroBatch, fields: Mapping[str, Tensor], move: _Move) -> dict[str, Filled]:
+    """On the host it is always looked for anew, so that nothing is kept there that might no longer be so."""
     filled = {}
-    for name, found in batch.filled.items():
-        cells = batch.filled_cells(name)
+    for name in batch.blanks.keys() & fields.keys():
+        values = fields[name]
+        is_kept = values.device.type != "cpu" and not values.is_inference()  # whose writes nobody counts
+        cells = batch.filled_cells(name) if is_kept else None
         if cells is not None:
-            filled[name] = Filled(move(cells), fields[name], _version(fields[name]), found.blank)
-    return replace(batch, fields=fields, axes=axes, filled=filled)
+            # Page-locked like the field itself: a copy from other memory would wait for all the device has to do.
+            cells = cells.pin_memory() if batch.fields[name].is_pinned() else cells
+            filled[name] = Filled(move(cells), values, values._version)
+    return filled

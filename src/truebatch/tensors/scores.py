@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -77,17 +78,36 @@ def kernels_without_plans(device: torch.device) -> Iterator[None]:
     of query, key and value alone: where the gradient of the output lies otherwise than in the first call of that shape, all
     gradients are wrong, and nobody is told (see `plans_confuse_layouts`). And of a row with a mask and 64 cells more than a
     multiple of 128 they may be NaN (pytorch#196678).
+
+    Two things it cannot do: code that was compiled outside keeps the kernels it was compiled with, and who has switched all
+    other kernels off keeps those with plans. The switch belongs to the process: the first one in switches off, the last one
+    out on again.
     """
-    backends: Any = torch.backends.cuda
-    others = (backends.flash_sdp_enabled, backends.mem_efficient_sdp_enabled, backends.math_sdp_enabled)
-    is_on = device.type == "cuda" and backends.cudnn_sdp_enabled() and any(is_enabled() for is_enabled in others)
-    if is_on:
-        backends.enable_cudnn_sdp(False)
+    if device.type != "cuda":
+        yield
+        return
+    _switch_plans(1)
     try:
         yield
     finally:
-        if is_on:
-            backends.enable_cudnn_sdp(True)
+        _switch_plans(-1)
+
+
+_SWITCHING = threading.Lock()
+_inside = 0
+_was_on = False
+
+
+def _switch_plans(more: int) -> None:
+    global _inside, _was_on  # noqa: PLW0603 (torch's own switch is one for the process)
+    backends: Any = torch.backends.cuda
+    others = (backends.flash_sdp_enabled, backends.mem_efficient_sdp_enabled, backends.math_sdp_enabled)
+    with _SWITCHING:
+        if not _inside:
+            _was_on = backends.cudnn_sdp_enabled() and any(is_enabled() for is_enabled in others)
+        _inside += more
+        if _was_on:
+            backends.enable_cudnn_sdp(not _inside)
 
 
 def plans_confuse_layouts(device: torch.device) -> bool:
@@ -95,11 +115,14 @@ def plans_confuse_layouts(device: torch.device) -> bool:
     chance = torch.Generator().manual_seed(0)
     parts = [torch.randn(1, _TRIED, 2, 64, generator=chance).to(device, torch.bfloat16) for _ in range(4)]
     *leaves, grad = [part.transpose(1, 2) for part in parts]
-    query, key, value = (leaf.requires_grad_() for leaf in leaves)
-    out = scaled_dot_product_attention(query, key, value, is_causal=True)
-    found = [torch.autograd.grad(out, leaves, laid, retain_graph=True) for laid in (grad, grad.contiguous())]
-    return any(
-        bool((one.float() - other.float()).norm() > 0.1 * one.float().norm()) for one, other in zip(*found, strict=True)
+    with torch.inference_mode(False), torch.enable_grad():
+        query, key, value = (leaf.clone().requires_grad_() for leaf in leaves)
+        out = scaled_dot_product_attention(query, key, value, is_causal=True)
+        laid = (grad, grad.contiguous())
+        found = [torch.autograd.grad(out, (query, key, value), one, retain_graph=True) for one in laid]
+    return not all(
+        bool((one.float() - other.float()).norm() <= 0.1 * one.float().norm())
+        for one, other in zip(*found, strict=True)
     )
 
 

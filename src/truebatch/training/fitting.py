@@ -206,7 +206,7 @@ def make_batch(data: TrainData, ids: Ints, layout: Layout) -> tuple[MicroBatch, 
     lengths = measure_by_reading(samples, data.fields).lengths
     batch = collate(samples, _rows(ids, lengths, layout), data.fields)
     # As if every cell had a label: other samples may have more of them than these.
-    return replace(batch, filled={}), shape_of_lengths(lengths, layout)
+    return replace(batch, blanks={}), shape_of_lengths(lengths, layout)
 
 
 def _rows(ids: Ints, lengths: Ints, layout: Layout) -> Rows:

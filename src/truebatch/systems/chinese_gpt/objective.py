@@ -26,8 +26,18 @@ class NextToken:
 
         zeros would still move weights by the momentum of an optimiser.
         """
-        learned = batch.filled_cells("labels")
-        if learned is not None and not len(learned):
+        learned = batch.filled_cells("labels", blank=IGNORE)
+        if self._is_empty(batch, learned):
             return {TERM: torch.zeros((), device=batch["labels"].device)}
         given = (batch["input_ids"], batch.positions, batch.segments)
         return {TERM: model(*given, labels=batch["labels"], learned=learned)}
+
+    def _is_empty(self, batch: MicroBatch, learned: Tensor | None) -> bool:
+        """From what the host knows: a card is not waited for."""
+        if learned is not None:
+            return not len(learned)
+        has_label = batch["labels"] != IGNORE
+        is_here = has_label.device.type == "cpu" and type(has_label) is Tensor  # shapes alone have no values
+        if TERM in batch.counts or not is_here:
+            return batch.counts.get(TERM) == 0
+        return not bool(has_label.any())

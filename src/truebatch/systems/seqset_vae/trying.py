@@ -16,6 +16,7 @@ from truebatch.systems.seqset_vae.loading import Prepared, prepare
 from truebatch.systems.seqset_vae.model import SeqSetVAE
 from truebatch.systems.seqset_vae.objective import SeqSetObjective, look_at
 from truebatch.tensors.noise import noise_for
+from truebatch.tensors.scores import kernels_without_plans
 from truebatch.training.memory import added_bytes
 
 TOLERANCE = 1e-5
@@ -73,7 +74,7 @@ def _try_batch(ready: Prepared, model: SeqSetVAE, objective: SeqSetObjective, si
     batch = micro_batch(samples, width=width).to(device)
 
     def work() -> None:
-        with noise_for(batch, seed=0):
+        with noise_for(batch, seed=0), kernels_without_plans(device):
             loss = divide_once(objective.sums(model.train(), batch), objective.counts(batch))
             loss.backward()  # type: ignore[no-untyped-call]
         model.zero_grad(set_to_none=True)
