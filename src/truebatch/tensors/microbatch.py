@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -181,7 +182,7 @@ class MicroBatch:
         if values.device.type == "cpu":
             is_filled = values.reshape(-1) != own
             has_values = type(is_filled) is Tensor  # shapes alone, for an estimate of memory, have none
-            return torch.nonzero(is_filled).flatten() if has_values else None
+            return torch.from_numpy(np.flatnonzero(is_filled.numpy())) if has_values else None
         found = self.filled.get(name)
         if found is None or found.values is not values or found.version != values._version:
             return None
