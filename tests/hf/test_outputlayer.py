@@ -14,7 +14,13 @@ from truebatch.hf.tiny import tiny_model
 LENGTHS = [5, 19, 9, 24, 3]
 IN_CHUNKS = ["llama", "gpt2", "gemma2", "qwen2", "phi3", "opt", "cohere", "granite", "gemma3_text", "gpt_neox", "phi"]
 MASKED = ["bert", "roberta", "modernbert"]
-CASES = [*((name, "causal_lm") for name in IN_CHUNKS), *((name, "masked_lm") for name in MASKED)]
+WITH_IMAGES = ["qwen2_vl", "llava", "gemma3", "paligemma", "idefics3", "qwen3_vl"]
+CASES = [
+    *((name, "causal_lm") for name in IN_CHUNKS), *((name, "masked_lm") for name in MASKED),
+    *((name, "vision_language") for name in WITH_IMAGES),
+]  # fmt: skip
+NOT_PACKED = ("opt", "paligemma", "gemma3", "idefics3")
+"""Count positions by themselves, or look both ways inside an image."""
 
 
 def loss_and_gradient(model, objective, batch):
@@ -42,10 +48,10 @@ def test_the_loss_in_chunks_is_the_loss_of_all_logits(case):
     model = loud(*case)
     head, samples = head_of(model), make_samples(model, LENGTHS)
     for batch in (padded(head, samples, range(5)), packed(head, samples, range(5), extra=4)):
-        if case[0] == "opt" and batch.segments.layout == "packed":
-            continue  # it counts positions by itself
-        assert output_layer_of(model, batch["input_ids"]) is not None
+        if case[0] in NOT_PACKED and batch.segments.layout == "packed":
+            continue
         results = [loss_and_gradient(model, HeadObjective(head=head, in_chunks=x), batch) for x in (True, False)]
+        assert output_layer_of(model, batch["input_ids"]) is not None
         (found, grads), (wanted, wanted_grads) = results
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
         assert grads.keys() == wanted_grads.keys()
@@ -70,6 +76,24 @@ def test_a_model_that_does_more_to_its_logits_keeps_them_whole(monkeypatch):
     assert output_layer_of(model, batch["input_ids"]) is None
     found, wanted = (HeadObjective(head=head, in_chunks=x).sums(model, batch)["nll"] for x in (True, False))
     assert torch.equal(found, wanted)
+
+
+def test_a_model_that_cannot_do_with_words_alone_keeps_its_logits_whole(monkeypatch):
+    model = tiny_model("llava", "vision_language")
+    head, samples = head_of(model), make_samples(model, LENGTHS)
+    batch = padded(head, samples, range(5))
+    plain = type(model).forward
+
+    def forward(self, **given):
+        if given.get("pixel_values") is None:
+            raise ValueError("no image")
+        return plain(self, **given)
+
+    forward.__signature__ = __import__("inspect").signature(plain)
+    monkeypatch.setattr(type(model), "forward", forward)
+    found, wanted = (HeadObjective(head=head, in_chunks=x).sums(model, batch)["nll"] for x in (True, False))
+    assert torch.equal(found, wanted)
+    assert output_layer_of(model, batch["input_ids"]) is None
 
 
 @pytest.mark.parametrize("change", ["subclass", "hook", "own forward"])

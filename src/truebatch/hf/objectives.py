@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from truebatch.hf.heads import Head, packed_attention_on
+from truebatch.hf.images import image_token_id
 from truebatch.hf.inputs import Route
 from truebatch.hf.losses import IGNORE, token_nll_in_chunks
 from truebatch.hf.outputlayer import OutputLayer, hidden_states_of, output_layer_of
 from truebatch.tensors.compiling import as_written, has_compiled_layers
 from truebatch.tensors.microbatch import MicroBatch
 
-_WITH_VOCABULARY = ("causal_lm", "masked_lm")
+_WITH_VOCABULARY = ("causal_lm", "masked_lm", "vision_language")
 """Heads whose logits are wide enough to be worth cutting."""
 _tried: WeakSet[nn.Module] = WeakSet()
 
@@ -91,7 +92,8 @@ class HeadObjective:
     def _output_layer(self, model: nn.Module, batch: MicroBatch) -> OutputLayer | None:
         if not self.in_chunks or self.head.kind.name not in _WITH_VOCABULARY:
             return None
-        return output_layer_of(model, batch["input_ids"])
+        image = None if self.head.images is None else image_token_id(model)
+        return output_layer_of(model, batch["input_ids"], image=image)
 
     def _sum_in_chunks(self, model: nn.Module, layer: OutputLayer, batch: MicroBatch) -> Tensor:
         with hidden_states_of(layer) as seen:

@@ -5,6 +5,7 @@ model -> find_output_layer -> probed once against the model's own logits -> hidd
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch.nn import functional
 from truebatch.tensors.chunkedloss import LogitRule
 from truebatch.tensors.compiling import as_written
 
+_LOG = logging.getLogger(__name__)
 PROBED_CELLS = 8
 _EXACT, _HALF = 1e-5, 3e-2
 """How far the probe may be from the model's logits, as a share of the largest, by precision."""
@@ -43,16 +45,20 @@ class OutputLayer:
 _known: WeakKeyDictionary[nn.Module, OutputLayer | None] = WeakKeyDictionary()
 
 
-def output_layer_of(model: nn.Module, input_ids: Tensor) -> OutputLayer | None:
+def output_layer_of(model: nn.Module, input_ids: Tensor, *, image: int | None = None) -> OutputLayer | None:
     """The output layer, if the model's logits are exactly what `OutputLayer` says; else None, and logits stay whole.
 
-    The first call for a model runs it on a few cells of `input_ids` and compares; the answer is remembered.
+    The first call for a model runs it on a few cells of `input_ids` and compares; the answer is remembered. A token that
+    stands for an `image` is replaced by a word, since there is none; a model that cannot do without keeps its logits whole.
     """
     if model not in _known:
         layer = find_output_layer(model)
         if layer is not None and isinstance(layer.linear.weight, FakeTensor):
             return layer  # shapes without values, for an estimate of memory: there is nothing to compare
-        _known[model] = layer if layer is not None and _is_all(model, layer, input_ids) else None
+        cells = input_ids[:1, :PROBED_CELLS]
+        if image is not None:
+            cells = cells.masked_fill(cells == image, 1 if image == 0 else 0)
+        _known[model] = layer if layer is not None and _is_all(model, layer, cells) else None
     return _known[model]
 
 
@@ -80,14 +86,16 @@ def logit_rule_of(model: Any) -> LogitRule:
     return LogitRule(scale=scale, softcap=None if cap is None else float(cap))
 
 
-def _is_all(model: nn.Module, layer: OutputLayer, input_ids: Tensor) -> bool:
+def _is_all(model: nn.Module, layer: OutputLayer, cells: Tensor) -> bool:
     """Whether the rule turns what goes into the layer into the logits that come out of the model."""
-    cells = input_ids[:1, :PROBED_CELLS]
     with _evaluating(model), torch.no_grad(), as_written():  # not compiled once more for these few cells
         seen: list[tuple[Tensor, Tensor]] = []
         hook = layer.linear.register_forward_hook(lambda _, given, out: seen.append((given[0], out)))
         try:
             logits = model(input_ids=cells).logits
+        except (TypeError, ValueError) as error:
+            _LOG.debug("%s wants more than words: its logits stay whole (%s)", type(model).__name__, error)
+            return False
         finally:
             hook.remove()
         if len(seen) != 1 or seen[0][0].shape[:2] != cells.shape or logits.shape != seen[0][1].shape:
