@@ -14,13 +14,14 @@ from truebatch.hf.tiny import tiny_model
 LENGTHS = [5, 19, 9, 24, 3]
 IN_CHUNKS = ["llama", "gpt2", "gemma2", "qwen2", "phi3", "opt", "cohere", "granite", "gemma3_text", "gpt_neox", "phi"]
 MASKED = ["bert", "roberta", "modernbert"]
+BOTH_SIDES = ["t5", "bart", "mt5", "marian", "pegasus", "m2m_100"]
 WITH_IMAGES = ["qwen2_vl", "llava", "gemma3", "paligemma", "idefics3", "qwen3_vl"]
 CASES = [
     *((name, "causal_lm") for name in IN_CHUNKS), *((name, "masked_lm") for name in MASKED),
-    *((name, "vision_language") for name in WITH_IMAGES),
+    *((name, "vision_language") for name in WITH_IMAGES), *((name, "seq2seq") for name in BOTH_SIDES),
 ]  # fmt: skip
-NOT_PACKED = ("opt", "paligemma", "gemma3", "idefics3")
-"""Count positions by themselves, or look both ways inside an image."""
+NOT_PACKED = ("opt", "paligemma", "gemma3", "idefics3", *BOTH_SIDES)
+"""Count positions by themselves, look both ways inside an image, or would need two tables."""
 
 
 def loss_and_gradient(model, objective, batch):
@@ -51,7 +52,8 @@ def test_the_loss_in_chunks_is_the_loss_of_all_logits(case):
         if case[0] in NOT_PACKED and batch.segments.layout == "packed":
             continue
         results = [loss_and_gradient(model, HeadObjective(head=head, in_chunks=x), batch) for x in (True, False)]
-        assert output_layer_of(model, batch["input_ids"]) is not None
+        targets = batch.fields.get("decoder_input_ids")
+        assert output_layer_of(model, batch["input_ids"], targets=targets) is not None
         (found, grads), (wanted, wanted_grads) = results
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
         assert grads.keys() == wanted_grads.keys()

@@ -48,7 +48,7 @@ KINDS: tuple[HeadKind, ...] = (
         fields=(
             _IDS,
             Field(name="decoder_input_ids", axis=TARGETS, dtype="int64"),
-            Field(name="labels", axis=TARGETS, dtype="int64", pad=IGNORE),
+            Field(name="labels", axis=TARGETS, dtype="int64", pad=IGNORE, blank=IGNORE),
         ),
         needs=frozenset({"input_ids", "decoder_input_ids"}),
         axis=TARGETS,

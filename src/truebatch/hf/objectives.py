@@ -18,7 +18,7 @@ from truebatch.hf.outputlayer import OutputLayer, hidden_states_of, output_layer
 from truebatch.tensors.compiling import as_written, has_compiled_layers
 from truebatch.tensors.microbatch import MicroBatch
 
-_WITH_VOCABULARY = ("causal_lm", "masked_lm", "vision_language")
+_WITH_VOCABULARY = ("causal_lm", "masked_lm", "vision_language", "seq2seq")
 """Heads whose logits are wide enough to be worth cutting."""
 _tried: WeakSet[nn.Module] = WeakSet()
 
@@ -93,7 +93,7 @@ class HeadObjective:
         if not self.in_chunks or self.head.kind.name not in _WITH_VOCABULARY:
             return None
         image = None if self.head.images is None else image_token_id(model)
-        return output_layer_of(model, batch["input_ids"], image=image)
+        return output_layer_of(model, batch["input_ids"], image=image, targets=batch.fields.get("decoder_input_ids"))
 
     def _sum_in_chunks(self, model: nn.Module, layer: OutputLayer, batch: MicroBatch) -> Tensor:
         with hidden_states_of(layer) as seen:

@@ -45,20 +45,24 @@ class OutputLayer:
 _known: WeakKeyDictionary[nn.Module, OutputLayer | None] = WeakKeyDictionary()
 
 
-def output_layer_of(model: nn.Module, input_ids: Tensor, *, image: int | None = None) -> OutputLayer | None:
+def output_layer_of(
+    model: nn.Module, input_ids: Tensor, *, image: int | None = None, targets: Tensor | None = None
+) -> OutputLayer | None:
     """The output layer, if the model's logits are exactly what `OutputLayer` says; else None, and logits stay whole.
 
     The first call for a model runs it on a few cells of `input_ids` and compares; the answer is remembered. A token that
     stands for an `image` is replaced by a word, since there is none; a model that cannot do without keeps its logits whole.
+    `targets`: what the decoder of an encoder-decoder is given.
     """
     if model not in _known:
         layer = find_output_layer(model)
         if layer is not None and isinstance(layer.linear.weight, FakeTensor):
             return layer  # shapes without values, for an estimate of memory: there is nothing to compare
-        cells = input_ids[:1, :PROBED_CELLS]
+        given = {"input_ids": input_ids} if targets is None else {"input_ids": input_ids, "decoder_input_ids": targets}
+        given = {name: ids[:1, :PROBED_CELLS] for name, ids in given.items()}
         if image is not None:
-            cells = cells.masked_fill(cells == image, 1 if image == 0 else 0)
-        _known[model] = layer if layer is not None and _is_all(model, layer, cells) else None
+            given = {name: ids.masked_fill(ids == image, 1 if image == 0 else 0) for name, ids in given.items()}
+        _known[model] = layer if layer is not None and _is_all(model, layer, given) else None
     return _known[model]
 
 
@@ -86,18 +90,19 @@ def logit_rule_of(model: Any) -> LogitRule:
     return LogitRule(scale=scale, softcap=None if cap is None else float(cap))
 
 
-def _is_all(model: nn.Module, layer: OutputLayer, cells: Tensor) -> bool:
+def _is_all(model: nn.Module, layer: OutputLayer, given: dict[str, Tensor]) -> bool:
     """Whether the rule turns what goes into the layer into the logits that come out of the model."""
     with _evaluating(model), torch.no_grad(), as_written():  # not compiled once more for these few cells
         seen: list[tuple[Tensor, Tensor]] = []
-        hook = layer.linear.register_forward_hook(lambda _, given, out: seen.append((given[0], out)))
+        hook = layer.linear.register_forward_hook(lambda _, taken, out: seen.append((taken[0], out)))
         try:
-            logits = model(input_ids=cells).logits
+            logits = model(**given).logits
         except (TypeError, ValueError) as error:
             _LOG.debug("%s wants more than words: its logits stay whole (%s)", type(model).__name__, error)
             return False
         finally:
             hook.remove()
+        cells = given.get("decoder_input_ids", given["input_ids"])
         if len(seen) != 1 or seen[0][0].shape[:2] != cells.shape or logits.shape != seen[0][1].shape:
             return False
         hidden, own = seen[0]
