@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from tests.hf.cuts import packed, padded
+from truebatch.hf import outputlayer
 from truebatch.hf.heads import head_of
 from truebatch.hf.objectives import HeadObjective
 from truebatch.hf.outputlayer import find_output_layer, output_layer_of
@@ -78,6 +79,26 @@ def test_a_model_that_does_more_to_its_logits_keeps_them_whole(monkeypatch):
     assert output_layer_of(model, batch["input_ids"]) is None
     found, wanted = (HeadObjective(head=head, in_chunks=x).sums(model, batch)["nll"] for x in (True, False))
     assert torch.equal(found, wanted)
+
+
+def test_a_bias_that_is_added_behind_the_layer_gets_its_gradient():
+    """It is zero in a new model, so that the logits alone would not tell."""
+    model = tiny_model("esm", "masked_lm")
+    with torch.no_grad():
+        model.lm_head.bias.zero_()
+    head, samples = head_of(model), make_samples(model, LENGTHS)
+    batch = padded(head, samples, range(5))
+    with torch.inference_mode():  # an evaluation comes first
+        HeadObjective(head=head).sums(model, padded(head, samples, range(5)))
+    (found, grads), (wanted, wanted_grads) = (
+        loss_and_gradient(model, HeadObjective(head=head, in_chunks=x), batch) for x in (True, False)
+    )
+    assert torch.equal(found, wanted)
+    assert "lm_head.bias" in grads
+    assert grads.keys() == wanted_grads.keys()
+    model.lm_head.bias.requires_grad_(False)  # then it is nothing but a zero
+    outputlayer._known.pop(model)
+    assert output_layer_of(model, batch["input_ids"]) is not None
 
 
 def test_a_model_that_cannot_do_with_words_alone_keeps_its_logits_whole(monkeypatch):

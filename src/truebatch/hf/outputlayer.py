@@ -91,23 +91,36 @@ def logit_rule_of(model: Any) -> LogitRule:
 
 
 def _is_all(model: nn.Module, layer: OutputLayer, given: dict[str, Tensor]) -> bool:
-    """Whether the rule turns what goes into the layer into the logits that come out of the model."""
-    with _evaluating(model), torch.no_grad(), as_written():  # not compiled once more for these few cells
-        seen: list[tuple[Tensor, Tensor]] = []
-        hook = layer.linear.register_forward_hook(lambda _, taken, out: seen.append((taken[0], out)))
+    """Whether the rule turns what goes into the layer into the logits that come out of the model, and nothing else that is
+    trained has a part in it: a bias that is added afterwards may be zero, and would never get a gradient."""
+    linear, seen = layer.linear, list[tuple[Tensor, Tensor]]()
+    # As written, not compiled once more for these few cells; with gradients even where an evaluation asks first.
+    with _evaluating(model), torch.inference_mode(False), torch.enable_grad(), as_written():
+        given = {name: ids.clone() for name, ids in given.items()}
+        hooks = [
+            linear.register_forward_pre_hook(lambda _, taken: (taken[0].detach(), *taken[1:])),
+            linear.register_forward_hook(lambda _, taken, out: seen.append((taken[0], out))),
+        ]
         try:
             logits = model(**given).logits
         except (TypeError, ValueError) as error:
             _LOG.debug("%s wants more than words: its logits stay whole (%s)", type(model).__name__, error)
             return False
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
         cells = given.get("decoder_input_ids", given["input_ids"])
         if len(seen) != 1 or seen[0][0].shape[:2] != cells.shape or logits.shape != seen[0][1].shape:
             return False
-        hidden, own = seen[0]
-        wanted = logits.float()
-        limit = (_EXACT if own.dtype in (torch.float32, torch.float64) else _HALF) * wanted.abs().max()
+        others = [p for p in model.parameters() if p.requires_grad and p is not linear.weight and p is not linear.bias]
+        if others and logits.requires_grad:
+            grads = torch.autograd.grad(logits.sum(), others, allow_unused=True)
+            if any(grad is not None for grad in grads):
+                return False
+    hidden, own = seen[0]
+    wanted = logits.detach().float()
+    limit = (_EXACT if own.dtype in (torch.float32, torch.float64) else _HALF) * wanted.abs().max()
+    with torch.no_grad():
         return bool(((layer.logits(hidden) - wanted).abs().max() <= limit).item())
 
 
