@@ -101,6 +101,17 @@ def test_a_bias_that_is_added_behind_the_layer_gets_its_gradient():
     assert output_layer_of(model, batch["input_ids"]) is not None
 
 
+@pytest.mark.parametrize(
+    "case", [("blt", "causal_lm"), ("hrm_text", "causal_lm"), ("funnel", "masked_lm")], ids="-".join
+)
+def test_a_look_at_a_model_asks_for_no_cache_and_never_ends_a_step(case):
+    model = tiny_model(*case)
+    head = head_of(model)
+    batch = padded(head, make_samples(model, LENGTHS), range(5))
+    found, wanted = (HeadObjective(head=head, in_chunks=x).sums(model, batch)["nll"] for x in (True, False))
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
 def test_a_model_that_cannot_do_with_words_alone_keeps_its_logits_whole(monkeypatch):
     model = tiny_model("llava", "vision_language")
     head, samples = head_of(model), make_samples(model, LENGTHS)

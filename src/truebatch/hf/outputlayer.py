@@ -5,6 +5,7 @@ model -> find_output_layer -> probed once against the model's own logits -> hidd
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -102,8 +103,10 @@ def _is_all(model: nn.Module, layer: OutputLayer, given: dict[str, Tensor]) -> b
             linear.register_forward_hook(lambda _, taken, out: seen.append((taken[0], out))),
         ]
         try:
-            logits = model(**given).logits
-        except (TypeError, ValueError) as error:
+            logits = model(**given, **({"use_cache": False} if _takes(model, "use_cache") else {})).logits
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # it wants more than a few words; if it is broken, its own forward pass will say so
             _LOG.debug("%s wants more than words: its logits stay whole (%s)", type(model).__name__, error)
             return False
         finally:
@@ -122,6 +125,10 @@ def _is_all(model: nn.Module, layer: OutputLayer, given: dict[str, Tensor]) -> b
     limit = (_EXACT if own.dtype in (torch.float32, torch.float64) else _HALF) * wanted.abs().max()
     with torch.no_grad():
         return bool(((layer.logits(hidden) - wanted).abs().max() <= limit).item())
+
+
+def _takes(model: nn.Module, name: str) -> bool:
+    return name in inspect.signature(model.forward).parameters
 
 
 @contextmanager
