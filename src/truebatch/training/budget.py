@@ -16,7 +16,7 @@ from truebatch.training.memoryfit import MemoryFit
 
 MOST_SAMPLES = 20_000
 """Plans are tried with so many samples, drawn from all; the longest is always among them."""
-TRIALS, LESS = 4, 0.98
+TRIALS, LESS, HALF = 4, 0.98, 0.5
 FLAT = 0.05
 """Where the cells of the largest probe make a smaller part of its bytes than this, memory may come in stairs, of which one
 was seen: then nothing larger than that probe is promised."""
@@ -51,8 +51,13 @@ def _largest_by_line(fit: MemoryFit, lengths: Ints, *, layout: Layout, limit_byt
             shapes = _shapes(drawn, layout, trial)
             price = min(price, max(_needs(fit, shape) / max(shape[0], trial // 2) for shape in shapes))
         cells = math.floor(left / price)
-    while cells >= longest and max(_needs(fit, shape) for shape in _shapes(drawn, layout, cells)) > left:
-        cells = math.floor(LESS * cells)
+    while cells >= longest:
+        shapes = _shapes(drawn, layout, cells)
+        most_needed = max(_needs(fit, shape) for shape in shapes)
+        if most_needed <= left:
+            break
+        held = max(shape[0] for shape in shapes)  # less than the budget where all samples fit into one micro-batch
+        cells = math.floor(min(cells, held) * max(min(LESS, left / most_needed), HALF))
     return cells
 
 

@@ -181,8 +181,9 @@ def _estimate_all(engine: Engine, data: TrainData, probes: Sequence[Ints], layou
 
 def _probe(engine: Engine, batch: MicroBatch) -> int | None:
     """The bytes a micro-batch adds; None if it does not fit."""
-    # What torch keeps of the probe before may be all of the card, and kernels that are loaded now get nothing of it.
-    free_memory(engine.device)
+    if engine.device.type != "cpu":
+        # What torch keeps of the probe before may be all of the card, and kernels that are loaded now get nothing of it.
+        free_memory(engine.device)
     try:
         return added_bytes(lambda: run_batch(engine, batch), device=engine.device)
     except Exception as error:
