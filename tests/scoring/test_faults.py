@@ -32,7 +32,7 @@ def judge_with(bad, most=10**9):
 @given(st.integers(1, 60), st.sets(st.integers(0, 59), max_size=6), st.integers(1, 64))
 def test_every_sample_has_its_own_outcome_in_order(number, bad, most):
     numbers, trouble = list(range(number)), Trouble()
-    with patch.object(faults, "_free"):  # collecting garbage a thousand times is not what is tested
+    with patch.object(faults, "free_memory"):  # collecting garbage a thousand times is not what is tested
         outcomes = judge_all(judge_with(bad, most), [str(n) for n in numbers], numbers, trouble)
     assert [outcome.key for outcome in outcomes] == [str(n) for n in numbers]
     for n, outcome in zip(numbers, outcomes, strict=True):
@@ -48,7 +48,7 @@ def test_a_sample_that_does_not_fit_alone_is_out_of_memory_and_the_others_are_ju
             raise MemoryError("too large")
         return [Answer(score=1.0) for _ in numbers]
 
-    with patch.object(faults, "_free"):
+    with patch.object(faults, "free_memory"):
         outcomes = judge_all(judge, [str(n) for n in range(10)], list(range(10)), Trouble())
     assert {o.key: o.kind for o in outcomes if o.status == "failed"} == {"7": "out_of_memory"}
 

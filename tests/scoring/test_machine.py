@@ -97,7 +97,7 @@ class RunMachine(RuleBasedStateMachine):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_any_order_of_growing_shuffling_failing_sharing_and_retrying_keeps_every_score(monkeypatch):
-    monkeypatch.setattr(faults, "_free", lambda: None)
+    monkeypatch.setattr(faults, "free_memory", lambda _device, **_said: None)
     checks = [HealthCheck.too_slow, HealthCheck.data_too_large]
     run_state_machine_as_test(
         RunMachine,

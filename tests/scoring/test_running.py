@@ -30,7 +30,7 @@ QUICK = Running(threads=2, ahead=2)
 @pytest.fixture(autouse=True)
 def without_collecting(monkeypatch):
     """Collecting garbage after every fake out of memory is not what is tested here."""
-    monkeypatch.setattr(faults, "_free", lambda: None)
+    monkeypatch.setattr(faults, "free_memory", lambda _device, **_said: None)
 
 
 def samples(number, seed=0):

@@ -123,9 +123,9 @@ def _probe_all(
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            added = -1
+            added, said = -1, str(error)
         if added < 0:  # outside of the except block: a live traceback would hold the tensors
-            free_memory(device)
+            free_memory(device, said=said)
             break
         points.append(Point(*shape_of_lengths(lengths[ids], "padded"), added))
     return points

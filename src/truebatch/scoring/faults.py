@@ -5,7 +5,6 @@ raises -> halves -> ... -> one sample: a record.    out of memory -> halves, and
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from truebatch.errors import ConfigError
 from truebatch.scoring.backend import Answer, SampleError
 from truebatch.scoring.records import Outcome, failed
-from truebatch.training.outofmemory import is_out_of_memory
+from truebatch.training.outofmemory import free_memory, is_out_of_memory
 
 Judge = Callable[[Sequence[Any]], Sequence[Answer | SampleError]]
 
@@ -57,7 +56,7 @@ def judge_all(
     if answers is not None:
         return [_outcome(key, answer) for key, answer in zip(keys, answers, strict=True)]
     if is_memory and not is_known:
-        _free()  # Outside of any except block: a live traceback would hold the tensors.
+        free_memory(torch.device("cuda" if torch.cuda.is_available() else "cpu"), said=error)
         if cells and len(keys) > 1:
             trouble.too_many_cells = min(cells, trouble.too_many_cells or cells)
     if len(keys) == 1:
@@ -121,9 +120,3 @@ def _outcome(key: str, answer: Answer | SampleError) -> Outcome:
             key, stage="model", kind="nonfinite", message=f"the score is {answer.score}", output=answer.output
         )
     return Outcome(key=key, status="ok", score=answer.score, output=answer.output, tokens=answer.tokens)
-
-
-def _free() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, BinaryIO
 
+import torch
+
 from truebatch.errors import TruebatchError
 from truebatch.scoring.ahead import attempt, judge_prepared
 from truebatch.scoring.backend import Backend
@@ -19,7 +21,7 @@ from truebatch.scoring.calling import ScoreCall, open_one
 from truebatch.scoring.checking import check_identity, pack_report
 from truebatch.scoring.inprocess import ModelBackend
 from truebatch.scoring.wire import decode, encode, pack_answer, pack_cost, unpack_asked
-from truebatch.training.outofmemory import is_out_of_memory
+from truebatch.training.outofmemory import free_memory, is_out_of_memory
 
 BEAT_SECONDS = 1.0
 _THREADS = 4
@@ -80,10 +82,12 @@ def _answer(backend: Backend, request: Mapping[str, Any], pool: ThreadPoolExecut
         return {"report": pack_report(report)}
     prepared = list(pool.map(lambda sample: attempt(backend.prepare, sample), samples))
     try:
-        answers = judge_prepared(backend, prepared)
+        return {"answers": [pack_answer(answer) for answer in judge_prepared(backend, prepared)]}
     except Exception as error:  # told to the run, which cuts the batch
-        return {"error": f"{type(error).__name__}: {error}", "memory": is_out_of_memory(error)}
-    return {"answers": [pack_answer(answer) for answer in answers]}
+        said, is_memory = f"{type(error).__name__}: {error}", is_out_of_memory(error)
+    if is_memory:
+        free_memory(torch.device("cuda" if torch.cuda.is_available() else "cpu"), said=said)
+    return {"error": said, "memory": is_memory}
 
 
 if __name__ == "__main__":

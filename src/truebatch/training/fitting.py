@@ -190,7 +190,8 @@ def _probe(engine: Engine, batch: MicroBatch) -> int | None:
         if not is_out_of_memory(error):
             raise
         _LOG.info("a probe of %s cells does not fit: %s: %s", cells_of(batch), type(error).__name__, error)
-    free_memory(engine.device)
+        said = str(error)
+    free_memory(engine.device, said=said)
     return None
 
 

@@ -152,7 +152,7 @@ def run_guarded(
                 guard.note_step(is_clean=number == 1)
             return done[0]
         clear()
-        free_memory(device)
+        free_memory(device, said=done)
         restore_random(before)
         guard.recoveries += 1
         if is_sharded:
@@ -260,7 +260,7 @@ def steady_steps(
         except Exception as error:
             if not is_out_of_memory(error) or failed_at == start:
                 raise
-            failed_at = start
+            failed_at, said = start, str(error)
         finally:
             steps.close()
-        free_memory(device)
+        free_memory(device, said=said)

@@ -6,13 +6,17 @@ error -> itself and what it was raised from -> kind, then text -> yes or no
 from __future__ import annotations
 
 import gc
+import itertools
+import logging
 import re
 from collections.abc import Iterator
 
 import torch
+from torch.nn.functional import gelu
 
 from truebatch.errors import LoaderError
 
+_LOG = logging.getLogger(__name__)
 KINDS = (MemoryError, torch.OutOfMemoryError)
 """What is out of memory by its type: NumPy's own is a MemoryError."""
 
@@ -46,6 +50,7 @@ OTHERS = (
 )
 """Shared memory of a kernel, or of processes: no smaller micro-batch helps, whatever else the text says."""
 
+_NO_KERNEL = re.compile(TEXTS[-1], re.IGNORECASE)
 _NO = re.compile("|".join(OTHERS), re.IGNORECASE)
 _YES = re.compile("|".join(f"(?:{text})" for text in TEXTS), re.IGNORECASE | re.DOTALL)
 _BY_WORKER = re.compile(r"^\w*(MemoryError|OutOfMemoryError)\b")
@@ -60,12 +65,41 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(_is_one(link) for link in _chain(error))
 
 
-def free_memory(device: torch.device) -> None:
-    """Give back what nobody refers to. Call it outside the `except` block: a traceback keeps its tensors alive."""
+def free_memory(device: torch.device, *, said: str = "") -> None:
+    """Give back what nobody refers to. Call it outside the `except` block: a traceback keeps its tensors alive.
+
+    `said`: the text of the error for which memory is freed.
+    """
     gc.collect()
     empty = getattr(getattr(torch, device.type, None), "empty_cache", None)
     if empty is not None and device.type != "cpu":
         empty()
+    if _NO_KERNEL.search(said):
+        _leave_broken_kernels()
+
+
+_new_sizes = itertools.count(3)
+
+
+def _leave_broken_kernels() -> None:
+    """Do without oneDNN once it has run out of memory while it made a kernel: it remembers that (uxlfoundation/oneDNN#5907),
+    and in this thread every kernel for another shape fails from then on, however much memory there is."""
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):  # type: ignore[no-untyped-call]
+        return
+    try:
+        gelu(torch.zeros(next(_new_sizes), dtype=torch.float32, device="cpu"))
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        is_broken = bool(_NO_KERNEL.search(str(error)))
+    else:
+        return
+    if is_broken:
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+        _LOG.warning(
+            "memory ran out while oneDNN made a kernel, after which it makes none in this thread: this process goes on "
+            "with torch's own kernels, some of which are slower"
+        )
 
 
 def _is_one(error: BaseException) -> bool:

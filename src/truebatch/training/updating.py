@@ -29,7 +29,7 @@ def update_steadily(optimiser: torch.optim.Optimizer, update: Callable[[], objec
     if any(tensor._version != version for tensor, version in versions):
         raise _does_not_fit(optimiser, said, "the update was half done, so the model in memory is not usable")
     _put_back(optimiser, before)
-    free_memory(device)
+    free_memory(device, said=said)
     said = _try(update)
     if said:
         raise _does_not_fit(optimiser, said, "tried twice, the second time with memory freed")
