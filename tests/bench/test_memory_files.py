@@ -28,7 +28,8 @@ def fit(monkeypatch):
 def row_of(fit, case, **changes):
     facts = {
         "shape": case.shape, "card_gib": 13.0, "cells": 100, "fullest": 99, "uncertainty": 0.01, "probes": 3,
-        "probe_seconds": 1.0, "steps": case.steps, "steps_wanted": case.steps, "seconds": 60.0, "out_of_memory": 0, "allocation_retries": 0,
+        "probe_seconds": 1.0, "steps": case.steps, "steps_wanted": case.steps, "seconds": 60.0, "out_of_memory": 0,
+        "allocation_retries": 0,
         "predicted_bytes": 101, "peak_bytes": 100, "reserved_bytes": 110, "share_of_limit": 0.9, "share_reserved": 0.95,
         "error": 0.01, "tokens_per_second": 1.0, "fit": {},
     }  # fmt: skip
