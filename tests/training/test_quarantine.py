@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from tests.tiny import TEXT_FIELDS, NextToken, TextModel, packed, padded, text_samples
 from tests.training.test_guard import Limited, _small_heap, engine_of, gradient  # noqa: F401
 from tests.training.test_step import CASES, relative
-from truebatch.errors import ConfigError
+from truebatch.errors import ConfigError, MemoryLimitError
 from truebatch.tensors.splitting import cells_of, leave_out
 from truebatch.training.guard import Guard, SampleTooLarge
 from truebatch.training.loop import train
@@ -79,10 +80,10 @@ def config(**more):
     return TrainConfig(**{"epochs": 2, "samples_per_step": 4, "cells": 64, "save_every": 3, **more})
 
 
-def trained(objective, settings, **more):
+def trained(objective, settings, *, momentum=0.9, **more):
     torch.manual_seed(0)
     model = TextModel()
-    groups = [Group(optimiser=torch.optim.SGD(model.parameters(), 0.3, momentum=0.9))]
+    groups = [Group(optimiser=torch.optim.SGD(model.parameters(), 0.3, momentum=momentum))]
     data = TrainData(samples=text_samples(LENGTHS), fields=TEXT_FIELDS)
     train(model, objective, data, settings, groups=groups, **more)
     return torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -123,3 +124,23 @@ def test_an_unknown_policy_and_sharded_parameters_are_refused():
         config(oom="ignore")
     with pytest.raises(ConfigError, match="sharded"):
         open_guard(Guard(fields=TEXT_FIELDS, when_too_large="quarantine"), None, is_sharded=True)
+
+
+def test_where_no_sample_of_a_step_fits_none_is_blamed(tmp_path):
+    lines = []
+    with pytest.raises(MemoryLimitError, match="not one sample of a step fits") as raised:
+        trained(Limited(NextToken(), 1), config(oom="quarantine"), out=tmp_path / "run", say=lines.append)
+    assert "4 samples; sample" in raised.value.seen
+    assert not (tmp_path / "run" / QUARANTINE).exists()
+    assert not any("left out" in line for line in lines)
+    expected = trained(NextToken(), config())
+    assert relative(trained(NextToken(), config(oom="quarantine"), out=tmp_path / "run"), expected) <= 1e-6
+
+
+def test_a_sample_that_is_a_whole_step_may_be_too_large(tmp_path):
+    settings = config(samples_per_step=1, epochs=1)
+    expected = trained(Without(NextToken(), TEXT_FIELDS, [1]), settings, momentum=0)
+    settings = replace(settings, oom="quarantine")
+    got = trained(Limited(NextToken(), 30), settings, momentum=0, out=tmp_path / "run")
+    assert relative(got, expected) <= 1e-6
+    assert [json.loads(line)["id"] for line in (tmp_path / "run" / QUARANTINE).read_text().splitlines()] == [1]

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from truebatch.errors import ConfigError
+from truebatch.errors import ConfigError, MemoryLimitError
 from truebatch.objective import add_counts
 from truebatch.tensors.microbatch import MicroBatch
 from truebatch.tensors.splitting import leave_out, take_samples
@@ -40,16 +40,40 @@ def run_without_quarantined(
 ) -> tuple[T, dict[str, int]]:
     """What `run` gives for the samples that fit, and the counts it was divided by, the same on every rank.
 
-    Runs again from nothing whenever some rank found another sample that does not fit: the counts have changed.
+    Runs again from nothing whenever some rank found another sample that does not fit: the counts have changed. Samples are
+    left out only together with a step that has others: where none fits, samples are not the reason.
     """
+    found: list[tuple[int, str]] = []
     while True:
         kept, without = _leave_out(guard, batches, counts, count, device)
-        result, found = _try(run, kept, without)
-        new = all_say([] if found is None else [found]) if _any_rank(found is not None, device) else []
+        if found and not _are_any(kept, device):
+            _blame_none(guard, found)
+        result, mine = _try(run, kept, without)
+        new = all_say([] if mine is None else [mine]) if _any_rank(mine is not None, device) else []
         if not new:
             assert result is not None
+            _note(guard, found)
             return result[0], without
-        _note(guard, new)
+        found += new
+        guard.quarantined |= dict(new)
+
+
+def _are_any(kept: Sequence[MicroBatch], device: torch.device) -> bool:
+    return _any_rank(any(batch.num_samples for batch in kept), device)
+
+
+def _blame_none(guard: Guard, found: Sequence[tuple[int, str]]) -> None:
+    """Every sample of the step was found not to fit. One may be too large; several at once are not a matter of theirs."""
+    if len(found) == 1:
+        return
+    for sample_id, _ in found:
+        del guard.quarantined[sample_id]
+    raise MemoryLimitError(
+        "not one sample of a step fits into memory, even alone",
+        seen=f"{len(found)} samples; {found[0][1]}",
+        do="see what else takes memory on this device, use a smaller model or lower precision, or set gradient_checkpointing, "
+        "and start again; no sample was left out for it",
+    )
 
 
 def _leave_out(
@@ -88,11 +112,10 @@ def _any_rank(mine: bool, device: torch.device) -> bool:
 
 
 def _note(guard: Guard, found: Sequence[tuple[int, str]]) -> None:
-    """Remember on every rank; rank 0, which owns the run's folder, writes it down for the next start."""
+    """Say it on every rank; rank 0, which owns the run's folder, writes it down for the next start."""
     for sample_id, reason in found:
-        guard.quarantined[sample_id] = reason
         guard.say(f"sample {sample_id} is left out from here on: {reason}")
-    if guard.folder is None or rank() != 0:
+    if not found or guard.folder is None or rank() != 0:
         return
     with (guard.folder / QUARANTINE).open("a", encoding="ascii") as file:
         for sample_id, reason in found:
