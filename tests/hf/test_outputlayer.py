@@ -130,6 +130,25 @@ def test_a_model_that_cannot_do_with_words_alone_keeps_its_logits_whole(monkeypa
     assert output_layer_of(model, batch["input_ids"]) is None
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        MemoryError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_memory_that_runs_out_during_a_look_says_nothing_of_the_model(error, monkeypatch):
+    model = tiny_model("llama", "causal_lm")
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with monkeypatch.context() as patched:
+        patched.setattr(model.model, "forward", lambda **_: (_ for _ in ()).throw(error))
+        with pytest.raises(type(error)):
+            output_layer_of(model, ids)
+    assert output_layer_of(model, ids) is not None
+
+
 @pytest.mark.parametrize("change", ["subclass", "hook", "own forward"])
 def test_an_output_layer_that_is_not_a_plain_linear_one_is_left_alone(change):
     class Adapted(nn.Linear):

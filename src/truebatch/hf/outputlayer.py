@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from truebatch.tensors.chunkedloss import LogitRule
 from truebatch.tensors.compiling import as_written
+from truebatch.training.outofmemory import is_out_of_memory
 
 _LOG = logging.getLogger(__name__)
 PROBED_CELLS = 8
@@ -104,9 +105,9 @@ def _is_all(model: nn.Module, layer: OutputLayer, given: dict[str, Tensor]) -> b
         ]
         try:
             logits = model(**given, **({"use_cache": False} if _takes(model, "use_cache") else {})).logits
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # it wants more than a few words; if it is broken, its own forward pass will say so
+            if is_out_of_memory(error):  # says nothing of the model
+                raise
             _LOG.debug("%s wants more than words: its logits stay whole (%s)", type(model).__name__, error)
             return False
         finally:
