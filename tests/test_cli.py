@@ -192,6 +192,12 @@ def test_overflowing_lengths_are_named_and_not_a_limit_nobody_gave(folder, capsy
         (LawError("not equal", seen="1.0", do="look"), 1, "not equal"),
         (OSError(28, "No space left on device"), 2, "No space left"),
         (MemoryError(), 2, "memory"),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
+            2,
+            "out of memory",
+        ),
+        (RuntimeError("unable to mmap 9 bytes from file <x>: Cannot allocate memory (12)"), 2, "out of memory"),
     ],
 )
 def test_every_end_has_its_exit_code(monkeypatch, capsys, error, code, word):

@@ -7,6 +7,7 @@ Exit codes: 0 done; 1 a check failed; 2 usage or configuration; 3 some samples f
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import shlex
 import sys
@@ -178,9 +179,11 @@ def _report(error: BaseException, arguments: list[str], *, debug: bool) -> int:
             _MENDING.get(error.errno or 0, "check the path, free space and permissions"),
         )
         return USAGE
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or _is_out_of_memory(error):
         say_error(
-            "the machine ran out of memory", str(error) or "MemoryError", "use less data at once, or a larger machine"
+            "the machine ran out of memory",
+            str(error)[:300] or "MemoryError",
+            "use less data at once, or a larger machine",
         )
         return USAGE
     say_error(
@@ -189,6 +192,16 @@ def _report(error: BaseException, arguments: list[str], *, debug: bool) -> int:
         "run it again with --debug and send what it prints, with `truebatch env`, to the project's issue tracker",
     )
     return OUR_FAULT
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """As the system or torch says it; the latter is asked only where it was loaded, which takes a second."""
+    if isinstance(error, RuntimeError) and "cannot allocate memory" in str(error).lower():
+        return True
+    if "torch" not in sys.modules:
+        return False
+    found: bool = importlib.import_module("truebatch.training.outofmemory").is_out_of_memory(error)
+    return found
 
 
 def _report_usage(error: Any, arguments: list[str]) -> int:

@@ -50,8 +50,11 @@ def open_file(path: Path) -> BufferedReader:
 def read_text(path: Path, *, max_bytes: int) -> str:
     """The whole text of a UTF-8 file of at most `max_bytes` bytes, a byte order mark removed."""
     with open_file(path) as file:
-        is_larger = path.stat().st_size > max_bytes
-        data = b"" if is_larger else file.read(max_bytes + 1)
+        size = path.stat().st_size
+        is_larger = size > max_bytes
+        data = b"" if is_larger else file.read(size + 1)  # as much memory as asked for is taken before anything is read
+        if len(data) > size:  # it grows, or says nothing of its size
+            data += file.read(max_bytes + 1 - len(data))
     if is_larger or len(data) > max_bytes:
         raise DataError(
             f"{path} is too large for this kind of file",

@@ -17,6 +17,7 @@ from truebatch.errors import TruebatchError
 from truebatch.reports.findings import keep_picture
 from truebatch.systems.vl_reward.benchmark import Pair
 from truebatch.systems.vl_reward.stages import picture_name
+from truebatch.textfiles import read_text
 
 ROOT = Path(__file__).parents[2]
 MEBIBYTE = 2**20
@@ -61,6 +62,14 @@ def test_what_claims_to_be_large_is_refused_inside_half_a_gibibyte(tmp_path):
         for name in ("laughs.yaml", "cell.parquet", "line.jsonl", "huge.npy", "array.json")
         if name not in done.stderr
     ], done.stderr
+
+
+def test_a_small_file_takes_little_memory_however_large_it_might_be(tmp_path):
+    text = put(tmp_path, "small.json", b'{"a": 1}')
+    assert read_text(text, max_bytes=2**62) == '{"a": 1}'
+    assert read_text(Path("/proc/self/stat"), max_bytes=2**20).startswith(f"{os.getpid()} ")  # says that it is empty
+    with pytest.raises(TruebatchError, match="too large"):
+        read_text(text, max_bytes=7)
 
 
 def test_pictures_and_tensors_that_claim_to_be_large_are_refused_before_memory_is_taken(tmp_path):

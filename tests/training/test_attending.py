@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.tiny import TEXT_FIELDS, NextToken, TextModel, text_samples
+from truebatch.errors import MemoryLimitError
 from truebatch.training.attending import Wish, join_wishes
 from truebatch.training.keeping import kept_step, list_checkpoints
 from truebatch.training.loop import train
@@ -99,3 +100,16 @@ def test_a_kept_checkpoint_outlives_all_later_ones(tmp_path):
 )
 def test_wishes_are_joined(wishes, joined):
     assert join_wishes(wishes) == joined
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA error: out of memory")], ids=["host", "card"])
+def test_memory_that_runs_out_beside_a_step_is_said_and_no_fault_of_ours(error, tmp_path):
+    class Greedy(Counter):
+        def after_step(self, step):
+            raise error
+
+    with pytest.raises(MemoryLimitError, match="beside the steps"):
+        run(Greedy(), tmp_path / "run", max_steps=3)
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("failed", 2)
+    assert run(Counter(), tmp_path / "run", max_steps=3).step == 3

@@ -1,4 +1,4 @@
-"""oneDNN that ran out of memory once makes no kernels any more: training goes on without it."""
+"""Memory on a CPU: what was freed is given back, and oneDNN, which makes no kernels any more once it ran out, is left."""
 
 from __future__ import annotations
 
@@ -87,3 +87,23 @@ def test_a_step_with_room_ends_well_although_the_kernels_are_broken():
     if not found["broken"]:
         pytest.skip("this oneDNN forgets that it ran out of memory")
     assert found == {"broken": True, "tries": 2, "left_out": [], "finite": True}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the C library of Linux")
+def test_memory_freed_on_a_cpu_is_given_back_to_the_system():
+    found = run("""
+    import json, resource, torch
+    from truebatch.training.outofmemory import free_memory
+    def used(): return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+    free_memory(torch.device("cpu"))
+    before = used()
+    large = torch.ones(7 * 2**20)
+    del large  # from here on the C library keeps blocks of up to this size
+    blocks = [torch.ones(2**18) for _ in range(300)]
+    last, full = blocks.pop(), used()
+    blocks.clear()
+    free_memory(torch.device("cpu"))
+    print(json.dumps({"taken": full - before, "kept": used() - before}))
+    """)
+    assert found["taken"] > 250 * 2**20
+    assert found["kept"] < 50 * 2**20

@@ -31,7 +31,7 @@ def test_a_training_that_ends_otherwise_or_stops_is_told(monkeypatch):
     assert "away" in run_memory_trial(trial, quiet * 1.001).problem
     # A training without a guard for its memory does not survive; the drill says so.
     monkeypatch.setattr(guard, "is_out_of_memory", lambda error: False)
-    assert "MemoryError" in run_memory_trial(trial, quiet).problem
+    assert "MemoryLimitError" in run_memory_trial(trial, quiet).problem
 
 
 def test_the_command_lets_memory_run_out_too(tmp_path, capsys, monkeypatch):

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from truebatch.errors import CheckpointError
+from truebatch.training import tensorfiles
 from truebatch.training.durable import to_json
 from truebatch.training.nested import pack, unpack
 from truebatch.training.tensorfiles import nonfinite_names, read_tensors, write_tensors
@@ -177,3 +178,29 @@ def test_nan_and_infinity_are_found_in_every_float(dtype):
     bad = torch.full((3,), math.nan).to(dtype)
     many = {"fine": torch.ones(3).to(dtype), "bad": bad, "whole": torch.ones(3, dtype=torch.int64)}
     assert nonfinite_names(many) == ["bad"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Cannot allocate memory (os error 12)"),
+        RuntimeError("unable to mmap 24132248 bytes from file <model.safetensors>: Cannot allocate memory (12)"),
+    ],
+    ids=["safetensors", "torch"],
+)
+def test_a_file_that_cannot_be_mapped_is_read(error, tmp_path, monkeypatch):
+    tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor([True, False])}
+    write_tensors(tmp_path / "t.safetensors", tensors)
+    monkeypatch.setattr(tensorfiles, "load_file", lambda _path: (_ for _ in ()).throw(error))
+    found = read_tensors(tmp_path / "t.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+def test_any_other_failure_to_read_a_file_is_raised(tmp_path, monkeypatch):
+    write_tensors(tmp_path / "t.safetensors", {"a": torch.zeros(2)})
+    monkeypatch.setattr(
+        tensorfiles, "load_file", lambda _path: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
+    )
+    with pytest.raises(PermissionError):
+        read_tensors(tmp_path / "t.safetensors")

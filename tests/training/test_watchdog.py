@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -73,3 +75,17 @@ def test_a_moving_process_is_left_alone():
 def test_a_watchdog_without_time_is_refused(seconds):
     with pytest.raises(RunError, match="timeout_seconds"), watch_progress(seconds):
         pass
+
+
+def test_a_run_goes_on_where_no_thread_can_watch_it(monkeypatch, caplog):
+    def refuse(*_args, **_more):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", refuse)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with watch_progress(30.0) as dog:
+        monkeypatch.setattr(dog, "_armed_at", 0.0)
+        dog.beat("working")
+    assert [record.message for record in caplog.records] == [
+        "no thread can be started to notice a run that is stuck (can't start new thread); the run goes on"
+    ]

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from truebatch.errors import ConfigError, RestartError, exit_code_of
+from truebatch.errors import ConfigError, MemoryLimitError, RestartError, exit_code_of
 from truebatch.objective import Objective
 from truebatch.planning.measured import Measured
 from truebatch.planning.plan import Plan, build_plan
@@ -42,6 +42,7 @@ from truebatch.training.metrics import MetricsLog, open_metrics
 from truebatch.training.nonfinite import handle_nonfinite, is_bad
 from truebatch.training.opening import check_data, opened_run
 from truebatch.training.optimising import Group, check_terms, make_groups
+from truebatch.training.outofmemory import is_out_of_memory
 from truebatch.training.place import find_place, move_model
 from truebatch.training.progress import Progress
 from truebatch.training.quarantine import open_guard, quarantine_record
@@ -170,7 +171,14 @@ def _run(job: Job, plan_config: PlanConfig) -> TrainResult:
 
 
 def _named(error: BaseException) -> BaseException:
-    """What a library says when another process of the run is gone, in words; any other error as it is."""
+    """What a library says when another process of the run is gone, or memory at a place that no smaller step would help, in
+    words; any other error as it is."""
+    if isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error):
+        return MemoryLimitError(
+            "memory ran out beside the steps, where a smaller cut does not help",
+            seen=(str(error) or type(error).__name__).strip().splitlines()[0][:200],
+            do="see what else takes memory on this device; the same command goes on from the last checkpoint",
+        )
     if not has_lost_a_rank(error):
         return error
     return RestartError(

@@ -21,6 +21,7 @@ from truebatch.training.job import TrainResult
 from truebatch.training.keeping import best_step, list_checkpoints
 from truebatch.training.loop import train
 from truebatch.training.opening import opened_run
+from truebatch.training.outofmemory import free_memory
 from truebatch.training.place import find_place
 from truebatch.training.reducing import num_ranks, rank
 from truebatch.training.runs import Run
@@ -99,6 +100,8 @@ def train_system(system: System, config: Any, start: Start) -> TrainResult:
             attendants=system.attend(config, model, objective, run.folder) if system.attend is not None else (),
         )
         if not result.is_interrupted and rank() == 0:
+            model.zero_grad(set_to_none=True)
+            free_memory(device)  # an export holds the weights twice
             _export(system, config, model, run, step=result.step)
         if num_ranks() > 1:
             dist.barrier()
@@ -131,7 +134,7 @@ def _export(system: System, config: Any, model: nn.Module, run: Run, *, step: in
     if system.save is None or (target.exists() and mark.exists() and read_json(mark, max_bytes=1 << 16) == about):
         return
     for saved in list_checkpoints(run.checkpoints):
-        if saved.step == best and saved.is_good:
+        if saved.step == best != step and saved.is_good:  # those of the last step are in the model
             model.load_state_dict(load_checkpoint(saved.path).parts["model"], strict=False)
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir()

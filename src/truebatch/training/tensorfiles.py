@@ -8,18 +8,20 @@ The library's own writer first copies every tensor to the host and cannot say wh
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from torch import Tensor
 
 from truebatch.errors import CheckpointError
 from truebatch.training.durable import FileFacts, write_chunks
 
+_LOG = logging.getLogger(__name__)
 _NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.complex64: "C64",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.bool: "BOOL",
@@ -39,11 +41,22 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileFacts:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, on the CPU."""
     try:
-        return load_file(path)  # type: ignore[no-any-return]
+        return _load(path)
     except safetensors.SafetensorError as error:
         raise CheckpointError(
             f"{path.name} is not a whole safetensors file", seen=f"{path}: {error}", do="go back to an earlier one"
         ) from error
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)  # type: ignore[no-any-return]
+    except (MemoryError, OSError, RuntimeError) as error:
+        if "cannot allocate memory" not in str(error).lower():
+            raise
+        _LOG.info("%s cannot be mapped into memory; it is read instead", path)
+    # After a step that ran out of memory the heap may have room for it where the process has no addresses left.
+    return load(path.read_bytes())  # type: ignore[no-any-return]
 
 
 def num_bytes(tensors: Mapping[str, Tensor]) -> int:

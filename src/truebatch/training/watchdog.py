@@ -6,6 +6,7 @@ beat() after each micro-batch -> none for `timeout` seconds -> stacks to stderr 
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import sys
 import threading
@@ -19,6 +20,7 @@ from typing import Any
 from truebatch.errors import RunError
 from truebatch.training.signals import EXIT_INTERRUPTED
 
+_LOG = logging.getLogger(__name__)
 _GRACE_SECONDS = 3.0
 _REARM_SECONDS = 1.0
 
@@ -31,6 +33,8 @@ class Watchdog:
     file: Any
     last: float = field(default_factory=time.monotonic)
     doing: str = "starting"
+    has_lacked: bool = False
+    """No thread could be started for it, once."""
     _armed_at: float = field(default=0.0, init=False)
 
     def beat(self, doing: str = "") -> None:
@@ -44,9 +48,20 @@ class Watchdog:
         # The thread below needs the interpreter lock. Code that hangs while holding it is left to this timer, which
         # does not; it can only exit with code 1.
         self._armed_at = time.monotonic()
-        faulthandler.dump_traceback_later(
-            self.timeout_seconds + _GRACE_SECONDS + _REARM_SECONDS, exit=True, file=self.file
-        )
+        seconds = self.timeout_seconds + _GRACE_SECONDS + _REARM_SECONDS
+        with _threads_may_lack(self):
+            faulthandler.dump_traceback_later(seconds, exit=True, file=self.file)
+
+
+@contextmanager
+def _threads_may_lack(dog: Watchdog) -> Iterator[None]:
+    """A thread needs memory for its stack. A run that is short of it is not ended for want of somebody who watches."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not dog.has_lacked:
+            _LOG.warning("no thread can be started to notice a run that is stuck (%s); the run goes on", error)
+        dog.has_lacked = True
 
 
 @contextmanager
@@ -67,13 +82,15 @@ def watch_progress(
     done = threading.Event()
     thread = threading.Thread(target=_watch, args=(dog, done, who, on_stuck), name="truebatch-watchdog", daemon=True)
     dog.beat()
-    thread.start()
+    with _threads_may_lack(dog):
+        thread.start()
     try:
         yield dog
     finally:
         done.set()
         faulthandler.cancel_dump_traceback_later()
-        thread.join(timeout=_GRACE_SECONDS)
+        if thread.ident is not None:
+            thread.join(timeout=_GRACE_SECONDS)
 
 
 def _watch(dog: Watchdog, done: threading.Event, who: str, on_stuck: Callable[[str], None] | None) -> None:

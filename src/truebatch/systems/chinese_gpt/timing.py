@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -20,6 +20,8 @@ from truebatch.systems.chinese_gpt.samples import FIELDS, Encoded
 from truebatch.tensors.loader import load_steps
 from truebatch.tensors.microbatch import MicroBatch
 from truebatch.tensors.noise import name_purposes, noise_for
+from truebatch.tensors.scores import kernels_without_plans
+from truebatch.training.guard import Guard, SampleTooLarge, run_guarded
 from truebatch.training.place import find_place
 from truebatch.training.settings import TrainConfig
 
@@ -39,34 +41,43 @@ def choose_layout(model: nn.Module, samples: Encoded, config: TrainConfig) -> tu
     place = _Place(found.device, found.autocast)
     model.to(place.device)
     name_purposes(model)
-    batches = {layout: _first_batches(samples, config, layout, place.device) for layout in LAYOUTS}
+    batches = {layout: _first_batches(samples, config, layout) for layout in LAYOUTS}
+    guards = {layout: Guard(fields=FIELDS) for layout in LAYOUTS}  # what memory allows is timed, as it will be run
     seconds = dict.fromkeys(LAYOUTS, float("inf"))
-    for _ in range(ROUNDS):  # Taking turns: a busy moment of the machine then meets both.
-        for layout in LAYOUTS:
-            seconds[layout] = min(seconds[layout], _run(model, batches[layout], place))
+    try:
+        for _ in range(ROUNDS):  # Taking turns: a busy moment of the machine then meets both.
+            for layout in LAYOUTS:
+                seconds[layout] = min(seconds[layout], _run(model, batches[layout], place, guards[layout]))
+    except SampleTooLarge:  # the run will meet it as well, and has a policy for it
+        return "packed", "layout: packed; memory did not suffice to time the layouts; the result is the same"
     best = min(LAYOUTS, key=lambda layout: seconds[layout])
     times = ", ".join(f"{layout} {seconds[layout] * 1e3:.0f} ms" for layout in LAYOUTS)
     return best, f"layout: {best}, the quicker of both on {STEPS} steps ({times}); the result is the same"
 
 
-def _first_batches(samples: Encoded, config: TrainConfig, layout: Layout, device: torch.device) -> list[MicroBatch]:
+def _first_batches(samples: Encoded, config: TrainConfig, layout: Layout) -> list[MicroBatch]:
     plan = build_plan(samples.lengths, replace(config, layout=layout, true_batch="on").plan_config())
     steps: Any = load_steps(plan, samples, FIELDS)
     try:
-        return [batch.to(device) for step in islice(steps, STEPS) for batch in step if batch.num_samples]
+        return [batch for step in islice(steps, STEPS) for batch in step if batch.num_samples]
     finally:
         steps.close()
 
 
-def _run(model: nn.Module, batches: list[MicroBatch], place: _Place) -> float:
+def _run(model: nn.Module, batches: list[MicroBatch], place: _Place, guard: Guard) -> float:
     objective = NextToken()
+
+    def run(parts: Iterable[MicroBatch]) -> None:
+        for batch in parts:
+            moved = batch.to(place.device, non_blocking=True)
+            with noise_for(moved, seed=0), kernels_without_plans(place.device):
+                with place.autocast():
+                    sums = objective.sums(model, moved)
+                torch.autograd.backward(divide_once(sums, objective.counts(batch)))
+
     _wait(place.device)
     began = time.perf_counter()
-    for batch in batches:
-        with noise_for(batch, seed=0):
-            with place.autocast():
-                sums = objective.sums(model, batch)
-            torch.autograd.backward(divide_once(sums, objective.counts(batch)))
+    run_guarded(guard, batches, run, clear=lambda: model.zero_grad(set_to_none=True), device=place.device)
     _wait(place.device)
     seconds = time.perf_counter() - began
     model.zero_grad(set_to_none=True)
