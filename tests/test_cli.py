@@ -197,6 +197,7 @@ def test_overflowing_lengths_are_named_and_not_a_limit_nobody_gave(folder, capsy
             2,
             "out of memory",
         ),
+        (RuntimeError("can't start new thread"), 2, "ulimit"),
         (RuntimeError("unable to mmap 9 bytes from file <x>: Cannot allocate memory (12)"), 2, "out of memory"),
     ],
 )

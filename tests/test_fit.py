@@ -11,6 +11,7 @@ import pytest
 from tests.hf.finetuning.folders import chats, model_folder, write_lines
 from truebatch.cli import run
 from truebatch.commands.fit import _advice
+from truebatch.training import sizing
 from truebatch.training.memoryfit import Point, fit_points
 from truebatch.training.sizing import HERE, BatchSize, Sizing
 
@@ -116,3 +117,18 @@ def test_a_verdict_on_speed_is_given_only_where_all_passes_agree(one, four, said
         fit=fit, layout="padded", limits={HERE: 9}, cells={HERE: 9}, sizes=sizes, longest=3, shortest=1
     )  # fmt: skip
     assert _advice(sizing)[0].startswith(said)
+
+
+def test_a_size_that_runs_out_of_memory_all_the_same_is_not_timed(folder, capsys, monkeypatch):
+    plain = sizing._seconds
+
+    def scarce(engine, data, cuts, layout):
+        if len(cuts[0]) > 4:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+        return plain(engine, data, cuts, layout)
+
+    monkeypatch.setattr(sizing, "_seconds", scarce)
+    assert run(["fit", SYSTEM, "--json"]) == 0
+    sizes = {size["samples"]: size["samples_per_second"] for size in json.loads(capsys.readouterr().out)["sizes"]}
+    assert [n for n, speed in sizes.items() if speed is not None] == [1, 2, 4]
+    assert list(sizes) == [1, 2, 4, 8, 16]

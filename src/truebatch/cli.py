@@ -186,6 +186,12 @@ def _report(error: BaseException, arguments: list[str], *, debug: bool) -> int:
             "use less data at once, or a larger machine",
         )
         return USAGE
+    if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
+        say_error(
+            "the system refused to start a thread", str(error),
+            "free memory, or raise the limit of processes and of memory (ulimit -u, ulimit -v)",
+        )  # fmt: skip
+        return USAGE
     say_error(
         f"unexpected {type(error).__name__}: this is a fault of truebatch, not yours",
         str(error)[:300] or repr(error),

@@ -53,6 +53,21 @@ def test_a_sample_that_does_not_fit_alone_is_out_of_memory_and_the_others_are_ju
     assert {o.key: o.kind for o in outcomes if o.status == "failed"} == {"7": "out_of_memory"}
 
 
+def test_a_single_sample_is_tried_again_with_memory_freed():
+    freed, calls = [], []
+
+    def judge(numbers):
+        calls.append(list(numbers))
+        if not freed:
+            raise RuntimeError("could not create a primitive")
+        return [Answer(score=1.0) for _ in numbers]
+
+    with patch.object(faults, "free_memory", lambda _device, *, said: freed.append(said)):
+        (outcome,) = judge_all(judge, ["a"], [0], Trouble())
+    assert (outcome.status, calls) == ("ok", [[0], [0]])
+    assert freed == ["RuntimeError: could not create a primitive"]
+
+
 @pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
 def test_a_score_that_is_not_finite_is_a_failure(score):
     (outcome,) = judge_all(lambda _: [Answer(score=score)], ["a"], [0], Trouble())

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+
+import psutil
 import pytest
 import torch
 from torch import nn
 
-from truebatch.training.memory import CountStorages, added_bytes, free_bytes_of, held_bytes, usable_bytes
+from truebatch.training.memory import (
+    ADDRESSES_OF_THREADS,
+    CountStorages,
+    added_bytes,
+    free_bytes_of,
+    held_bytes,
+    usable_bytes,
+)
 
 CPU = torch.device("cpu")
 FLOAT = 4
@@ -109,6 +119,19 @@ def test_tied_parameters_are_held_once():
 
 def test_a_machine_has_some_memory_left():
     assert free_bytes_of(CPU) > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a limit of Linux")
+def test_what_the_system_lets_a_process_have_is_all_there_is(monkeypatch):
+    process = psutil.Process
+    monkeypatch.setattr(
+        process,
+        "rlimit",
+        lambda self, _kind: (self.memory_info().vms + ADDRESSES_OF_THREADS + 10 * 2**20, psutil.RLIM_INFINITY),
+    )
+    assert 5 * 2**20 < free_bytes_of(CPU) <= 10 * 2**20
+    monkeypatch.setattr(process, "rlimit", lambda _self, _kind: (1, 1))
+    assert free_bytes_of(CPU) == 0
 
 
 @pytest.mark.gpu

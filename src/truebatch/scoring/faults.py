@@ -53,12 +53,14 @@ def judge_all(
     cells = len(keys) * max(lengths, default=0)
     is_known = bool(cells) and trouble.too_many_cells is not None and cells >= trouble.too_many_cells and len(keys) > 1
     answers, error, is_memory = (None, "", True) if is_known else _try(judge, prepared, trouble)
-    if answers is not None:
-        return [_outcome(key, answer) for key, answer in zip(keys, answers, strict=True)]
     if is_memory and not is_known:
         free_memory(torch.device("cuda" if torch.cuda.is_available() else "cpu"), said=error)
         if cells and len(keys) > 1:
             trouble.too_many_cells = min(cells, trouble.too_many_cells or cells)
+        if len(keys) == 1:  # kernels that a want of memory had broken are left now
+            answers, error, is_memory = _try(judge, prepared, trouble)
+    if answers is not None:
+        return [_outcome(key, answer) for key, answer in zip(keys, answers, strict=True)]
     if len(keys) == 1:
         kind = "out_of_memory" if is_memory else _kind(error)
         return [failed(keys[0], stage="model", kind=kind, message=error)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 GIB = 2**30
+ADDRESSES_OF_THREADS = 256 * 2**20
+"""A run starts a few threads, each of which takes 72 MiB of addresses for its stack and its heap, used or not."""
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -105,14 +108,25 @@ def usable_bytes(free_bytes: int, device: torch.device) -> int:
 def free_bytes_of(device: torch.device) -> int:
     """Bytes this process may still take on a device: what is free, and what torch holds without using it.
 
-    A share of a card that was set for the process (`torch.cuda.set_per_process_memory_fraction`) is kept to.
+    A share of a card that was set for the process (`torch.cuda.set_per_process_memory_fraction`) is kept to, and so are the
+    limits of a container and of the process (`ulimit -v`).
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device)
         allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - reserved
         return max(0, min(int(free), allowed)) + reserved - torch.cuda.memory_allocated(device)
-    return min([int(psutil.virtual_memory().available), *_container_bytes()])
+    return min([int(psutil.virtual_memory().available), *_container_bytes(), *_process_bytes()])
+
+
+def _process_bytes() -> list[int]:
+    """What the limit of this process's addresses leaves, where there is one."""
+    if sys.platform != "linux":
+        return []
+    process = psutil.Process()
+    limit = process.rlimit(psutil.RLIMIT_AS)[0]
+    room = limit - int(process.memory_info().vms) - ADDRESSES_OF_THREADS
+    return [] if limit == psutil.RLIM_INFINITY else [max(0, room)]
 
 
 def _container_bytes() -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,11 +25,13 @@ from truebatch.training.loop import default_group
 from truebatch.training.memory import free_bytes_of, usable_bytes
 from truebatch.training.memoryfit import FIT, MemoryFit
 from truebatch.training.optimising import make_groups
+from truebatch.training.outofmemory import free_memory, is_out_of_memory
 from truebatch.training.place import find_place, move_model
 from truebatch.training.starting import system_data
 from truebatch.training.step import Engine
 from truebatch.training.task import TrainData
 
+_LOG = logging.getLogger(__name__)
 HERE = "this machine"
 PAYS = 1.1
 """Batching pays where it is at least this many times as fast as one by one."""
@@ -224,10 +227,27 @@ def _speeds(
     """Samples a second of every size, fastest and slowest pass. Sizes take turns, so that a busy spell meets all."""
     passes: dict[int, list[float]] = {n: [] for n in numbers}
     for _ in range(PASSES):
-        for number in numbers:
+        for number in sorted(passes):
             cuts = [pool[at : at + number] for at in range(0, len(pool), number)]
-            passes[number].append(len(pool) / _seconds(engine, data, cuts, layout))
+            seconds = _seconds_that_fit(engine, data, cuts, layout)
+            if seconds is None:
+                passes = {n: speeds for n, speeds in passes.items() if n < number}
+                break
+            passes[number].append(len(pool) / seconds)
     return {n: (max(speeds), min(speeds)) for n, speeds in passes.items()}
+
+
+def _seconds_that_fit(engine: Engine, data: TrainData, cuts: Sequence[Ints], layout: Layout) -> float | None:
+    """None if memory runs out all the same: gaps between tensors are not predicted."""
+    try:
+        return _seconds(engine, data, cuts, layout)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        said = str(error)
+    free_memory(engine.device, said=said)
+    _LOG.info("%s samples at once did not fit when they were to be timed: %s", len(cuts[0]), said)
+    return None
 
 
 def _seconds(engine: Engine, data: TrainData, cuts: Sequence[Ints], layout: Layout) -> float:
