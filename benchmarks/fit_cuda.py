@@ -1,7 +1,7 @@
 """Does the budget that `fit` gives hold? Probe a model, take the budget, train at it, and compare the peaks of memory.
 
     PYTHONPATH=src python benchmarks/fit_cuda.py --out fit_cuda.json
-    PYTHONPATH=src python benchmarks/fit_cuda.py --only llama-1.1b,llama-60m/13,bert-slim --seconds 550 --out fit_cuda.json
+    PYTHONPATH=src python benchmarks/fit_cuda.py --only bert-slim --seconds 545 --out fit_cuda_whole.json
     PYTHONPATH=src python benchmarks/fit_cuda.py --device cpu --quick     (a dry run of the same code with tiny models)
 
 Needs torch, transformers and numpy. Models have random weights in bf16, samples are log-normal in length and packed;

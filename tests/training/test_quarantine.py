@@ -128,13 +128,22 @@ def test_an_unknown_policy_and_sharded_parameters_are_refused():
 
 def test_where_no_sample_of_a_step_fits_none_is_blamed(tmp_path):
     lines = []
+    settings = config(samples_per_step=8, oom="quarantine")
     with pytest.raises(MemoryLimitError, match="not one sample of a step fits") as raised:
-        trained(Limited(NextToken(), 1), config(oom="quarantine"), out=tmp_path / "run", say=lines.append)
-    assert "4 samples; sample" in raised.value.seen
+        trained(Limited(NextToken(), 1), settings, out=tmp_path / "run", say=lines.append)
+    assert "8 samples; sample" in raised.value.seen
     assert not (tmp_path / "run" / QUARANTINE).exists()
     assert not any("left out" in line for line in lines)
-    expected = trained(NextToken(), config())
-    assert relative(trained(NextToken(), config(oom="quarantine"), out=tmp_path / "run"), expected) <= 1e-6
+    expected = trained(NextToken(), config(samples_per_step=8))
+    assert relative(trained(NextToken(), settings, out=tmp_path / "run"), expected) <= 1e-6
+
+
+def test_the_few_samples_of_a_small_step_may_all_be_too_large(tmp_path):
+    settings = config(samples_per_step=2, epochs=1, oom="quarantine")
+    got = trained(Limited(NextToken(), 1), settings, out=tmp_path / "run")
+    torch.manual_seed(0)
+    assert torch.equal(got, torch.cat([p.detach().flatten() for p in TextModel().parameters()])), "nothing was learned"
+    assert len((tmp_path / "run" / QUARANTINE).read_text().splitlines()) == len(LENGTHS)
 
 
 def test_a_sample_that_is_a_whole_step_may_be_too_large(tmp_path):

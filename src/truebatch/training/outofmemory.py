@@ -24,6 +24,9 @@ _LOG = logging.getLogger(__name__)
 KINDS = (MemoryError, torch.OutOfMemoryError)
 """What is out of memory by its type: NumPy's own is a MemoryError."""
 
+NO_KERNEL = r"\bcould not create a primitive\b(?! descriptor)"
+"""oneDNN had no memory to make a kernel; one that it cannot do fails earlier, at the descriptor."""
+
 TEXTS = (
     r"\b(cuda|hip|xpu|npu|mlu|musa|mps backend|mps|hpu|gcu|sdaa|supa|privateuse\w*) out of memory\b",
     r"\b(cuda|cuda driver|cuda runtime|hip|npu|musa) (error|failure)\b[^\n]{0,40}\bout of memory\b",
@@ -43,7 +46,7 @@ TEXTS = (
     r"\bresource_exhausted: (out of memory|error allocating)",
     r"\b(aclrtmalloc|el0004)\b.*\b(fail|allocate)",
     r"\bstd::bad_alloc\b",
-    r"\bcould not create a primitive\b(?! descriptor)",  # oneDNN: kernels it cannot do fail earlier, at the descriptor
+    NO_KERNEL,
 )
 """What a RuntimeError says when a device, a library or the host has no memory left."""
 
@@ -54,7 +57,7 @@ OTHERS = (
 )
 """Shared memory of a kernel, or of processes: no smaller micro-batch helps, whatever else the text says."""
 
-_NO_KERNEL = re.compile(TEXTS[-1], re.IGNORECASE)
+_NO_KERNEL = re.compile(NO_KERNEL, re.IGNORECASE)
 _NO = re.compile("|".join(OTHERS), re.IGNORECASE)
 _YES = re.compile("|".join(f"(?:{text})" for text in TEXTS), re.IGNORECASE | re.DOTALL)
 _BY_WORKER = re.compile(r"^\w*(MemoryError|OutOfMemoryError)\b")

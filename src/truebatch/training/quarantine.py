@@ -26,6 +26,8 @@ from truebatch.training.reducing import all_say, first_says, most_over_ranks, ra
 T = TypeVar("T")
 QUARANTINE = "quarantine.jsonl"
 _MOST_BYTES = 1 << 28
+MANY = 8
+"""So many samples of one step, and with them all of it, are not too large by chance: something else takes the memory."""
 Counts = Mapping[str, int]
 
 
@@ -40,8 +42,8 @@ def run_without_quarantined(
 ) -> tuple[T, dict[str, int]]:
     """What `run` gives for the samples that fit, and the counts it was divided by, the same on every rank.
 
-    Runs again from nothing whenever some rank found another sample that does not fit: the counts have changed. Samples are
-    left out only together with a step that has others: where none fits, samples are not the reason.
+    Runs again from nothing whenever some rank found another sample that does not fit: the counts have changed. Where many are
+    found in one step and none is left, samples are not the reason, and none is left out.
     """
     found: list[tuple[int, str]] = []
     while True:
@@ -63,8 +65,8 @@ def _are_any(kept: Sequence[MicroBatch], device: torch.device) -> bool:
 
 
 def _blame_none(guard: Guard, found: Sequence[tuple[int, str]]) -> None:
-    """Every sample of the step was found not to fit. One may be too large; several at once are not a matter of theirs."""
-    if len(found) == 1:
+    """Every sample of the step was found not to fit. A few may be too large; many at once are not a matter of theirs."""
+    if len(found) < MANY:
         return
     for sample_id, _ in found:
         del guard.quarantined[sample_id]
