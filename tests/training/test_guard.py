@@ -340,6 +340,25 @@ def test_state_that_was_half_made_is_made_again(monkeypatch):
     assert len(calls) > 6
 
 
+def test_an_update_that_was_refused_leaves_no_half_made_state(monkeypatch):
+    """Whoever makes room and updates again must not meet moments that are half there."""
+    expected, engine = updated(adam_engine(), steps=1), adam_engine()
+    real, calls = torch.zeros_like, []
+
+    def zeros_like(*args, **kwargs):
+        calls.append(1)
+        if len(calls) % 6 == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros_like", zeros_like)
+        with pytest.raises(MemoryLimitError, match="tried twice"):
+            updated(engine, steps=1)
+    assert not engine.groups[0].optimiser.state
+    assert torch.equal(updated(engine, steps=1), expected)
+
+
 def test_half_an_update_is_never_repeated(monkeypatch):
     engine = adam_engine(foreach=False)
     updated(engine, steps=1)

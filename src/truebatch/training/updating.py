@@ -15,6 +15,7 @@ from truebatch.errors import MemoryLimitError
 from truebatch.training.outofmemory import free_memory, is_out_of_memory
 
 Versions = list[tuple[Tensor, int]]
+TRIES = 2
 
 
 def update_steadily(optimiser: torch.optim.Optimizer, update: Callable[[], object], *, device: torch.device) -> None:
@@ -23,16 +24,15 @@ def update_steadily(optimiser: torch.optim.Optimizer, update: Callable[[], objec
     Raises `MemoryLimitError` when that does not help, or when the update was half done.
     """
     before, versions = _state_of(optimiser), _versions(optimiser)
-    said = _try(update)
-    if not said:
-        return
-    if any(tensor._version != version for tensor, version in versions):
-        raise _does_not_fit(optimiser, said, "the update was half done, so the model in memory is not usable")
-    _put_back(optimiser, before)
-    free_memory(device, said=said)
-    said = _try(update)
-    if said:
-        raise _does_not_fit(optimiser, said, "tried twice, the second time with memory freed")
+    for _ in range(TRIES):
+        said = _try(update)
+        if not said:
+            return
+        if any(tensor._version != version for tensor, version in versions):
+            raise _does_not_fit(optimiser, said, "the update was half done, so the model in memory is not usable")
+        _put_back(optimiser, before)
+        free_memory(device, said=said)
+    raise _does_not_fit(optimiser, said, "tried twice, the second time with memory freed")
 
 
 def _try(update: Callable[[], object]) -> str:
