@@ -401,6 +401,8 @@ ORDER = [
     "bench.census",
     "bench.training_work",
     "bench.training_ways",
+    "bench.training_titan",
+    "bench.training_peers",
     "bench.training_settings",
     "bench.training_timing",
     "bench.training_attention",

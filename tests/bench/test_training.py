@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import numpy as np
@@ -9,11 +10,13 @@ import pytest
 import torch
 
 from truebatch.bench import training
-from truebatch.bench.training import run_training
+from truebatch.bench.processes import Ended
+from truebatch.bench.training import Measured, run_training
+from truebatch.bench.training_peers import LIGER, PEERS, TITAN, TRL, UNSLOTH, WAYS, titan_ways, unsloth_ways
 from truebatch.bench.training_settings import Case, TrainingBenchConfig, make_config
 from truebatch.bench.training_table import ratios, table
-from truebatch.bench.training_ways import EVERY_CASE, LIGER, TRL, WAYS, all_ways, compare_gradients
-from truebatch.bench.training_work import make_work
+from truebatch.bench.training_ways import EVERY_CASE, OWN, all_ways, compare_gradients
+from truebatch.bench.training_work import Part, make_work, pairs_per_token, typical_parts
 from truebatch.errors import ConfigError
 from truebatch.hf.heads import head_of
 from truebatch.hf.shapes import SHAPES, build_model, matrix_flops_per_token
@@ -34,23 +37,25 @@ def test_every_way_has_the_tokens_of_its_samples_and_runs_them(prepared):
     model, work = prepared
     torch.compiler.reset()
     for way in all_ways(model, work, device=torch.device("cpu"), backend="eager"):
-        batches = list(way.batches())
-        assert batches, way.name
-        for batch in batches[:2]:
+        parts = way.parts()
+        assert parts, way.name
+        for part in parts[:2]:
+            batch = part.make()
             ids = getattr(batch, "sample_ids", None)
             if ids is not None and "uniform" not in way.name:
-                assert way.tokens(batch) == int(work.lengths[list(ids)].sum()), way.name
-            assert way.tokens(batch) <= way.cells(batch)
+                assert sorted(part.lengths.tolist()) == sorted(work.lengths[list(ids)].tolist()), way.name
+            shape = batch[0].shape if isinstance(batch, tuple) else batch["input_ids"].shape
+            assert part.tokens <= part.cells == shape.numel(), way.name
         model.zero_grad()
         with way.around():
-            way.run(batches[0])
+            way.run(parts[0].make())
         assert all(p.grad is not None for p in model.parameters())
     assert model.config._attn_implementation == "sdpa"
 
 
 def test_ways_of_hugging_face_take_every_label_that_ours_takes(prepared):
     model, work = prepared
-    batch = work.chunks(8, by_length=False)[0]
+    batch = work.chunks(8, by_length=False)[0].make()
     ways = {way.name: way for way in all_ways(model, work, device=torch.device("cpu"), backend="eager")}
     found = []
     for name in ("HF default, 8", "ours padded"):
@@ -74,6 +79,46 @@ def test_even_samples_cost_as_many_pairs_a_token_as_ragged_ones(prepared):
     _, work = prepared
     lengths = work.lengths.astype(float)
     assert abs(work.uniform_length - np.square(lengths).sum() / lengths.sum()) <= 4
+
+
+def part_of(*lengths, cells=None):
+    lengths = np.array(lengths)
+    return Part(lengths=lengths, cells=cells or int(lengths.sum()), make=lambda: None)
+
+
+def test_the_parts_that_are_timed_are_like_the_epoch():
+    """Long samples lie at both ends; of all neighbours those count whose pairs, cells and number are of the mean."""
+    long, short, mixed = part_of(8, 8), part_of(*[1] * 16), part_of(8, *[1] * 8)
+    epoch = [long, long, long, mixed, mixed, mixed, mixed, short, short, short]
+    for timed in typical_parts(epoch, 2):
+        assert timed in ([mixed, mixed], [long, short], [short, long])
+        assert pairs_per_token(timed) == pairs_per_token(epoch) == 72 / 16
+    wide = [part_of(4, 4, cells=16), part_of(4, 4), part_of(4, 4, cells=12), part_of(4, 4, cells=12)]
+    assert {part.cells for timed in typical_parts(wide, 1) for part in timed} == {12}
+    assert typical_parts([long], 2) == ([long], [])
+    timed, others = typical_parts([long, mixed, short], 2)
+    assert {*timed, *others} == {long, mixed, short}
+    assert others == [mixed]  # the two that are timed come first
+
+
+def test_timed_rows_have_the_pairs_of_all_rows():
+    shape = SHAPES["llama-tiny"]
+    head = head_of(build_model(shape, longest=4096, device="cpu", dtype=torch.float32))
+    for lengths, cells in (("chat", 16384), ("patient", 16384), ("bimodal", 16384), ("chat", 24576)):
+        work = make_work(head, shape, lengths, num=4096, longest=4096, cells=cells, slots=2048)
+        parts = work.packed(is_static=True)
+        for timed in typical_parts(parts, 4):
+            assert pairs_per_token(timed) == pytest.approx(work.pairs_per_token, rel=0.02)
+        chunks = work.chunks(8, by_length=False)
+        fill = work.tokens / sum(part.cells for part in chunks)
+        for timed in typical_parts(chunks, 6):
+            assert sum(p.tokens for p in timed) / sum(p.cells for p in timed) == pytest.approx(fill, rel=0.1)
+
+
+def test_memory_is_that_of_the_epochs_widest_micro_batch(prepared):
+    _, work = prepared
+    assert sum(part.tokens for part in work.chunks(8, by_length=False)) == work.tokens  # all of it, not its beginning
+    assert max(part.cells for part in work.chunks(1, by_length=False)) == int(work.lengths.max())
 
 
 def test_one_case_is_measured_written_and_shown(tmp_path):
@@ -112,7 +157,9 @@ def liger(monkeypatch):
         monkeypatch.setattr(modeling_qwen2, "is_marked", True, raising=False)
 
     for name in ("liger_kernel", "liger_kernel.transformers", "liger_kernel.transformers.monkey_patch"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
     sys.modules["liger_kernel.transformers.monkey_patch"]._apply_liger_kernel_to_instance = apply
     return modeling_qwen2
 
@@ -131,6 +178,52 @@ def test_only_ligers_own_rows_see_its_kernels(liger, fast_peak, monkeypatch):
     run_training(TrainingBenchConfig(**SMALL, cases=cases, ways=ways), say=lambda _: None)
     assert {name for name, _ in seen} == set(ways)
     assert all(is_marked == name.startswith("Liger") for name, is_marked in seen)
+
+
+def test_libraries_that_are_not_there_are_named(fast_peak, monkeypatch):
+    monkeypatch.setattr(training, "find_spec", lambda module: None)
+    config = TrainingBenchConfig(**SMALL, cases=(Case("qwen2-tiny", "chat", True),), ways=("uniform", TITAN, *UNSLOTH))
+    result = run_training(config, say=lambda _: None)
+    assert [row["way"] for row in result["rows"]] == ["uniform"]
+    assert result["left_out"] == [
+        f"{TITAN}: torchtitan is not installed", *(f"{name}: unsloth is not installed" for name in UNSLOTH)
+    ]  # fmt: skip
+
+
+def test_what_rewrites_transformers_is_measured_in_a_process_of_its_own(fast_peak, monkeypatch):
+    """A stand-in for the process: what it is asked for, and that its rows and reasons come back."""
+    asked = []
+
+    def run_each(tasks, work, how):
+        for config in tasks:
+            asked.append(config.ways)
+            row = dict.fromkeys(Measured.__dataclass_fields__, 1.0) | {"way": UNSLOTH[1], "case": "qwen2-tiny/chat"}
+            found = {
+                "rows": [row],
+                "left_out": ["Unsloth, 8: no"],
+                "work": {"qwen2-tiny/chat": {"seconds_of_ways": {UNSLOTH[1]: 3.0}}},
+            }
+            yield Ended(task=config, result=found, seconds=1.0)
+
+    monkeypatch.setattr(training, "find_spec", lambda module: module)
+    monkeypatch.setattr(training, "run_each", run_each)
+    config = TrainingBenchConfig(**SMALL, cases=(Case("qwen2-tiny", "chat"),), ways=("uniform", *UNSLOTH))
+    result = run_training(config, say=lambda _: None)
+    assert asked == [UNSLOTH]
+    assert [row["way"] for row in result["rows"]] == ["uniform", UNSLOTH[1]]
+    assert result["left_out"] == ["Unsloth, 8: no"]
+    assert set(result["work"]["qwen2-tiny/chat"]["seconds_of_ways"]) == {"uniform", UNSLOTH[1]}
+    died = lambda tasks, work, how: [Ended(task=None, result=None, seconds=1.0, problem="died")]  # noqa: E731
+    monkeypatch.setattr(training, "run_each", died)
+    assert run_training(config, say=lambda _: None)["left_out"] == [f"{', '.join(UNSLOTH)}: died"]
+
+
+def test_libraries_that_need_a_card_say_so(prepared):
+    model, work = prepared
+    with pytest.raises(ValueError, match="a card alone"):
+        unsloth_ways(model, work, device=torch.device("cpu"), backend="eager")
+    with pytest.raises(ValueError, match="kind llama"):
+        titan_ways(model, work, device=torch.device("cuda"), backend="eager")
 
 
 def test_named_ways_alone_are_measured(fast_peak):
@@ -154,21 +247,15 @@ def test_ways_are_named_with_commas_although_names_hold_some():
 def test_a_way_runs_beside_its_limit_and_every_name_is_known(prepared):
     model, work = prepared
     names = [way.name for way in all_ways(model, work, device=torch.device("cpu"), backend="eager")]
-    assert names == [name for name in WAYS if name not in (TRL, *LIGER)]
+    assert names == list(OWN)
+    assert set(WAYS) == {*OWN, *PEERS}
     for order in (WAYS, EVERY_CASE):
         for way in ("ours packed", "ours packed, compiled"):
             assert order[order.index(way) + 1] == way.replace("ours packed", "uniform")
 
 
-def test_later_cases_time_fewer_micro_batches_of_other_ways_and_rows_say_so(fast_peak):
-    cases = (Case("qwen2-tiny", "chat", True), Case("qwen2-tiny", "patient"))
-    config = TrainingBenchConfig(**{**SMALL, "thinned": 4}, cases=cases, ways=("one by one", "ours packed"))
-    rows = run_training(config, say=lambda _: None)["rows"]
-    assert [row["micro_batches"] for row in rows] == [4, 1, 2, 1]
-
-
 def test_an_encoder_has_no_ways_of_causal_models():
-    config = TrainingBenchConfig(ways=("uniform", TRL, *LIGER))
+    config = TrainingBenchConfig(ways=("uniform", TRL, TITAN, *LIGER, *UNSLOTH))
     assert config.ways_of(Case("bert-tiny", "chat")) == ("uniform",)
 
 

@@ -39,13 +39,12 @@ from truebatch.bench.stitched_llm_work import (
 )
 from truebatch.bench.training_timing import GIB, forget_models, peak_gib, pin_batch, reset_peak_memory, time_once
 from truebatch.bench.training_ways import Way, all_ways
-from truebatch.bench.training_work import Work
+from truebatch.bench.training_work import Part, Work
 from truebatch.errors import ConfigError
 from truebatch.hf.attention import use_packed_attention
 from truebatch.hf.objectives import HeadObjective
 from truebatch.planning.rows import packed_row, padded_rows
 from truebatch.systems.stitched_llm.parts import store_donors, stored_bytes
-from truebatch.tensors.microbatch import MicroBatch
 
 NOTE_SAMPLES = 4
 """Samples of one update in the note: batch 1, accumulation 4."""
@@ -152,7 +151,8 @@ def _try(bench: Bench, way: Way, samples_per_step: int) -> Row | None:
 
 
 def _measure(bench: Bench, way: Way, samples_per_step: int) -> Row:
-    batches = [pin_batch(batch, bench.device) for batch in list(way.batches())[: way.most]]
+    parts = way.parts()[: way.most]
+    batches = [pin_batch(part.make(), bench.device) for part in parts]
     trained = [p for p in bench.model.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(trained, lr=0.0, fused=bench.device.type == "cuda")
     each = samples_per_step // max(batches[0].num_samples, 1) if samples_per_step else 1
@@ -173,10 +173,10 @@ def _measure(bench: Bench, way: Way, samples_per_step: int) -> Row:
             len(took) < bench.config.rounds_at_most and time.monotonic() - began < bench.config.way_seconds
         ):
             took.append(time_once(one_round, bench.device))
-    tokens = sum(map(way.tokens, batches))
+    tokens = sum(part.tokens for part in parts)
     return Row(
         way=way.name, tokens_per_second=tokens / statistics.median(took), peak_gib=peak_gib(bench.device),
-        fill=tokens / sum(map(way.cells, batches)), cells=max(map(way.cells, batches)),
+        fill=tokens / sum(part.cells for part in parts), cells=max(part.cells for part in parts),
         samples_per_step=samples_per_step or batches[0].num_samples, rounds=[tokens / t for t in took],
     )  # fmt: skip
 
@@ -187,7 +187,7 @@ def _note_way(bench: Bench, alone: Way) -> Way:
     work = bench.work
     return replace(
         alone, name=f"the note: batch 1, accumulation 4, padded to {longest}, checkpointing", most=16,
-        batches=lambda: [work.collate(padded_rows(np.array([i]), longest)) for i in range(16)],
+        parts=lambda: [work.part(padded_rows(np.array([i]), longest)) for i in range(16)],
         around=lambda: _checkpointing(bench.model),
     )  # fmt: skip
 
@@ -197,7 +197,7 @@ def _same_step_way(bench: Bench, packed: Way) -> Way:
     groups = [np.arange(i, i + number) for i in range(0, 16 * number, number)]
     return replace(
         packed, name="packed, the note's own steps of 4 samples", most=16,
-        batches=lambda: [work.collate(packed_row(ids, int(work.lengths[ids].sum()))) for ids in groups],
+        parts=lambda: [work.part(packed_row(ids, int(work.lengths[ids].sum()))) for ids in groups],
         around=lambda: use_packed_attention(bench.model),
     )  # fmt: skip
 
@@ -284,7 +284,7 @@ def _even_rows(bench: Bench) -> None:
     for number in (1, 8):
         way = replace(
             alone, name=f"even rows of 64 tokens, {number} at a time", most=max(32 // number, 2),
-            batches=partial(_even_batches, work, number),
+            parts=partial(_even_parts, work, number),
         )  # fmt: skip
         rows.append(_try(bench, way, number))
     if rows[0] is not None and rows[1] is not None:
@@ -314,9 +314,9 @@ def _stored_forms(bench: Bench) -> None:
         bench.keep()
 
 
-def _even_batches(work: Work, number: int) -> list[MicroBatch]:
+def _even_parts(work: Work, number: int) -> list[Part]:
     groups = [np.arange(i, i + number) for i in range(0, len(work.lengths) - number + 1, number)]
-    return [work.collate(padded_rows(ids, 64)) for ids in groups]
+    return [work.part(padded_rows(ids, 64)) for ids in groups]
 
 
 def _about(config: StitchedBenchConfig) -> dict[str, Any]:

@@ -4,31 +4,36 @@
     PYTHONPATH=src python -m truebatch.bench.training --device cuda --out training_cuda.json     (no installation needed)
 
 Forward and backward are timed over the same micro-batches again and again, and the median round counts; "new shapes" is
-one round over micro-batches that were not run before, as an epoch meets them. The optimiser's update is timed apart and
-added once for every `step_tokens` real tokens, so that all ways have equal steps; "update each" adds it for every
-micro-batch instead. On a CPU one thread runs, and its CPU seconds count.
+one round over micro-batches that were not run before, as an epoch meets them. Of every way those are timed that are most
+like its whole epoch in cells, pairs and micro-batches for a token; memory is that of the epoch's widest. The optimiser's
+update is timed apart and added once for every `step_tokens` real tokens, so that all ways have equal steps; "update each"
+adds it for every micro-batch instead. On a CPU one thread runs, and its CPU seconds count.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import distributions
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from truebatch.bench.keeping import keep_result, origin
+from truebatch.bench.processes import Workers, run_each
 from truebatch.bench.training_attention import explore_attention
+from truebatch.bench.training_peers import LIGER, MAKERS, PEERS, TITAN, TRL, UNSLOTH, WAYS
 from truebatch.bench.training_settings import Case, TrainingBenchConfig, make_config
 from truebatch.bench.training_table import ratios, table
 from truebatch.bench.training_timing import (
+    GIB,
     forget_models,
     measure_peak,
     num_compilations,
@@ -39,24 +44,16 @@ from truebatch.bench.training_timing import (
     time_rounds,
     time_update,
 )
-from truebatch.bench.training_ways import (
-    LIGER,
-    TRL,
-    WAYS,
-    Way,
-    all_ways,
-    compare_gradients,
-    liger_kernels,
-    liger_ways,
-    trl_way,
-)
-from truebatch.bench.training_work import Work, make_work
+from truebatch.bench.training_ways import OWN, Way, all_ways, compare_gradients
+from truebatch.bench.training_work import Part, Work, make_work, pairs_per_token, typical_parts
 from truebatch.hf.heads import head_of
 from truebatch.hf.shapes import SHAPES, attention_flops_per_pair, build_model, matrix_flops_per_token
 from truebatch.tensors.cudnnplans import plans_are_possible
 
-PEERS = ("trl", "liger-kernel")
-"""Libraries that are measured beside ours where they are installed."""
+STAGES = ((*OWN, TRL, TITAN), LIGER, UNSLOTH)
+"""Ways that share models; the later ones leave something behind in the process, the last so much that they get their own."""
+APART_S = 120.0
+"""A process of its own may take so much longer than its time: reading a model and the last way count."""
 PROFILED = ("ours packed", "uniform", "ours packed, compiled", "uniform, compiled")
 
 
@@ -70,6 +67,8 @@ class Measured:
     """Real tokens of a step over its time, the update included."""
     peak_gib: float
     fill: float
+    pairs_per_token: float
+    """Of the micro-batches that were timed: ways are compared at equal work, and this says how equal it was."""
     share_of_peak: float
     """Of the card's measured matrix rate, by the operations that real tokens need."""
     seconds_per_update: float
@@ -125,24 +124,50 @@ def run_training(config: TrainingBenchConfig, *, out: Path | None = None, say: S
 
 
 def _measure_all(config: TrainingBenchConfig, result: dict[str, Any], began: float) -> Iterator[Measured]:
-    """All cases; then Liger's rows, on models of their own: its kernels stay in every model of the process."""
-    for is_liger in (False, True):
-        cases = [case for case in config.cases if any((way in LIGER) == is_liger for way in config.ways_of(case))]
-        if is_liger and cases and liger_kernels() is None:
-            result["left_out"].append("Liger: liger-kernel is not installed")
-            continue
-        yield from _measure_cases(cases, config, result, began, is_liger=is_liger)
+    """All cases; then those of libraries that leave something behind in the process, on models of their own."""
+    wanted = {name for case in config.cases for name in config.ways_of(case)}
+    absent = {name: module for name, module in PEERS.items() if name in wanted and find_spec(module) is None}
+    result["left_out"] += [f"{name}: {module} is not installed" for name, module in absent.items()]
+    for stage in STAGES:
+        names = tuple(name for name in stage if name in wanted and name not in absent)
+        cases = tuple(case for case in config.cases if set(config.ways_of(case)) & set(names))
+        if stage is UNSLOTH and names and wanted != set(names):
+            yield from _measure_apart(replace(config, cases=cases, ways=names), result, began)
+        else:
+            yield from _measure_cases(cases, config, result, began, names)
         forget_models()
 
 
+def _measure_apart(config: TrainingBenchConfig, result: dict[str, Any], began: float) -> Iterator[Measured]:
+    """The ways of one library in a process of their own, which is killed when the time is over."""
+    left = config.seconds - (time.monotonic() - began)
+    if left < 0:
+        result["left_out"] += [f"{name}: out of time" for name in config.ways]
+        return
+    how = Workers(jobs=1, time_limit_s=left + APART_S, method="spawn")
+    for ended in run_each([replace(config, seconds=left)], _measure_quietly, how):
+        if ended.problem:
+            result["left_out"].append(f"{', '.join(config.ways)}: {ended.problem}")
+            continue
+        result["left_out"] += ended.result["left_out"]
+        for case, about in ended.result.get("work", {}).items():
+            result.setdefault("work", {}).setdefault(case, about)["seconds_of_ways"] |= about["seconds_of_ways"]
+        yield from (Measured(**row) for row in ended.result["rows"])
+
+
+def _measure_quietly(config: TrainingBenchConfig) -> dict[str, Any]:
+    return run_training(config, say=lambda _: None)
+
+
 def _measure_cases(
-    cases: Sequence[Case], config: TrainingBenchConfig, result: dict[str, Any], began: float, *, is_liger: bool
+    cases: Sequence[Case], config: TrainingBenchConfig, result: dict[str, Any], began: float, names: Sequence[str]
 ) -> Iterator[Measured]:
     model: Any = None
     built = ""
     for case in cases:
         if time.monotonic() - began > config.seconds:
-            result["left_out"].append(f"{case.name}{', Liger' if is_liger else ''}: out of time")
+            which = "" if OWN[0] in names else f", {names[0]}"
+            result["left_out"].append(f"{case.name}{which}: out of time")
             continue
         if built != case.shape:
             model = None
@@ -150,11 +175,11 @@ def _measure_cases(
             shape = SHAPES[case.shape]
             model = build_model(shape, longest=config.longest, device=config.device, dtype=_dtype(config.device))
             built = case.shape
-        yield from _measure_case(model, case, config, result, began, is_liger=is_liger)
+        yield from _measure_case(model, case, config, result, began, names)
 
 
 def _measure_case(
-    model: Any, case: Case, config: TrainingBenchConfig, result: dict[str, Any], began: float, *, is_liger: bool
+    model: Any, case: Case, config: TrainingBenchConfig, result: dict[str, Any], began: float, names: Sequence[str]
 ) -> Iterator[Measured]:
     device, shape = torch.device(config.device), SHAPES[case.shape]
     cells = config.cells_of(case)
@@ -165,13 +190,13 @@ def _measure_case(
     about = result.setdefault("work", {}).setdefault(case.name, {"seconds_of_ways": {}})
     about |= {
         "cells": cells, "labelled": work.labelled, "mean": float(work.lengths.mean()),
-        "uniform_length": work.uniform_length, "tokens": work.tokens,
+        "uniform_length": work.uniform_length, "pairs_per_token": work.pairs_per_token, "tokens": work.tokens,
         "parameters": sum(p.numel() for p in model.parameters()),
     }  # fmt: skip
     prepared = Prepared(case=case, model=model, work=work, update=time_update(model, device))
-    if case.all_ways and not config.ways and not is_liger:
+    if case.all_ways and not config.ways and "ours packed" in names:
         result["equality"] = compare_gradients(model, work, device)
-    for way in _ways_of(prepared, config, result, is_liger=is_liger):
+    for way in _ways_of(prepared, config, result, names):
         if time.monotonic() - began > config.seconds:
             result["left_out"].append(f"{case.name}: {way.name}: out of time")
             continue
@@ -184,22 +209,17 @@ def _measure_case(
 
 
 def _ways_of(
-    prepared: Prepared, config: TrainingBenchConfig, result: dict[str, Any], *, is_liger: bool
+    prepared: Prepared, config: TrainingBenchConfig, result: dict[str, Any], names: Sequence[str]
 ) -> list[Way]:  # fmt: skip
-    """The ways of a case in the order of `WAYS`, those of other libraries where they are installed."""
-    model, work, device = prepared.model, prepared.work, torch.device(config.device)
-    wanted = config.ways_of(prepared.case)
-    if is_liger:
-        apply = liger_kernels()
-        assert apply is not None
-        return [way for way in liger_ways(model, work, apply, device=device) if way.name in wanted]
-    found = {way.name: way for way in all_ways(model, work, device=device, backend=config.backend)}
-    if TRL in wanted:
-        trl = trl_way(model, work, device=device)
-        if trl is None:
-            result["left_out"].append("TRL padding-free: trl is not installed")
-        else:
-            found[TRL] = trl
+    """Those of these ways that the case has, in the order of `WAYS`."""
+    known: dict[str, Any] = {"device": torch.device(config.device), "backend": config.backend}
+    wanted = [name for name in config.ways_of(prepared.case) if name in names]
+    makers = [all_ways] if set(wanted) & set(OWN) else []
+    makers += [MAKERS[module] for module in dict.fromkeys(PEERS[name] for name in wanted if name in PEERS)]
+    found: dict[str, Way] = {}
+    for make in makers:
+        ways = _kept(lambda make=make: make(prepared.model, prepared.work, **known), result, make.__name__)  # type: ignore[misc]
+        found |= {way.name: way for way in ways or []}
     return [found[name] for name in WAYS if name in wanted and name in found]
 
 
@@ -207,44 +227,42 @@ def _kept(measure: Callable[[], Any], result: dict[str, Any], name: str = "atten
     """What was measured, or None with the reason in the result: one way that fails must not cost the others."""
     try:
         return measure()
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, ImportError, AttributeError) as error:
         result["left_out"].append(f"{name}: {type(error).__name__}: {str(error)[:300]} ... {str(error)[-1500:]}")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return None
 
 
-def _round_of(batches: list[Any], way: Way, case: Case, config: TrainingBenchConfig) -> list[Any]:
-    """The micro-batches that are timed together."""
+def _round_size(parts: Sequence[Part], way: Way, config: TrainingBenchConfig) -> int:
+    """How many micro-batches are timed together."""
     if not config.round_tokens:
-        is_thin = way.is_other and not case.all_ways
-        return batches[: max(way.most // config.thinned // (config.later_thinned if is_thin else 1), 1)]
-    needed = config.round_tokens / config.thinned
-    tokens = np.cumsum([way.tokens(batch) for batch in batches])
-    return batches[: int(np.searchsorted(tokens, needed)) + 1]
+        return max(way.most // config.thinned, 1)
+    each = sum(part.tokens for part in parts) / len(parts)
+    return max(math.ceil(config.round_tokens / config.thinned / each), 1)
 
 
 def _measure_way(prepared: Prepared, way: Way, config: TrainingBenchConfig) -> Measured:
     device, name, update = torch.device(config.device), prepared.case.name, prepared.update
-    all_batches = list(way.batches())
-    if not all_batches:
+    epoch = list(way.parts())
+    if not epoch:
         raise ValueError(f"no micro-batch for {way.name}")
-    batches = [pin_batch(b, device) for b in _round_of(all_batches, way, prepared.case, config)]
-    others = all_batches[len(batches) : 2 * len(batches)]  # as many again that are in no timed round, if there are any
-    tokens, cells = sum(map(way.tokens, batches)), sum(map(way.cells, batches))
+    number = _round_size(epoch, way, config)
+    timed, others = typical_parts(epoch, number)
+    batches, fresh = ([pin_batch(part.make(), device) for part in parts] for parts in (timed, others))
+    tokens, new_tokens = (sum(part.tokens for part in parts) for parts in (timed, others or timed))
     prepared.model.zero_grad(set_to_none=True)
     with way.around():
         for batch in batches[:2] * (2 if way.compiled else 1):
             way.run(batch)
         if device.type == "cuda":  # what is made once for all shapes, like kernels for rows of many samples
-            way.run(pin_batch(max(all_batches, key=lambda batch: getattr(batch, "num_samples", 0)), device))
+            way.run(pin_batch(max(epoch, key=lambda part: len(part.lengths)).make(), device))
         frames = num_compilations()
         reset_peak_memory(device)
         if device.type == "cuda":
-            way.run(pin_batch(max(all_batches, key=way.cells), device))  # the epoch's widest: the peak is its peak
-        fresh = [pin_batch(b, device) for b in others] or batches
-        first = time_rounds(way, fresh, device, seconds=0.0, least=1)[0] / max(sum(map(way.tokens, fresh)), 1)
-        if fresh is not batches:
+            way.run(pin_batch(max(epoch, key=lambda part: part.cells).make(), device))  # the epoch's peak is its peak
+        first = time_rounds(way, fresh or batches, device, seconds=0.0, least=1)[0] / max(new_tokens, 1)
+        if fresh:
             time_rounds(way, batches, device, seconds=0.0, least=1)
         rounds = time_rounds(way, batches, device, seconds=config.way_seconds, least=2 if way.is_other else 3)
         if config.profile and way.name in PROFILED:
@@ -252,17 +270,19 @@ def _measure_way(prepared: Prepared, way: Way, config: TrainingBenchConfig) -> M
     took = statistics.median(rounds)
     step = config.step_tokens / (tokens / took) + update
     return Measured(
-        case=name, way=way.name, tokens_per_second=config.step_tokens / step, peak_gib=peak_gib(device),
-        fill=tokens / cells, share_of_peak=0.0, seconds_per_update=update, micro_batches=len(batches),
-        rounds=[tokens / t for t in rounds], new_shapes=1 / first,
-        updating_each=tokens / (took + update * len(batches)), compilations=num_compilations() - frames,
+        case=name, way=way.name, tokens_per_second=config.step_tokens / step,
+        peak_gib=max(peak_gib(device) - way.held_apart / GIB, 0.0),
+        fill=tokens / sum(part.cells for part in timed), pairs_per_token=pairs_per_token(timed), share_of_peak=0.0,
+        seconds_per_update=update, micro_batches=len(batches), rounds=[tokens / t for t in rounds],
+        new_shapes=1 / first, updating_each=tokens / (took + update * len(batches)),
+        compilations=num_compilations() - frames,
     )  # fmt: skip
 
 
 def _share(prepared: Prepared, row: Measured, peak_tflops: float) -> float:
     work, shape = prepared.work, SHAPES[prepared.case.shape]
-    pairs = work.uniform_length if row.way.startswith("uniform") else work.pairs_per_token
-    flops = matrix_flops_per_token(prepared.model, labelled=work.labelled) + attention_flops_per_pair(shape) * pairs
+    flops = matrix_flops_per_token(prepared.model, labelled=work.labelled)
+    flops += attention_flops_per_pair(shape) * row.pairs_per_token
     return row.tokens_per_second * flops / (peak_tflops * 1e12)
 
 
@@ -272,7 +292,8 @@ def _dtype(device: str) -> torch.dtype:
 
 def _environment(config: TrainingBenchConfig) -> dict[str, Any]:
     used = ["nvidia-cudnn-frontend"] if config.device == "cuda" and plans_are_possible() else []
-    used += [name for name in PEERS if any(distributions(name=name))]
+    names = [module.replace("_", "-") for module in dict.fromkeys(PEERS.values())]
+    used += [name for name in names if any(distributions(name=name))]
     return {
         **origin("truebatch.bench.training", config, "transformers", *used),
         "threads": torch.get_num_threads(),

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from truebatch.bench.choosing import read_names
-from truebatch.bench.training_ways import EVERY_CASE, LIGER, TRL, WAYS
+from truebatch.bench.training_peers import PEERS, WAYS
+from truebatch.bench.training_ways import EVERY_CASE
 from truebatch.errors import ConfigError
 from truebatch.hf.shapes import SHAPES
 from truebatch.planning.distributions import Distribution
@@ -21,10 +22,10 @@ class Case:
     shape: str
     lengths: Distribution
     all_ways: bool = False
-    """False leaves out what the first case has shown, and times fewer micro-batches of ways that are not ours."""
+    """False leaves out what the first case has shown."""
     cells: int | None = None
-    """Of its rows, if they are not those of the benchmark: where a row is so quick that the host cannot keep up with the
-    card, what is timed is the host."""
+    """Of its rows, if they are not those of the benchmark: a small model needs more cells to fill a card, and still less
+    than half of the memory that padding takes."""
 
     @property
     def name(self) -> str:
@@ -34,7 +35,7 @@ class Case:
 
 FULL = (
     Case("llama-1.1b", "chat", True), Case("llama-1.1b", "patient"), Case("llama-1.1b", "bimodal"),
-    Case("qwen2-0.5b", "chat"), Case("bert-110m", "chat", cells=65536),
+    Case("qwen2-0.5b", "chat"), Case("bert-110m", "chat", cells=24576),
 )  # fmt: skip
 TINY = (
     Case("llama-tiny", "chat", True), Case("llama-tiny", "patient"), Case("qwen2-tiny", "chat"),
@@ -63,8 +64,6 @@ class TrainingBenchConfig:
     """A round of every way has at least so many real tokens, if it is not 0; otherwise a number set for each way."""
     thinned: int = 1
     """A round has this many times fewer micro-batches: for trying the benchmark out."""
-    later_thinned: int = 2
-    """In cases behind the first, a round of a way that is not ours has this many times fewer; rows say how many."""
     backend: str = "inductor"
     """The compiler of compiled ways."""
     profile: bool = False
@@ -88,7 +87,7 @@ class TrainingBenchConfig:
     def ways_of(self, case: Case) -> tuple[str, ...]:
         """The names of what is measured in a case; of an encoder no way that is for causal models alone."""
         wanted = self.ways or (WAYS if case.all_ways else EVERY_CASE)
-        return tuple(name for name in wanted if not (SHAPES[case.shape].masked and name in (TRL, *LIGER)))
+        return tuple(name for name in wanted if not (SHAPES[case.shape].masked and name in PEERS))
 
 
 TINY_SIZES: dict[str, Any] = {

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from truebatch.bench.training_peers import PEERS
+
 
 def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Case -> what the figures to reach are about."""
@@ -19,6 +21,7 @@ def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
         ]  # fmt: skip
         pairs += [(way, other) for way in dict.fromkeys([best, "ours packed"]) for other in
                   ("HF default, 8", "HF group_by_length, 8", "one by one", "HF packed, sdpa")]  # fmt: skip
+        pairs += [(best, other) for other in PEERS]
         here = {f"{a} / {b}": speed[a] / speed[b] for a, b in pairs if a in speed and b in speed}
         for name, kind in (("new shapes", "new_shapes"), ("one update a micro-batch", "updating_each")):
             for other in ("HF default, 8", "HF group_by_length, 8", "one by one"):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from truebatch.bench.training_work import IGNORE, Work
+from truebatch.bench.training_work import IGNORE, Part, Work
 from truebatch.hf.attention import use_packed_attention
 from truebatch.hf.losses import token_nll_in_chunks
 from truebatch.hf.objectives import HeadObjective
@@ -23,14 +23,11 @@ from truebatch.tensors.scores import kernels_without_plans
 
 Run = Callable[[Any], None]
 """Forward and backward of one micro-batch."""
-TRL = "TRL padding-free, 8"
-LIGER = ("Liger, HF default, 8", "Liger, HF packed")
-WAYS = (
-    "one by one", "HF default, 8", "HF group_by_length, 8", "HF packed, sdpa", TRL, "ours padded", "ours packed",
+OWN = (
+    "one by one", "HF default, 8", "HF group_by_length, 8", "HF packed, sdpa", "ours padded", "ours packed",
     "uniform", "uniform, our kernel", "ours packed, compiled", "uniform, compiled", "uniform, our kernel, compiled",
-    *LIGER,
 )  # fmt: skip
-"""All ways in the order they run in. A way and its limits are neighbours: the clock of a card drifts."""
+"""What needs no other library, in the order it runs in. A way and its limits are neighbours: the clock of a card drifts."""
 EVERY_CASE = (
     "one by one", "HF default, 8", "HF group_by_length, 8", "ours packed", "uniform", "ours packed, compiled",
     "uniform, compiled",
@@ -43,111 +40,54 @@ class Way:
     """One row of the table."""
 
     name: str
-    batches: Callable[[], Sequence[Any]]
+    parts: Callable[[], Sequence[Part]]
+    """The micro-batches of an epoch."""
     run: Run
-    tokens: Callable[[Any], int]
-    """Real tokens of a micro-batch."""
-    cells: Callable[[Any], int]
     most: int = 4
     """Micro-batches of one timed round."""
     compiled: bool = False
     is_other: bool = False
-    """Neither ours nor a limit of ours: later cases time fewer of its micro-batches."""
+    """Neither ours nor a limit of ours: two rounds are enough."""
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     """Open while this way runs."""
+    held_apart: int = 0
+    """Bytes on the card that other ways need and this one does not: it has a model of its own."""
 
 
 def all_ways(model: Any, work: Work, *, device: torch.device, backend: str) -> list[Way]:
     """Every way, the slowest first; what is compiled last."""
-    theirs, ours = _hf_step(model, device), _our_step(model, work, device)
+    theirs, ours = hf_step(model, device), _our_step(model, work, device)
     vocabulary = model.config.vocab_size
     packed: dict[str, Any] = {"around": lambda: use_packed_attention(model)}
     uniform: dict[str, Any] = {
-        "batches": lambda: [work.uniform(vocabulary)] * 4, "run": _uniform_step(model, device),
-        "tokens": lambda b: b[0].numel(), "cells": lambda b: b[0].numel(),
+        "parts": lambda: [work.uniform(vocabulary)] * 4, "run": _uniform_step(model, device),
     }  # fmt: skip
-    known: dict[str, Any] = {"tokens": _num_tokens, "cells": lambda b: b.rows().segments.num_cells}
-    other: dict[str, Any] = {**known, "run": theirs, "is_other": True}
+    other: dict[str, Any] = {"run": theirs, "is_other": True}
     compiled: dict[str, Any] = {"compiled": True, "around": lambda: _compiled(model, backend)}
     both: dict[str, Any] = {"compiled": True, "around": lambda: _packed_and_compiled(model, backend)}
     return [
-        Way(name="one by one", batches=lambda: work.chunks(1, by_length=False), most=16, **other),
-        Way(name="HF default, 8", batches=lambda: work.chunks(8, by_length=False), most=6, **other),
-        Way(name="HF group_by_length, 8", batches=lambda: work.chunks(8, by_length=True), most=8, **other),
-        Way(name="HF packed, sdpa", batches=work.flattened, most=2, **{**other, "run": _hf_packed_step(model, device)}),
-        Way(name="ours padded", batches=work.budgeted, run=ours, **known),
-        Way(name="ours packed", batches=lambda: work.packed(is_static=False), run=ours, **known, **packed),
+        Way(name="one by one", parts=lambda: work.chunks(1, by_length=False), most=16, **other),
+        Way(name="HF default, 8", parts=lambda: work.chunks(8, by_length=False), most=6, **other),
+        Way(name="HF group_by_length, 8", parts=lambda: work.chunks(8, by_length=True), most=8, **other),
+        Way(name="HF packed, sdpa", parts=work.flattened, most=2, **{**other, "run": hf_packed_step(model, device)}),
+        Way(name="ours padded", parts=work.budgeted, run=ours),
+        Way(name="ours packed", parts=lambda: work.packed(is_static=False), run=ours, **packed),
         Way(name="uniform", **uniform),
-        Way(name="uniform, our kernel", batches=lambda: work.even_packed(is_static=False) * 4, run=ours, **known, **packed),
-        Way(name="ours packed, compiled", batches=lambda: work.packed(is_static=True), run=ours, **known, **both),
+        Way(name="uniform, our kernel", parts=lambda: [work.even_packed(is_static=False)] * 4, run=ours, **packed),
+        Way(name="ours packed, compiled", parts=lambda: work.packed(is_static=True), run=ours, **both),
         Way(name="uniform, compiled", **uniform, **compiled),
         Way(
-            name="uniform, our kernel, compiled", batches=lambda: work.even_packed(is_static=True) * 4, run=ours,
-            **known, **both,
+            name="uniform, our kernel, compiled", parts=lambda: [work.even_packed(is_static=True)] * 4, run=ours,
+            **both,
         ),
     ]  # fmt: skip
-
-
-def trl_way(model: Any, work: Work, *, device: torch.device) -> Way | None:
-    """TRL's padding-free collator over 8 samples, where TRL is installed."""
-    try:
-        from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-    except ImportError:
-        return None
-    collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
-    groups = [range(i, i + 8) for i in range(0, min(len(work.lengths), 512) - 7, 8)]
-
-    def batches() -> list[dict[str, Tensor]]:
-        return [collator([{"input_ids": work.samples[i]["input_ids"].tolist()} for i in ids]) for ids in groups]
-
-    def run(batch: dict[str, Tensor]) -> None:
-        given = {
-            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name, value in batch.items()
-        }
-        model(**given, use_cache=False).loss.backward()
-
-    count: Callable[[dict[str, Tensor]], int] = lambda batch: batch["input_ids"].numel()  # noqa: E731
-    return Way(name=TRL, batches=batches, run=run, tokens=count, cells=count, is_other=True)
-
-
-def liger_kernels() -> Callable[..., None] | None:
-    """What puts Liger's kernels into a model, where it is installed.
-
-    It puts them into the modules of transformers too, which all models of the process share, and nothing takes them out
-    again: whatever else is measured must be measured before.
-    """
-    try:
-        from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
-    except ImportError:
-        return None
-    apply: Callable[..., None] = _apply_liger_kernel_to_instance
-    return apply
-
-
-def liger_ways(model: Any, work: Work, apply: Callable[..., None], *, device: torch.device) -> list[Way]:
-    """Liger's kernels and fused loss in the ways of Hugging Face; this process keeps them."""
-
-    @contextmanager
-    def with_kernels() -> Iterator[None]:
-        apply(model=model)
-        yield
-
-    known: dict[str, Any] = {
-        "tokens": _num_tokens, "cells": lambda b: b.rows().segments.num_cells, "around": with_kernels, "is_other": True,
-    }  # fmt: skip
-    theirs, packed = _hf_step(model, device), _hf_packed_step(model, device)
-    return [
-        Way(name=LIGER[0], batches=lambda: work.chunks(8, by_length=False), run=theirs, most=6, **known),
-        Way(name=LIGER[1], batches=work.flattened, run=packed, most=2, **known),
-    ]
 
 
 def _num_tokens(batch: MicroBatch) -> int:
     return sum(batch.rows().lengths)
 
 
-def _hf_step(model: Any, device: torch.device) -> Run:
+def hf_step(model: Any, device: torch.device) -> Run:
     """What Hugging Face's Trainer does with a padded micro-batch: the model's own loss, all logits in fp32."""
 
     def run(batch: MicroBatch) -> None:
@@ -159,14 +99,14 @@ def _hf_step(model: Any, device: torch.device) -> Run:
     return run
 
 
-def _hf_packed_step(model: Any, device: torch.device) -> Run:
-    """A flattened row with positions that restart, from which transformers makes a dense mask."""
+def hf_packed_step(model: Any, device: torch.device, **more: Any) -> Run:
+    """A flattened row with positions that restart, from which transformers makes a dense mask; `more` for the model."""
 
     def run(batch: MicroBatch) -> None:
         ids = batch["input_ids"].to(device, non_blocking=True)
         labels = _unshifted(batch, model).to(device, non_blocking=True)
         positions = batch.positions.to(device, non_blocking=True)
-        model(input_ids=ids, position_ids=positions, labels=labels, use_cache=False).loss.backward()
+        model(input_ids=ids, position_ids=positions, labels=labels, use_cache=False, **more).loss.backward()
 
     return run
 
