@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
@@ -214,11 +215,11 @@ def _ways_of(
     """Those of these ways that the case has, in the order of `WAYS`."""
     known: dict[str, Any] = {"device": torch.device(config.device), "backend": config.backend}
     wanted = [name for name in config.ways_of(prepared.case) if name in names]
-    makers = [all_ways] if set(wanted) & set(OWN) else []
-    makers += [MAKERS[module] for module in dict.fromkeys(PEERS[name] for name in wanted if name in PEERS)]
+    makers: dict[str, Callable[..., list[Way]]] = {"ours": all_ways} if set(wanted) & set(OWN) else {}
+    makers |= {PEERS[name]: MAKERS[PEERS[name]] for name in wanted if name in PEERS}
     found: dict[str, Way] = {}
-    for make in makers:
-        ways = _kept(lambda make=make: make(prepared.model, prepared.work, **known), result, make.__name__)  # type: ignore[misc]
+    for who, make in makers.items():
+        ways = _kept(partial(make, prepared.model, prepared.work, **known), result, who)
         found |= {way.name: way for way in ways or []}
     return [found[name] for name in WAYS if name in wanted and name in found]
 

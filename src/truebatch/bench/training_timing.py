@@ -107,6 +107,7 @@ def forget_models() -> None:
 
 def reset_peak_memory(device: torch.device) -> None:
     """Begin to measure the peak of memory anew."""
+    gc.collect()  # a compiled model of another way may still lie there
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -7,6 +7,7 @@ attention. Layers are compiled one by one, and so is the loss, which 0.3 takes i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -19,15 +20,20 @@ Step = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Tokens, labels and positions of packed rows, [B, L] each -> the sum of the loss over its labels."""
 
 
+@functools.cache
+def _is_0_2() -> bool:
+    return version("torchtitan").startswith("0.2.")
+
+
 def titan_step(model: Any, *, cells: int, backend: str) -> Step:
     """A step of torchtitan on a model of its own, compiled; it shares no weight with the one that is given."""
-    make = _step_of_0_2 if version("torchtitan").startswith("0.2.") else _step_of_0_3
+    make = _step_of_0_2 if _is_0_2() else _step_of_0_3
     return make(model, cells=cells, backend=backend)
 
 
 def titan_model(model: Any, *, cells: int) -> Any:
     """torchtitan's model with these weights, on the same device, for rows of up to `cells` cells."""
-    make = _model_of_0_2 if version("torchtitan").startswith("0.2.") else _model_of_0_3
+    make = _model_of_0_2 if _is_0_2() else _model_of_0_3
     with torch.device(model.device), torch.no_grad():
         made, weights = make(model, cells=cells)
     made.load_state_dict(weights)
@@ -38,7 +44,7 @@ def titan_model(model: Any, *, cells: int) -> Any:
 
 def titan_masks(made: Any, positions: Tensor) -> Any:
     """The mask of its attention: causal, and no token sees another sample than its own."""
-    if version("torchtitan").startswith("0.2."):  # it looks for the last token of a document, not for the first
+    if _is_0_2():  # it looks for the last token of a document, not for the first
         return made.get_attention_masks(torch.roll((positions == 0).long(), -1, 1), SimpleNamespace(eos_id=1))
     return made.get_attention_masks(positions)
 

@@ -23,6 +23,7 @@ from truebatch.tensors.microbatch import MicroBatch
 
 Floats = npt.NDArray[np.float64]
 DRAWS, EXCHANGES = 20_000, 2_000
+"""How long typical micro-batches are looked for: a tenth of a second."""
 GROUPED_OVER = 50
 """Hugging Face's `group_by_length` sorts this many micro-batches at a time."""
 MASKED_SHARE = 0.15
