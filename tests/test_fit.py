@@ -88,11 +88,53 @@ def test_a_model_of_hugging_face_is_fitted_in_the_layout_it_is_proven_for(folder
     assert said["fit"]["facts"]["parameters"] > 1000
 
 
+def test_an_estimate_neither_reads_the_weights_nor_proves_the_layout(folder, capsys, monkeypatch):
+    model_folder(folder / "model")
+    write_lines(folder / "chats.jsonl", chats())
+    given = ["--model", "model", "--data", "chats.jsonl", "--task", "causal_lm"]
+
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("the model is run")
+
+    monkeypatch.setattr("truebatch.proof.proving.prove", refuse)
+    monkeypatch.setattr("truebatch.proof.layouts.prove", refuse)
+    for weights in (folder / "model").glob("*.safetensors"):
+        weights.unlink()
+    assert run(["fit", "hf", *given, "--memory", "1", "--estimate", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["layout"] == "padded"
+    assert any("estimated for padded rows" in line for line in said["lines"])
+    assert "train.layout" not in said["next"]  # a run chooses
+    assert run(["fit", "hf", *given, "--estimate", "--set", "train.layout=packed", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["layout"], "train.layout=packed" in said["next"]) == ("packed", True)
+
+
+def test_a_fit_that_errs_by_much_is_not_called_safe():
+    points = [Point(8, 1, 1, 10), Point(8, 1, 1, 100), Point(16, 2, 2, 30), Point(16, 2, 2, 210)]
+    fit = fit_points(points, resident_bytes=0, optimiser_bytes=0, facts={})
+    assert fit.uncertainty > 0.3
+    known = {"layout": "padded", "limits": {HERE: 9}, "cells": {HERE: 9}, "sizes": [], "longest": 3, "shortest": 1}
+    (line,) = _advice(Sizing(fit=fit, **known))
+    assert "do not rely on it" in line
+    assert "safe" not in line
+
+
+def test_a_fit_that_was_cut_off_says_what_to_do(folder, capsys):
+    (folder / "runs/numbers").mkdir(parents=True)
+    (folder / "runs/numbers/fit.json").write_text("{")
+    assert run(["train", SYSTEM, "--config", "run.yaml", "--set", "train.cells=64"]) == 2
+    said = capsys.readouterr().err
+    assert "fit.json is not a memory fit" in said
+    assert "measure again" in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "wrong"),
     [
         (["fit", "nothing"], "there is no system 'nothing'"),
         (["fit", SYSTEM, "--memory", "0"], "a memory size is a number of GiB above 0"),
+        (["fit", SYSTEM, "--memory", "1e300"], "a memory size is a number of GiB above 0"),
         (["fit", SYSTEM, "--set", "train.true_batch=off"], "nothing to fit where samples run one at a time"),
         (["fit", SYSTEM, "--set", "train.cels=5"], "cels"),
     ],

@@ -298,7 +298,11 @@ def test_operations_are_counted_from_the_weights():
     assert matrix_flops_per_token(model, labelled=0.25) == 6 * (2 * layer + 128 * 128 + 128 * 256)
 
 
-@pytest.mark.parametrize("wrong", [{"device": "tpu"}, {"device": "cpu", "only": "llama-9b/chat"}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"device": "tpu"}, {"device": "cpu", "only": "llama-9b/chat"}]
+    + [{"device": "cpu", "seconds": wrong} for wrong in (float("nan"), -1.0, float("inf"))],
+)
 def test_unknown_devices_and_cases_are_refused(wrong):
     with pytest.raises(ConfigError):
         make_config(**wrong)

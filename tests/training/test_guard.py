@@ -375,6 +375,25 @@ def test_half_an_update_is_never_repeated(monkeypatch):
         updated(engine, steps=1)
 
 
+class OldFashioned(torch.optim.SGD):
+    """Writes through `.data`, which no counter sees, and runs out of memory in between."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for at, p in enumerate(q for part in self.param_groups for q in part["params"] if q.grad is not None):
+            if at == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            p.data.add_(p.grad, alpha=-0.1)
+
+
+def test_an_optimiser_that_torch_cannot_watch_is_not_tried_again():
+    torch.manual_seed(0)
+    model = TextModel()
+    engine = engine_of(model, NextToken(), TEXT_FIELDS, optimiser=OldFashioned(model.parameters(), 0.1))
+    with pytest.raises(MemoryLimitError, match="may be half done"):
+        updated(engine, steps=1)
+
+
 def test_an_update_that_never_fits_is_explained(monkeypatch):
     def step(*_args, **_kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80.00 GiB.")

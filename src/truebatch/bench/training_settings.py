@@ -104,6 +104,8 @@ def make_config(
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise ConfigError("this device cannot be measured", seen=f"device={device!r}", do="use cpu, or cuda on a card")
     sizes: dict[str, Any] = dict(TINY_SIZES) if device == "cpu" else {"cases": FULL}
+    if seconds is not None and not 0 < seconds < float("inf"):
+        raise ConfigError("a time is a number of seconds above 0", seen=f"seconds={seconds}", do="for example 480")
     if seconds is not None:
         sizes["seconds"] = seconds
     if cells is not None:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 CARDS = (15.0, 32.0, 80.0)
+UNSURE = 0.3
+"""A fit that errs by more is not called safe."""
 RATE = (
     "a larger budget never changes the result of a step; more samples_per_step does: fewer, less noisy updates, for "
     "which the learning rate is usually raised (by the square root of the factor with AdamW, by the factor with SGD)"
@@ -77,7 +79,8 @@ def show_fit(
         system, settings, memory=limits, is_layout_open=is_layout_open, is_estimate=estimate, say=lines.append
     )
     written = save_sizing(sizing, folder)
-    following = _next(target, config, set_ or [], given, sizing, folder)
+    layout = None if estimate and is_layout_open else sizing.layout
+    following = _next(target, config, set_ or [], given, sizing, folder, layout=layout)
     if as_json:
         sys.stdout.write(json.dumps({**_plain(sizing), "lines": lines, "next": following}) + "\n")
     else:
@@ -86,7 +89,7 @@ def show_fit(
 
 
 def _limits(memory: Any) -> dict[str, int]:
-    wrong = [size for size in memory if not (math.isfinite(size) and size > 0)]
+    wrong = [size for size in memory if not (math.isfinite(size * GIB) and size > 0)]
     if wrong:
         raise ConfigError(
             "a memory size is a number of GiB above 0", seen=f"--memory {wrong[0]}", do="for example --memory 24"
@@ -101,6 +104,8 @@ def _next(
     given: dict[tuple[str, ...], Any],
     sizing: Sizing,
     folder: Path,
+    *,
+    layout: str | None,
 ) -> str:
     from truebatch.training.sizing import HERE
 
@@ -108,7 +113,7 @@ def _next(
     if cells < sizing.longest:
         return "a smaller model, train.gradient_checkpointing=true, train.precision=bf16, or --lora with hf"
     parts = ["truebatch", "train", target, *(["--config", str(file)] if file is not None else [])]
-    settings = [*overrides, f"train.layout={sizing.layout}", f"train.cells={cells}"]
+    settings = [*overrides, *([] if layout is None else [f"train.layout={layout}"]), f"train.cells={cells}"]
     parts += [part for override in settings for part in ("--set", override)]
     for path, value in given.items():
         parts += [f"--{path[-1]}"] if value is True else [f"--{path[-1]}", str(value)]
@@ -159,6 +164,12 @@ def _advice(sizing: Sizing) -> list[str]:
     cells = sizing.cells[HERE]
     if cells < sizing.longest:
         lines.append(f"the longest sample ({sizing.longest:,} tokens) does not fit on this machine")
+    elif sizing.fit.uncertainty > UNSURE:
+        lines.append(
+            f"largest budget by this fit: train.cells={cells}; it errs by up to {sizing.fit.uncertainty:.0%}, so do not rely "
+            "on it: these samples take memory for what cells do not count, such as targets much longer than others; "
+            "begin with a fraction of it"
+        )
     else:
         lines.append(
             f"largest safe budget here: train.cells={cells}, with a margin of {sizing.fit.uncertainty:.1%} for the "

@@ -21,6 +21,7 @@ from truebatch.proof.outputs import PerSample
 from truebatch.proof.owncells import Place, own_cells, place_of, without_leading
 from truebatch.proof.subjects import Outcome
 from truebatch.tensors.scores import kernels_without_plans
+from truebatch.training.outofmemory import is_out_of_memory
 
 PARTS = ("outputs", "loss", "gradient")
 PROMISED = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -99,7 +100,7 @@ def run_whole(subject: Runnable, arrangement: Arrangement, *, gradient: bool = T
     with (
         torch.set_grad_enabled(wanted),
         subject.held(arrangement.pieces[0]),
-        kernels_without_plans(_device_of(subject)),
+        kernels_without_plans(device_of(subject)),
     ):
         outcomes = [subject.run(piece) for piece in arrangement.pieces]
         counts = add_counts(o.counts for o in outcomes)
@@ -110,7 +111,8 @@ def run_whole(subject: Runnable, arrangement: Arrangement, *, gradient: bool = T
     return Whole(outputs, step_loss(sums, counts), grads, _places(outcomes, ids, subject.lengths))
 
 
-def _device_of(subject: Runnable) -> torch.device:
+def device_of(subject: Runnable) -> torch.device:
+    """Where a subject runs: the card that holds some of it, if one does."""
     parts = [] if subject.model is None else [*subject.model.parameters(), *subject.model.buffers()]
     return next((part.device for part in parts if part.is_cuda), torch.device("cpu"))
 
@@ -257,14 +259,18 @@ def _gradient_difference(whole: Whole, reference: Whole) -> Difference | None:
         return None
     if not whole.gradient:
         return Difference("gradient", math.inf, 0.0, "all parameters: the loss cannot be differentiated")
-    expected = {k: g.double() for k, g in reference.gradient.items()}
-    gaps = {k: (whole.gradient[k].double() - g) for k, g in expected.items()}
-    norm = math.sqrt(sum(float(g.square().sum()) for g in expected.values())) or 1.0
-    over_all = math.sqrt(sum(float(g.square().sum()) for g in gaps.values())) / norm
-    largest = max(float(g.abs().max()) for g in expected.values() if g.numel()) or 1.0
-    single = {k: float(g.abs().max()) / largest for k, g in gaps.items() if g.numel()}
-    worst = max(single, key=lambda k: math.inf if math.isnan(single[k]) else single[k])
-    return Difference("gradient", max(over_all, single[worst], key=_nan_last), 0.0, f"parameter {worst}")
+    squares, gap_squares, largest = 0.0, 0.0, 0.0
+    single: dict[str, float] = {}
+    for name, expected in reference.gradient.items():  # one at a time: in fp64 all of them are four models more
+        wide = expected.double()
+        gap = whole.gradient[name].double() - wide
+        squares, gap_squares = squares + float(wide.square().sum()), gap_squares + float(gap.square().sum())
+        if wide.numel():
+            largest, single[name] = max(largest, float(wide.abs().max())), float(gap.abs().max())
+    over_all = math.sqrt(gap_squares) / (math.sqrt(squares) or 1.0)
+    worst = max(single, key=lambda k: _nan_last(single[k]))
+    value = max(over_all, single[worst] / (largest or 1.0), key=_nan_last)
+    return Difference("gradient", value, 0.0, f"parameter {worst}")
 
 
 def _nan_last(value: float) -> float:
@@ -300,7 +306,10 @@ def sharper_reference(subject: Runnable, one_by_one: Whole, alone: Arrangement) 
         return None
     try:
         found = _exact_reference(subject, one_by_one, alone, torch.float64, least=PROMISED[torch.float32] / 2)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError):  # a model with fp32 written into its code
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        # as a model does with fp32 written into its code
+        if is_out_of_memory(error):
+            raise
         return None
     return found if all(limit <= 2 * ROUNDING for limit in found.limits.values()) else None
 

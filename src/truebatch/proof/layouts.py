@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import nn
 
-from truebatch.errors import ConfigError, LawError, TruebatchError
+from truebatch.errors import ConfigError, LawError, MemoryLimitError, TruebatchError
 from truebatch.objective import Objective
 from truebatch.planning.rows import padded_rows
 from truebatch.proof.arrangements import Arrangement, Piece
@@ -68,6 +68,8 @@ def choose_layout(
             continue
         try:
             reports[layout] = try_layout(subject, layout, settings)
+        except MemoryLimitError:
+            raise  # nothing is known of this layout: a slower one would be taken for no reason
         except TruebatchError as error:
             reasons[layout] = error.wrong
             continue

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from truebatch.errors import ConfigError, DataError
+from truebatch.errors import ConfigError, DataError, MemoryLimitError
 from truebatch.proof.arrangements import LAYOUTS, Arrangement, alone, arrangements
 from truebatch.proof.causes import Evidence, name_causes
 from truebatch.proof.comparing import (
@@ -20,6 +20,7 @@ from truebatch.proof.comparing import (
     Reference,
     Runnable,
     Whole,
+    device_of,
     differences,
     make_reference,
     run_whole,
@@ -39,6 +40,7 @@ from truebatch.proof.quiet import Mode, quieted, steady_mode
 from truebatch.proof.report import Cause, Result, Verdict, VerifyReport
 from truebatch.proof.subjects import Subject
 from truebatch.proof.tracing import ModuleDifference, count_calls, first_difference
+from truebatch.training.outofmemory import free_memory, is_out_of_memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +85,30 @@ def prove(
     """Run every arrangement of the subject's samples (or those `chosen`) and compare with one by one (or `original`).
 
     `original` gets the mode and what the subject gave one by one, and returns what another function gives for the samples.
+
+    Raises MemoryLimitError where memory runs out: that says nothing of the law.
     """
+    said = ""
+    try:
+        return _prove(subject, config, original, chosen)
+    except Exception as error:
+        if isinstance(error, MemoryLimitError) or not is_out_of_memory(error):
+            raise
+        said = f"{type(error).__name__}: {(str(error) or 'no more is said').strip().splitlines()[0][:200]}"
+    free_memory(device_of(subject), said=said)
+    raise MemoryLimitError(
+        "memory ran out while the model was put to the proof, so nothing is known of its batches",
+        seen=said,
+        do="free memory, or prove it on a machine with more; a run whose train.layout is set begins without this proof",
+    )
+
+
+def _prove(
+    subject: Subject | ListSubject,
+    config: VerifyConfig,
+    original: Callable[[Mode, Whole], Whole] | None,
+    chosen: Sequence[Arrangement] | None,
+) -> VerifyReport:
     lengths = subject.lengths
     _check_samples(lengths)
     singles = alone(lengths)
@@ -103,7 +128,7 @@ def prove(
             sharper = sharper_reference(subject, one_by_one, singles)
             if sharper is not None:
                 reference = sharper
-                results = [_judge(r, reference) for r in results]
+                results = [r if r.verdict == "equal" else _judge(r, reference) for r in results]
                 rounding = (
                     f"fp32 rounds this model by {reference.limits['gradient'] / 2:.0e} one by one: judged against fp64"
                 )
@@ -173,11 +198,14 @@ def _wanted(subject: Subject | ListSubject, config: VerifyConfig) -> list[Arrang
 def _run_one(subject: Runnable, arrangement: Arrangement, reference: Reference) -> Result:
     try:
         whole = run_whole(subject, arrangement, gradient=bool(reference.whole.gradient))
-        return _judge(Result(arrangement, "equal", whole=whole), reference)
+        found = _judge(Result(arrangement, "equal", whole=whole), reference)
     except Exception as error:  # whatever a model raises is a result of this arrangement, reported by name
-        if isinstance(error, ConfigError | DataError):
+        if isinstance(error, ConfigError | DataError) or is_out_of_memory(error):
             raise
         return Result(arrangement, "raised", error=f"{type(error).__name__}: {error}")
+    if found.verdict == "different" and _may_be_rounding([found]):
+        return found
+    return replace(found, whole=replace(whole, gradient={}))  # as large as the model, and not looked at again
 
 
 def _explain(

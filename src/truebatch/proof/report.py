@@ -130,11 +130,16 @@ def _cause_words(report: VerifyReport) -> list[str]:
 
 
 def _headline(report: VerifyReport) -> str:
-    if report.is_broken:
+    if report.broken:
         return f"BROKEN: a sample's result depends on its micro-batch ({len(report.broken)} arrangements differ)"
+    if report.is_broken:
+        return "BROKEN: the law does not hold, although no arrangement differs; the causes say why"
     if report.unproven:
         return f"UNPROVEN: {report.unproven}"
-    return f"EQUAL: every sample gets what it gets alone, in {len(report.results)} arrangements"
+    ran = len(report.results) - len(report.refused)
+    if report.refused:
+        return f"EQUAL: every sample gets what it gets alone, in {ran} arrangements; {len(report.refused)} more are refused"
+    return f"EQUAL: every sample gets what it gets alone, in {ran} arrangements"
 
 
 def mark(result: Result) -> str:

@@ -10,6 +10,7 @@ from truebatch.training.job import ALL_DONE, ASKED, CHECK_FAILED, Job
 from truebatch.training.metrics import MetricsLog
 from truebatch.training.nonfinite import check_parameters
 from truebatch.training.progress import Progress
+from truebatch.training.quarantine import refuse_nothing_done
 from truebatch.training.reducing import first_says, most_over_ranks
 from truebatch.training.saving import save_run
 from truebatch.training.task import measure_by_reading
@@ -32,7 +33,10 @@ def finish_step(job: Job, progress: Progress, log: MetricsLog | None) -> None:
         progress.is_done, progress.why = True, ALL_DONE
     elif wants_stop and not progress.is_done:
         progress.is_done, progress.why = True, str(job.stop.requested or f"{ASKED} on another rank")
-    due = is_best or wish.keep or progress.is_done or _is_due(job.config.save_every, progress, is_end_of_epoch)
+    if progress.why == ALL_DONE:
+        refuse_nothing_done(job.engine.guard)
+    is_time = _is_due(job.config.save_every, progress, is_end_of_epoch) and not _is_in_doubt(job)
+    due = is_best or wish.keep or progress.is_done or is_time
     if job.run is not None and due:
         if log is not None:
             log.sync()
@@ -45,6 +49,11 @@ def finish_step(job: Job, progress: Progress, log: MetricsLog | None) -> None:
             job.say(f"step {progress.step}: {problem}")
     if progress.is_done:
         check_parameters(job, progress)
+
+
+def _is_in_doubt(job: Job) -> bool:
+    """The last samples were left out, and may be in again: a checkpoint would have passed over them."""
+    return job.engine.guard is not None and job.engine.guard.left_in_row > 0
 
 
 def _ask(job: Job, step: int) -> Wish:

@@ -64,6 +64,12 @@ class Guard:
     """How often a step was run again."""
     quarantined: dict[int, str] = field(default_factory=dict)
     """Samples that are left out, with the reason."""
+    doubted: list[tuple[int, str]] = field(default_factory=list)
+    """Those of them that no sample which fits was met after; they are written down when one is."""
+    left_in_row: int = 0
+    """Samples of the last steps, none of which had one that fits."""
+    has_fitted: bool = False
+    """Some step of this start had samples that fit."""
 
     def cut(self, batches: Collection[MicroBatch], *, most: int | None = None) -> list[MicroBatch]:
         """The micro-batches as they may be run now: those over the budget are split, no sample is moved."""

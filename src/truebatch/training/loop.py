@@ -286,6 +286,9 @@ def _step(job: Job, progress: Progress, loaded: LoadedStep, log: MetricsLog | No
     else:
         is_updated = apply_update(engine, outcome)
         progress.nonfinite_in_row = 0
+    if engine.guard is not None and engine.guard.left_in_row:  # no sample of this step fits
+        _pass_over(job, progress, loaded, log)
+        return None
     progress.step += 1
     _record(job, progress, loaded, outcome, rates, is_updated, time.perf_counter() - began, log)
     return None
@@ -312,7 +315,7 @@ def _take_gradients(job: Job, progress: Progress, loaded: LoadedStep, counts: Ma
 
 
 def _pass_over(job: Job, progress: Progress, loaded: LoadedStep, log: MetricsLog | None) -> None:
-    """A step that made the run roll back: no gradient and no loss, but a line in the log with its samples."""
+    """A step that made the run roll back, or has no sample that fits: no loss, but a line in the log with its samples."""
     samples = sorted(all_say([i for batch in loaded.batches for i in batch.sample_ids]))
     progress.step += 1
     record = {"step": progress.step, "epoch": progress.epoch, "passed_over": True, "updated": False, "samples": samples}
@@ -344,7 +347,9 @@ def _record(
 
 
 def _tokens_and_cells(job: Job, loaded: LoadedStep) -> tuple[int, int]:
-    rows = [b.rows() for b in loaded.batches if "cells" in b.axes]
-    numbers = [sum(sum(r.lengths) for r in rows), sum(r.shape[0] * r.shape[1] for r in rows)]
+    out = {} if job.engine.guard is None else job.engine.guard.quarantined
+    found = [(b.sample_ids, b.rows()) for b in loaded.batches if "cells" in b.axes]
+    lengths = [n for ids, rows in found for i, n in zip(ids, rows.lengths, strict=True) if i not in out]
+    numbers = [sum(lengths), sum(rows.shape[0] * rows.shape[1] for _, rows in found)]
     tokens, cells = sum_numbers(numbers, job.engine.device)
     return tokens, cells

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from truebatch.errors import DataError
+from truebatch.errors import CheckpointError, DataError
 from truebatch.notebook import html_table
 from truebatch.training.durable import read_json, write_json
 
@@ -188,15 +188,16 @@ def load_fit(folder: Path) -> MemoryFit | None:
     """The fit a run's folder holds; None without one."""
     if not (folder / FIT).is_file():
         return None
-    values = read_json(folder / FIT, max_bytes=1 << 20)
     try:
+        values = read_json(folder / FIT, max_bytes=1 << 20)
         optional = {"is_estimate", "samples_per_second", "most_cells"}
         kept = {name: values[name] for name in MemoryFit.__dataclass_fields__ if name not in optional - set(values)}
         return MemoryFit(**{**kept, "points": tuple(Point(**point) for point in kept["points"])})
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, CheckpointError) as error:
+        said = error.seen if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         raise DataError(
             f"{FIT} is not a memory fit",
-            seen=f"{folder / FIT}: {type(error).__name__}: {error}",
+            seen=f"{folder / FIT}: {said}",
             do="delete the file, or measure again with `truebatch fit`",
         ) from error
 

@@ -27,7 +27,7 @@ T = TypeVar("T")
 QUARANTINE = "quarantine.jsonl"
 _MOST_BYTES = 1 << 28
 MANY = 8
-"""So many samples of one step, and with them all of it, are not too large by chance: something else takes the memory."""
+"""So many samples in a row, with none between them that fits, are not too large by chance: something else takes the memory."""
 Counts = Mapping[str, int]
 
 
@@ -43,18 +43,23 @@ def run_without_quarantined(
     """What `run` gives for the samples that fit, and the counts it was divided by, the same on every rank.
 
     Runs again from nothing whenever some rank found another sample that does not fit: the counts have changed. Where many are
-    found in one step and none is left, samples are not the reason, and none is left out.
+    left out in a row and none fits between them, samples are not the reason, and none is left out.
     """
     found: list[tuple[int, str]] = []
     while True:
         kept, without = _leave_out(guard, batches, counts, count, device)
-        if found and not _are_any(kept, device):
-            _blame_none(guard, found)
+        is_empty = bool(guard.quarantined) and not _are_any(kept, device)
+        if is_empty:
+            _blame_none_of_many(guard, batches, found, device)
         result, mine = _try(run, kept, without)
         new = all_say([] if mine is None else [mine]) if _any_rank(mine is not None, device) else []
         if not new:
             assert result is not None
-            _note(guard, found)
+            if is_empty:
+                guard.doubted += found
+            else:
+                _note(guard, [*guard.doubted, *found])
+                guard.doubted, guard.left_in_row, guard.has_fitted = [], 0, True
             return result[0], without
         found += new
         guard.quarantined |= dict(new)
@@ -64,17 +69,35 @@ def _are_any(kept: Sequence[MicroBatch], device: torch.device) -> bool:
     return _any_rank(any(batch.num_samples for batch in kept), device)
 
 
-def _blame_none(guard: Guard, found: Sequence[tuple[int, str]]) -> None:
-    """Every sample of the step was found not to fit. A few may be too large; many at once are not a matter of theirs."""
-    if len(found) < MANY:
-        return
-    for sample_id, _ in found:
-        del guard.quarantined[sample_id]
-    raise MemoryLimitError(
-        "not one sample of a step fits into memory, even alone",
-        seen=f"{len(found)} samples; {found[0][1]}",
+def _blame_none_of_many(
+    guard: Guard, batches: Sequence[MicroBatch], found: Sequence[tuple[int, str]], device: torch.device
+) -> None:
+    """No sample of the step fits. A few in a row may be too large; many are not a matter of theirs."""
+    (here,) = sum_numbers([sum(batch.num_samples for batch in batches)], device)
+    guard.left_in_row += here
+    if guard.left_in_row >= MANY:
+        raise _not_one(guard, [*guard.doubted, *found])
+
+
+def refuse_nothing_done(guard: Guard | None) -> None:
+    """At the end of a run: one in which no sample fitted has trained nothing, however few they were."""
+    if guard is not None and guard.left_in_row and not guard.has_fitted:
+        raise _not_one(guard, guard.doubted)
+
+
+def _not_one(guard: Guard, doubted: Sequence[tuple[int, str]]) -> MemoryLimitError:
+    """Samples that were left out since the last one that fitted are in again."""
+    reason = doubted[0][1] if doubted else next(iter(guard.quarantined.values()), "")
+    for sample_id, _ in doubted:
+        guard.quarantined.pop(sample_id, None)
+    known = (
+        f"; those that {QUARANTINE} in the run's folder names stay out until it is deleted" if guard.quarantined else ""
+    )
+    return MemoryLimitError(
+        "not one sample fits into memory, even alone",
+        seen=f"{guard.left_in_row} samples in a row; {reason}",
         do="see what else takes memory on this device, use a smaller model or lower precision, or set gradient_checkpointing, "
-        "and start again; no sample was left out for it",
+        "and start again; no sample was left out for it" + known,
     )
 
 

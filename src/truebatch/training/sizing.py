@@ -119,14 +119,18 @@ def size_system(
     """Measure a system on this machine, on one device: its memory fit, and the table of batch sizes.
 
     `memory` names further sizes in bytes. With `is_layout_open` the system chooses the layout, as in training. With
-    `is_estimate` no sample is run: memory is estimated, and nothing is timed.
+    `is_estimate` no sample is run: memory is estimated, nothing is timed, and the layout is the one that is set.
     """
     _check(config)
     config = replace(config, train=replace(config.train, devices=1, compile=False))
     device = find_place(config.train).device
     free = free_bytes_of(device)
     data = system_data(system, config)
-    engine, config = open_engine(system, config, is_layout_open=is_layout_open, say=say)
+    if is_estimate and system.sketch is not None:
+        system = replace(system, build_model=system.sketch)
+    engine, config = open_engine(system, config, is_layout_open=is_layout_open and not is_estimate, say=say)
+    if is_estimate and is_layout_open and system.choose_layout is not None:
+        say("a run chooses its layout by running the model; estimated for padded rows")
     limits = {name: usable_bytes(limit, device) for name, limit in {HERE: free, **memory}.items()}
     reach = limits[HERE] if device.type == "cuda" else None
     fit = fit_memory(engine, data, config.train, limit_bytes=reach, is_estimate=is_estimate)

@@ -120,7 +120,7 @@ def take_gradients(
 ) -> StepOutcome:
     """The gradient of a whole step in `.grad`, at the parameters as they are; nothing is updated."""
     clear_gradients(engine)
-    sums, counts = _accumulate_what_fits(engine, batches, counts, epoch)
+    sums, counts = accumulate_what_fits(engine, batches, counts, epoch)
     if not is_sharded(engine.model):
         reduce_gradients([p for group in engine.groups for p in group.parameters])
     if engine.scaler is not None:
@@ -166,7 +166,7 @@ def clear_gradients(engine: Engine) -> None:
         group.optimiser.zero_grad(set_to_none=True)
 
 
-def _accumulate_what_fits(
+def accumulate_what_fits(
     engine: Engine, batches: Sequence[MicroBatch], counts: Mapping[str, int], epoch: int
 ) -> tuple[dict[str, Tensor], Mapping[str, int]]:
     """The sums, and what they are divided by: less than was planned if samples that do not fit are left out."""
@@ -286,7 +286,7 @@ def _outcome(engine: Engine, sums: Mapping[str, Tensor], counts: Mapping[str, in
 
 
 def apply_update(engine: Engine, outcome: StepOutcome) -> bool:
-    """Clip and update every group; False if loss scaling skipped the update of some group."""
+    """Clip and update every group; False if loss scaling skipped the update of some group, or no group got a gradient."""
     scale = engine.scaler.get_scale() if engine.scaler is not None else 1.0
     moved = _moved(engine)
     for group in moved:
@@ -297,7 +297,7 @@ def apply_update(engine: Engine, outcome: StepOutcome) -> bool:
     if engine.scaler is not None and moved:
         engine.scaler.update()
         return bool(engine.scaler.get_scale() >= scale)
-    return True
+    return bool(moved)
 
 
 def _update(engine: Engine, group: Group) -> None:

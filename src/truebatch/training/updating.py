@@ -16,6 +16,9 @@ from truebatch.training.outofmemory import free_memory, is_out_of_memory
 
 Versions = list[tuple[Tensor, int]]
 TRIES = 2
+COUNTED = ("torch", "transformers", "accelerate", "truebatch")
+"""Packages whose optimisers write parameters so that torch counts it. What is written through `.data` goes uncounted: of an
+optimiser from elsewhere nobody can tell whether it has begun."""
 
 
 def update_steadily(optimiser: torch.optim.Optimizer, update: Callable[[], object], *, device: torch.device) -> None:
@@ -30,6 +33,8 @@ def update_steadily(optimiser: torch.optim.Optimizer, update: Callable[[], objec
             return
         if any(tensor._version != version for tensor, version in versions):
             raise _does_not_fit(optimiser, said, "the update was half done, so the model in memory is not usable")
+        if type(optimiser).__module__.split(".")[0] not in COUNTED:
+            raise _does_not_fit(optimiser, said, "the update may be half done, so the model in memory is not usable")
         _put_back(optimiser, before)
         free_memory(device, said=said)
     raise _does_not_fit(optimiser, said, "tried twice, the second time with memory freed")
