@@ -159,6 +159,20 @@ def test_a_run_of_few_samples_in_which_none_fits_is_no_success(tmp_path):
     assert "4 samples in a row" in raised.value.seen
 
 
+def test_a_run_may_end_with_a_start_that_has_nothing_left_to_do(tmp_path):
+    """All but the last step were done by an earlier start, and the sample of the last one is known not to fit."""
+    settings = config(samples_per_step=1, epochs=1, oom="quarantine")
+    steps = len(LENGTHS)
+    trained(NextToken(), replace(settings, max_steps=steps - 1), out=tmp_path / "run")
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert len(records) == steps - 1
+    known = [json.dumps({"id": i, "reason": "did not fit"}) for i in range(steps)]
+    (tmp_path / "run" / QUARANTINE).write_text("\n".join(known) + "\n")
+    trained(NextToken(), settings, out=tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "done"
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["passed_over"]
+
+
 def test_a_run_that_begins_with_all_samples_left_out_says_so(tmp_path):
     (tmp_path / "run").mkdir()
     known = [json.dumps({"id": i, "reason": "did not fit"}) for i in range(len(LENGTHS))]

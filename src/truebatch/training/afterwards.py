@@ -34,7 +34,7 @@ def finish_step(job: Job, progress: Progress, log: MetricsLog | None) -> None:
     elif wants_stop and not progress.is_done:
         progress.is_done, progress.why = True, str(job.stop.requested or f"{ASKED} on another rank")
     if progress.why == ALL_DONE:
-        refuse_nothing_done(job.engine.guard)
+        refuse_nothing_done(job.engine.guard, steps=progress.step)
     is_time = _is_due(job.config.save_every, progress, is_end_of_epoch) and not _is_in_doubt(job)
     due = is_best or wish.keep or progress.is_done or is_time
     if job.run is not None and due:

@@ -68,8 +68,8 @@ class Guard:
     """Those of them that no sample which fits was met after; they are written down when one is."""
     left_in_row: int = 0
     """Samples of the last steps, none of which had one that fits."""
-    has_fitted: bool = False
-    """Some step of this start had samples that fit."""
+    steps_without: int = 0
+    """Steps of this start that had no sample which fits."""
 
     def cut(self, batches: Collection[MicroBatch], *, most: int | None = None) -> list[MicroBatch]:
         """The micro-batches as they may be run now: those over the budget are split, no sample is moved."""

@@ -57,9 +57,10 @@ def run_without_quarantined(
             assert result is not None
             if is_empty:
                 guard.doubted += found
+                guard.steps_without += 1
             else:
                 _note(guard, [*guard.doubted, *found])
-                guard.doubted, guard.left_in_row, guard.has_fitted = [], 0, True
+                guard.doubted, guard.left_in_row = [], 0
             return result[0], without
         found += new
         guard.quarantined |= dict(new)
@@ -79,9 +80,9 @@ def _blame_none_of_many(
         raise _not_one(guard, [*guard.doubted, *found])
 
 
-def refuse_nothing_done(guard: Guard | None) -> None:
-    """At the end of a run: one in which no sample fitted has trained nothing, however few they were."""
-    if guard is not None and guard.left_in_row and not guard.has_fitted:
+def refuse_nothing_done(guard: Guard | None, *, steps: int) -> None:
+    """At the end of a run of so many steps: one in which no sample fitted has trained nothing, however few they were."""
+    if guard is not None and 0 < steps <= guard.steps_without:
         raise _not_one(guard, guard.doubted)
 
 
