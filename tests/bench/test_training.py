@@ -12,7 +12,7 @@ import torch
 from truebatch.bench import training
 from truebatch.bench.processes import Ended
 from truebatch.bench.training import Measured, run_training
-from truebatch.bench.training_peers import LIGER, PEERS, TITAN, TRL, UNSLOTH, WAYS, titan_ways, unsloth_ways
+from truebatch.bench.training_peers import LIGER, MAKERS, PEERS, TITAN, TRL, UNSLOTH, WAYS, titan_ways, unsloth_ways
 from truebatch.bench.training_settings import Case, TrainingBenchConfig, make_config
 from truebatch.bench.training_table import ratios, table
 from truebatch.bench.training_ways import EVERY_CASE, OWN, all_ways, compare_gradients
@@ -248,7 +248,7 @@ def test_a_way_runs_beside_its_limit_and_every_name_is_known(prepared):
     model, work = prepared
     names = [way.name for way in all_ways(model, work, device=torch.device("cpu"), backend="eager")]
     assert names == list(OWN)
-    assert set(WAYS) == {*OWN, *PEERS}
+    assert set(MAKERS) == set(PEERS.values())
     for order in (WAYS, EVERY_CASE):
         for way in ("ours packed", "ours packed, compiled"):
             assert order[order.index(way) + 1] == way.replace("ours packed", "uniform")

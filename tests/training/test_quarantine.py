@@ -13,12 +13,14 @@ from tests.training.test_guard import Limited, _small_heap, engine_of, gradient 
 from tests.training.test_step import CASES, relative
 from truebatch.errors import ConfigError, MemoryLimitError
 from truebatch.tensors.splitting import cells_of, leave_out
+from truebatch.training.checking import compare_with_one_by_one
 from truebatch.training.guard import Guard, SampleTooLarge
 from truebatch.training.loop import train
 from truebatch.training.metrics import read_metrics
 from truebatch.training.optimising import Group
 from truebatch.training.quarantine import QUARANTINE, open_guard
 from truebatch.training.settings import TrainConfig
+from truebatch.training.step import take_gradients
 from truebatch.training.task import TrainData
 
 LENGTHS = [3, 31, 8, 17, 4, 29, 12, 5, 9, 22, 2, 14, 7, 19, 6, 11]
@@ -199,6 +201,19 @@ def test_comparing_with_one_by_one_leaves_the_same_samples_out(tmp_path):
     settings = config(oom="quarantine", true_batch="compare")
     assert relative(trained(Limited(NextToken(), 30), settings, out=tmp_path / "run"), expected) <= 1e-6
     assert [json.loads(line)["id"] for line in (tmp_path / "run" / QUARANTINE).read_text().splitlines()] == [1]
+
+
+def test_looking_at_a_step_does_not_count_its_samples():
+    """Three samples that do not fit are three in a row, and not nine, although the comparison runs them twice before."""
+    samples = text_samples(LENGTHS)
+    engine = engine_of(TextModel(), Limited(NextToken(), 1), TEXT_FIELDS, when_too_large="quarantine")
+    batches = [padded(samples, [1, 5, 9], TEXT_FIELDS)]
+    alone = lambda i: padded(samples, [i], TEXT_FIELDS)  # noqa: E731
+    counts = {"nll": 30 + 28 + 21}
+    compare_with_one_by_one(engine, batches, counts, alone, epoch=0, precision="fp32")
+    assert (engine.guard.left_in_row, engine.guard.steps_without) == (0, 0)
+    take_gradients(engine, batches, counts, epoch=0)
+    assert (engine.guard.left_in_row, engine.guard.steps_without) == (3, 1)
 
 
 def test_a_sample_that_is_a_whole_step_may_be_too_large(tmp_path):

@@ -88,7 +88,6 @@ def prove(
 
     Raises MemoryLimitError where memory runs out: that says nothing of the law.
     """
-    said = ""
     try:
         return _prove(subject, config, original, chosen)
     except Exception as error:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from truebatch.errors import LawError
 from truebatch.tensors.microbatch import MicroBatch
+from truebatch.training.quarantine import uncounted
 from truebatch.training.step import Engine, accumulate_what_fits
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 5e-2, "fp16": 1e-2}
@@ -76,7 +77,8 @@ def _gradient(engine: Engine, batches: Sequence[MicroBatch], counts: Mapping[str
     parameters = [p for group in engine.groups for p in group.parameters]
     for p in parameters:
         p.grad = None
-    accumulate_what_fits(engine, batches, counts, epoch)
+    with uncounted(engine.guard):
+        accumulate_what_fits(engine, batches, counts, epoch)
     parts = [(torch.zeros_like(p) if p.grad is None else p.grad).flatten().double() for p in parameters]
     for p in parameters:
         p.grad = None

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -78,6 +79,17 @@ def _blame_none_of_many(
     guard.left_in_row += here
     if guard.left_in_row >= MANY:
         raise _not_one(guard, [*guard.doubted, *found])
+
+
+@contextmanager
+def uncounted(guard: Guard | None) -> Iterator[None]:
+    """Around a look at a step that is not the step itself: its samples are not counted twice."""
+    if guard is None:
+        yield
+        return
+    before = guard.left_in_row, guard.steps_without
+    yield
+    guard.left_in_row, guard.steps_without = before
 
 
 def refuse_nothing_done(guard: Guard | None, *, steps: int) -> None:
