@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from truebatch.bench import training
+from truebatch.bench import training, training_measuring
 from truebatch.bench.processes import Ended
-from truebatch.bench.training import Measured, run_training
+from truebatch.bench.training import run_training
+from truebatch.bench.training_measuring import Measured
 from truebatch.bench.training_peers import LIGER, MAKERS, PEERS, TITAN, TRL, UNSLOTH, WAYS, titan_ways, unsloth_ways
 from truebatch.bench.training_settings import Case, TrainingBenchConfig, make_config
 from truebatch.bench.training_table import ratios, table
@@ -166,13 +167,13 @@ def liger(monkeypatch):
 
 def test_only_ligers_own_rows_see_its_kernels(liger, fast_peak, monkeypatch):
     seen = []
-    time_rounds = training.time_rounds
+    time_rounds = training_measuring.time_rounds
 
     def watch(way, *args, **kwargs):
         seen.append((way.name, getattr(liger, "is_marked", False)))
         return time_rounds(way, *args, **kwargs)
 
-    monkeypatch.setattr(training, "time_rounds", watch)
+    monkeypatch.setattr(training_measuring, "time_rounds", watch)
     cases = (Case("qwen2-tiny", "chat", True), Case("qwen2-tiny", "patient"))
     ways = ("one by one", "ours packed", *LIGER)
     run_training(TrainingBenchConfig(**SMALL, cases=cases, ways=ways), say=lambda _: None)

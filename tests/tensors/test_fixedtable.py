@@ -152,8 +152,11 @@ def test_one_compilation_serves_every_row_of_one_shape(kernel):
 
 def test_the_operators_are_registered_as_torch_wants_them(kernel):
     segments = packed_segments([9, 8, 1], slots=8)
-    arguments = (*make(18), segments.starts, table_bounds(segments), [-1, 0, 0.5])
-    torch.library.opcheck(torch.ops.truebatch.attend_fixed_table.default, arguments)
+    parts = [part.detach() for part in make(18)]  # a function of autograd ties them together
+    table = (segments.starts, table_bounds(segments), [-1, 0, 0.5])
+    torch.library.opcheck(torch.ops.truebatch.attend_fixed_table.default, (*parts, *table))
+    results = torch.ops.truebatch.attend_fixed_table(*parts, *table)
+    torch.library.opcheck(torch.ops.truebatch.attend_fixed_table_backward.default, (parts[0], *parts, *results, *table))
 
 
 def test_keys_of_another_part_of_a_model_are_not_kept():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -29,46 +27,46 @@ H200 = Facts(device="cuda", capability=(9, 0), dtype=torch.bfloat16, **LONG)
 )
 def test_packed_rows_take_varlen_on_ampere_and_newer_in_half_precision_only(card, dtype, kernel):
     device = "cpu" if card is None else "cuda"
-    assert choose_kernel(replace(H200, device=device, capability=card, dtype=dtype)) == kernel
+    assert choose_kernel(H200._replace(device=device, capability=card, dtype=dtype)) == kernel
 
 
 @pytest.mark.parametrize(
     "more", [{"has_dropout": True}, {"has_bias": True}, {"reshapes_scores": True}, {"head_size": 257}]
 )
 def test_what_varlen_cannot_compute_is_never_given_to_it(more):
-    assert choose_kernel(replace(H200, **more)) == "per_segment"
+    assert choose_kernel(H200._replace(**more)) == "per_segment"
 
 
 def test_plans_of_cudnn_serve_hopper_cards_where_its_package_is_installed():
-    there = replace(H200, plans_in_cudnn=True)
+    there = H200._replace(plans_in_cudnn=True)
     assert choose_kernel(there) == "planned"
-    assert choose_kernel(replace(there, causal=False)) == "planned"
-    assert choose_kernel(replace(there, capability=(8, 9))) == "varlen"
-    assert choose_kernel(replace(there, has_window=True)) == "varlen"
-    assert choose_kernel(replace(there, head_size=136)) == "varlen"
+    assert choose_kernel(there._replace(causal=False)) == "planned"
+    assert choose_kernel(there._replace(capability=(8, 9))) == "varlen"
+    assert choose_kernel(there._replace(has_window=True)) == "varlen"
+    assert choose_kernel(there._replace(head_size=136)) == "varlen"
     for more in ({"dtype": torch.float32}, {"has_bias": True}, {"has_dropout": True}, {"reshapes_scores": True}):
-        assert choose_kernel(replace(there, **more)) == "per_segment"
+        assert choose_kernel(there._replace(**more)) == "per_segment"
 
 
 def test_an_older_kernel_without_windows_is_not_asked_for_one():
-    assert choose_kernel(replace(H200, has_window=True)) == "varlen"
-    assert choose_kernel(replace(H200, has_window=True, varlen_has_window=False)) == "per_segment"
-    assert choose_kernel(replace(H200, varlen_in_torch=False)) == "per_segment"
+    assert choose_kernel(H200._replace(has_window=True)) == "varlen"
+    assert choose_kernel(H200._replace(has_window=True, varlen_has_window=False)) == "per_segment"
+    assert choose_kernel(H200._replace(varlen_in_torch=False)) == "per_segment"
 
 
 def test_many_short_samples_on_an_old_card_are_one_call_and_on_cpu_a_loop():
     old = Facts(device="cuda", capability=(7, 5), dtype=torch.float16, **SHORT)
     assert choose_kernel(old) == "block"
-    assert choose_kernel(replace(old, device="cpu", capability=None)) == "per_segment"
+    assert choose_kernel(old._replace(device="cpu", capability=None)) == "per_segment"
 
 
 def test_right_padded_causal_rows_need_no_mask_unless_mostly_padding():
     rows = Facts(device="cpu", rows_are_samples=True, has_padding=True, num_segments=4, pairs=300, dense_pairs=400)
     assert choose_kernel(rows) == "plain"
-    assert choose_kernel(replace(rows, has_dropout=True)) == "plain"
-    assert choose_kernel(replace(rows, pairs=100)) == "per_segment"
+    assert choose_kernel(rows._replace(has_dropout=True)) == "plain"
+    assert choose_kernel(rows._replace(pairs=100)) == "per_segment"
     for more in ({"causal": False}, {"has_window": True}, {"has_bias": True}, {"rows_are_samples": False}):
-        assert choose_kernel(replace(rows, **more)) == "per_segment"
+        assert choose_kernel(rows._replace(**more)) == "per_segment"
 
 
 def test_full_rows_need_no_mask_without_a_causal_rule_either():
@@ -77,4 +75,4 @@ def test_full_rows_need_no_mask_without_a_causal_rule_either():
 
 
 def test_a_compiled_model_never_loops_over_lengths():
-    assert choose_kernel(replace(H200, device="cpu", capability=None, compiling=True)) == "block"
+    assert choose_kernel(H200._replace(device="cpu", capability=None, compiling=True)) == "block"

@@ -37,18 +37,26 @@ class StandIn:
         return KernelCall(starts, longest, self.causal, -1, 0 if self.causal else -1, self.scale)
 
 
+def by_address(part):
+    """What cuDNN finds at the address of a part, whatever its shape: [cells, H, D], dense."""
+    heads, width = part.shape[1], part.shape[-1]
+    return part.as_strided((part.numel() // (heads * width), heads, width), (heads * width, width, 1))
+
+
 @pytest.fixture(params=["planned", "refused", "refused backward"])
 def kernel(monkeypatch, request):
     """cuDNN's kernels, or a cuDNN that has none for the shape."""
 
     def forward(plan, parts, starts, *, out, stats):
-        out.copy_(stand_in_forward(*parts, plan.call(starts))[0])
+        by_address(out).copy_(stand_in_forward(*map(by_address, parts), plan.call(starts))[0])
         stats.zero_()
 
     def backward(plan, grad, parts, starts, *, out, stats, grads):
-        assert stats.shape == parts[0].shape[:2]
-        for one, found in zip(grads, stand_in_backward(grad, *parts, out, None, plan.call(starts)), strict=True):
-            one.copy_(found)
+        query, key, value = map(by_address, parts)
+        assert stats.shape == query.shape[:2]
+        given = (by_address(grad), query, key, value, by_address(out), None)
+        for one, found in zip(grads, stand_in_backward(*given, plan.call(starts)), strict=True):
+            by_address(one).copy_(found)
 
     made = {"forward_plan": request.param != "refused", "backward_plan": request.param == "planned"}
     for name, is_made in made.items():
@@ -285,8 +293,11 @@ def test_a_compiled_model_may_ask_whether_plans_are_possible():
 
 def test_the_operators_are_registered_as_torch_wants_them(kernel):
     segments = packed_segments([9, 8, 1], slots=8)
-    arguments = (*make(18), segments.starts, table_bounds(segments), [1.0, 0.5])
-    torch.library.opcheck(torch.ops.truebatch.attend_by_plan.default, arguments)
+    parts = [part.detach() for part in make(18)]  # a function of autograd ties them together
+    table = (segments.starts, table_bounds(segments), [1.0, 0.5])
+    torch.library.opcheck(torch.ops.truebatch.attend_by_plan.default, (*parts, *table))
+    results = torch.ops.truebatch.attend_by_plan(*parts, *table)
+    torch.library.opcheck(torch.ops.truebatch.attend_by_plan_backward.default, (parts[0], *parts, *results, *table))
 
 
 def test_an_old_cudnn_is_not_asked(monkeypatch):

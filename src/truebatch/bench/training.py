@@ -3,22 +3,22 @@
     python -m truebatch.bench.training --device cpu --out docs/results/training_cpu.json
     PYTHONPATH=src python -m truebatch.bench.training --device cuda --out training_cuda.json     (no installation needed)
 
-Forward and backward are timed over the same micro-batches again and again, and the median round counts; "new shapes" is
-one round over micro-batches that were not run before, as an epoch meets them. Of every way those are timed that are most
-like its whole epoch in cells, pairs and micro-batches for a token; memory is that of the epoch's widest. The optimiser's
-update is timed apart and added once for every `step_tokens` real tokens, so that all ways have equal steps; "update each"
-adds it for every micro-batch instead. On a CPU one thread runs, and its CPU seconds count.
+Forward and backward are timed over the same micro-batches again and again, packed rows and even ones in turns, and the
+median round counts; "new shapes" is one round over micro-batches that were not run before, as an epoch meets them. Of
+every way those are timed that are most like its whole epoch in cells, pairs and micro-batches for a token; memory is that
+of the epoch's widest. The optimiser's update is timed apart and added once for every `step_tokens` real tokens, so that all
+ways have equal steps; "update each" adds it for every micro-batch instead. On a CPU one thread runs, and its CPU seconds
+count.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-import statistics
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import distributions
 from importlib.util import find_spec
@@ -30,23 +30,13 @@ import torch
 from truebatch.bench.keeping import keep_result, origin
 from truebatch.bench.processes import Workers, run_each
 from truebatch.bench.training_attention import explore_attention
+from truebatch.bench.training_measuring import Measured, Prepared, measure_together
 from truebatch.bench.training_peers import LIGER, MAKERS, PEERS, TITAN, TRL, UNSLOTH, WAYS
 from truebatch.bench.training_settings import Case, TrainingBenchConfig, make_config
 from truebatch.bench.training_table import ratios, table
-from truebatch.bench.training_timing import (
-    GIB,
-    forget_models,
-    measure_peak,
-    num_compilations,
-    peak_gib,
-    pin_batch,
-    print_profile,
-    reset_peak_memory,
-    time_rounds,
-    time_update,
-)
+from truebatch.bench.training_timing import forget_models, measure_peak, time_update
 from truebatch.bench.training_ways import OWN, Way, all_ways, compare_gradients
-from truebatch.bench.training_work import Part, Work, make_work, pairs_per_token, typical_parts
+from truebatch.bench.training_work import make_work
 from truebatch.hf.heads import head_of
 from truebatch.hf.shapes import SHAPES, attention_flops_per_pair, build_model, matrix_flops_per_token
 from truebatch.tensors.cudnnplans import plans_are_possible
@@ -55,44 +45,6 @@ STAGES = ((*OWN, TRL, TITAN), LIGER, UNSLOTH)
 """Ways that share models; the later ones leave something behind in the process, the last so much that they get their own."""
 APART_S = 120.0
 """A process of its own may take so much longer than its time: reading a model and the last way count."""
-PROFILED = ("ours packed", "uniform", "ours packed, compiled", "uniform, compiled")
-
-
-@dataclass(kw_only=True, slots=True)
-class Measured:
-    """One way of one case."""
-
-    case: str
-    way: str
-    tokens_per_second: float
-    """Real tokens of a step over its time, the update included."""
-    peak_gib: float
-    fill: float
-    pairs_per_token: float
-    """Of the micro-batches that were timed: ways are compared at equal work, and this says how equal it was."""
-    share_of_peak: float
-    """Of the card's measured matrix rate, by the operations that real tokens need."""
-    seconds_per_update: float
-    micro_batches: int
-    """Of one round."""
-    rounds: list[float] = field(default_factory=list)
-    """Tokens per second of every round, forward and backward alone."""
-    new_shapes: float = 0.0
-    """Tokens per second over micro-batches that were not run before: what it costs to meet a shape is in it."""
-    updating_each: float = 0.0
-    """Tokens per second with one update for every micro-batch."""
-    compilations: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Prepared:
-    """A case with its model and its samples."""
-
-    case: Case
-    model: Any
-    work: Work
-    update: float
-    """Seconds of one update of the model."""
 
 
 Say = Callable[[str], None]
@@ -197,14 +149,15 @@ def _measure_case(
     prepared = Prepared(case=case, model=model, work=work, update=time_update(model, device))
     if case.all_ways and not config.ways and "ours packed" in names:
         result["equality"] = compare_gradients(model, work, device)
-    for way in _ways_of(prepared, config, result, names):
+    attempt = lambda work, name: _kept(work, result, name)  # noqa: E731
+    ways = _ways_of(prepared, config, result, names)
+    for _, group in itertools.groupby(ways, key=lambda way: way.together or way.name):
+        together = list(group)
         if time.monotonic() - began > config.seconds:
-            result["left_out"].append(f"{case.name}: {way.name}: out of time")
+            result["left_out"] += [f"{case.name}: {way.name}: out of time" for way in together]
             continue
-        at = time.monotonic()
-        found = _kept(lambda way=way: _measure_way(prepared, way, config), result, way.name)  # type: ignore[misc]
-        about["seconds_of_ways"][way.name] = round(time.monotonic() - at, 1)
-        if found is not None:
+        for found, seconds in measure_together(prepared, together, config, attempt):
+            about["seconds_of_ways"][found.way] = round(seconds, 1)
             found.share_of_peak = _share(prepared, found, result["peak_tflops"])
             yield found
 
@@ -233,51 +186,6 @@ def _kept(measure: Callable[[], Any], result: dict[str, Any], name: str = "atten
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return None
-
-
-def _round_size(parts: Sequence[Part], way: Way, config: TrainingBenchConfig) -> int:
-    """How many micro-batches are timed together."""
-    if not config.round_tokens:
-        return max(way.most // config.thinned, 1)
-    each = sum(part.tokens for part in parts) / len(parts)
-    return max(math.ceil(config.round_tokens / config.thinned / each), 1)
-
-
-def _measure_way(prepared: Prepared, way: Way, config: TrainingBenchConfig) -> Measured:
-    device, name, update = torch.device(config.device), prepared.case.name, prepared.update
-    epoch = list(way.parts())
-    if not epoch:
-        raise ValueError(f"no micro-batch for {way.name}")
-    number = _round_size(epoch, way, config)
-    timed, others = typical_parts(epoch, number)
-    batches, fresh = ([pin_batch(part.make(), device) for part in parts] for parts in (timed, others))
-    tokens, new_tokens = (sum(part.tokens for part in parts) for parts in (timed, others or timed))
-    prepared.model.zero_grad(set_to_none=True)
-    with way.around():
-        for batch in batches[:2] * (2 if way.compiled else 1):
-            way.run(batch)
-        if device.type == "cuda":  # what is made once for all shapes, like kernels for rows of many samples
-            way.run(pin_batch(max(epoch, key=lambda part: len(part.lengths)).make(), device))
-        frames = num_compilations()
-        reset_peak_memory(device)
-        if device.type == "cuda":
-            way.run(pin_batch(max(epoch, key=lambda part: part.cells).make(), device))  # the epoch's peak is its peak
-        first = time_rounds(way, fresh or batches, device, seconds=0.0, least=1)[0] / max(new_tokens, 1)
-        if fresh:
-            time_rounds(way, batches, device, seconds=0.0, least=1)
-        rounds = time_rounds(way, batches, device, seconds=config.way_seconds, least=2 if way.is_other else 3)
-        if config.profile and way.name in PROFILED:
-            print_profile(f"{name}: {way.name}", way, batches[:2])
-    took = statistics.median(rounds)
-    step = config.step_tokens / (tokens / took) + update
-    return Measured(
-        case=name, way=way.name, tokens_per_second=config.step_tokens / step,
-        peak_gib=max(peak_gib(device) - way.held_apart / GIB, 0.0),
-        fill=tokens / sum(part.cells for part in timed), pairs_per_token=pairs_per_token(timed), share_of_peak=0.0,
-        seconds_per_update=update, micro_batches=len(batches), rounds=[tokens / t for t in rounds],
-        new_shapes=1 / first, updating_each=tokens / (took + update * len(batches)),
-        compilations=num_compilations() - frames,
-    )  # fmt: skip
 
 
 def _share(prepared: Prepared, row: Measured, peak_tflops: float) -> float:

@@ -50,6 +50,8 @@ class Way:
     """Neither ours nor a limit of ours: two rounds are enough."""
     around: Callable[[], AbstractContextManager[None]] = nullcontext
     """Open while this way runs."""
+    together: str = ""
+    """Neighbours with the same word here are timed in turns."""
     held_apart: int = 0
     """Bytes on the card that other ways need and this one does not: it has a model of its own."""
 
@@ -58,13 +60,13 @@ def all_ways(model: Any, work: Work, *, device: torch.device, backend: str) -> l
     """Every way, the slowest first; what is compiled last."""
     theirs, ours = hf_step(model, device), _our_step(model, work, device)
     vocabulary = model.config.vocab_size
-    packed: dict[str, Any] = {"around": lambda: use_packed_attention(model)}
+    packed: dict[str, Any] = {"around": lambda: use_packed_attention(model), "together": "as written"}
     uniform: dict[str, Any] = {
         "parts": lambda: [work.uniform(vocabulary)] * 4, "run": _uniform_step(model, device),
     }  # fmt: skip
     other: dict[str, Any] = {"run": theirs, "is_other": True}
-    compiled: dict[str, Any] = {"compiled": True, "around": lambda: _compiled(model, backend)}
-    both: dict[str, Any] = {"compiled": True, "around": lambda: _packed_and_compiled(model, backend)}
+    compiled: dict[str, Any] = {"compiled": True, "together": "compiled"}
+    both: dict[str, Any] = {**compiled, "around": lambda: _packed_and_compiled(model, backend)}
     return [
         Way(name="one by one", parts=lambda: work.chunks(1, by_length=False), most=16, **other),
         Way(name="HF default, 8", parts=lambda: work.chunks(8, by_length=False), most=6, **other),
@@ -72,10 +74,10 @@ def all_ways(model: Any, work: Work, *, device: torch.device, backend: str) -> l
         Way(name="HF packed, sdpa", parts=work.flattened, most=2, **{**other, "run": hf_packed_step(model, device)}),
         Way(name="ours padded", parts=work.budgeted, run=ours),
         Way(name="ours packed", parts=lambda: work.packed(is_static=False), run=ours, **packed),
-        Way(name="uniform", **uniform),
+        Way(name="uniform", together="as written", **uniform),
         Way(name="uniform, our kernel", parts=lambda: [work.even_packed(is_static=False)] * 4, run=ours, **packed),
         Way(name="ours packed, compiled", parts=lambda: work.packed(is_static=True), run=ours, **both),
-        Way(name="uniform, compiled", **uniform, **compiled),
+        Way(name="uniform, compiled", around=lambda: _compiled(model, backend), **uniform, **compiled),
         Way(
             name="uniform, our kernel, compiled", parts=lambda: [work.even_packed(is_static=True)] * 4, run=ours,
             **both,

@@ -32,7 +32,7 @@ from truebatch.hf.runs import (
     remember_lengths,
     segments_of_table,
 )
-from truebatch.tensors.attention import attend, attend_table
+from truebatch.tensors.attention import attend_by, attend_table
 from truebatch.tensors.compiling import has_compiled_layers
 from truebatch.tensors.fixedtable import read_bounds
 from truebatch.tensors.scores import Rule, band_of, written_out_attention
@@ -126,10 +126,10 @@ def packed_attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The attention function given to transformers: inside segments in a packed run, as with sdpa otherwise."""
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    says_window = "sliding_window" in options
     rule = Rule(
-        causal=causal,
-        window=options.get("sliding_window", getattr(module, "sliding_window", None)),
+        causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
+        window=options["sliding_window"] if says_window else getattr(module, "sliding_window", None),
         scale=scaling,
         dropout=dropout,
         bias=options.get("position_bias"),
@@ -229,7 +229,7 @@ def _inside_segments(
         return _from_table(query, key, value, starts, rule, options)
     assert run is not None
     assert run.segments is not None
-    return _attend(query, key, value, run.segments, rule)
+    return attend_by(rule, query, key, value, run.segments)
 
 
 def _is_table_of(run: Run | None, starts: Tensor) -> bool:
@@ -245,7 +245,7 @@ def _from_table(
     if out is not None:
         return out
     shape = (query.shape[0], query.shape[2])
-    return _attend(query, key, value, segments_of_table(starts, shape=shape, max_length=max_length), rule)
+    return attend_by(rule, query, key, value, segments_of_table(starts, shape=shape, max_length=max_length))
 
 
 def _compiled_inside_segments(query: Tensor, key: Tensor, value: Tensor, rule: Rule, options: dict[str, Any]) -> Tensor:
@@ -254,22 +254,6 @@ def _compiled_inside_segments(query: Tensor, key: Tensor, value: Tensor, rule: R
     out = attend_table(query, key, value, starts, rule, max_length=bound)
     assert out is not None
     return out
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Tensor:
-    return attend(
-        query,
-        key,
-        value,
-        segments,
-        causal=rule.causal,
-        window=rule.window,
-        scale=rule.scale,
-        dropout=rule.dropout,
-        bias=rule.bias,
-        softcap=rule.softcap,
-        sinks=rule.sinks,
-    )
 
 
 def _whole_rows(

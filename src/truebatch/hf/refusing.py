@@ -58,8 +58,9 @@ def refuse_call(module: nn.Module, query: Tensor, key: Tensor, attention_mask: T
 
 def refuse_unknown_window(module: nn.Module, run: Run | None, options: dict[str, Any]) -> None:
     """Raise where a model asked for a mask with a window and its attention is not told of one."""
-    says = "sliding_window" in options or hasattr(module, "sliding_window")
-    if run is not None and run.windows and not says:
+    if run is None or not run.windows:
+        return
+    if "sliding_window" not in options and not hasattr(module, "sliding_window"):
         raise AttentionError(
             "this model has sliding-window layers that do not say so to their attention",
             seen=f"{type(module).__name__} gives no sliding_window, the model asked for windows {sorted(run.windows)}",

@@ -55,6 +55,13 @@ def attend(
     torch.Size([1, 2, 5, 4])
     """
     rule = Rule(causal=causal, window=window, scale=scale, dropout=dropout, bias=bias, softcap=softcap, sinks=sinks)
+    return attend_by(rule, query, key, value, segments, kernel=kernel)
+
+
+def attend_by(
+    rule: Rule, query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, kernel: Kernel | None = None
+) -> Tensor:
+    """`attend` with its options as a rule."""
     _check(query, key, value, segments, rule)
     if segments.num_cells == 0:
         return query.sum(-1, keepdim=True).expand(*query.shape[:-1], value.shape[-1])
@@ -141,8 +148,7 @@ def gather_facts(query: Tensor, value: Tensor, segments: Segments, rule: Rule) -
     lengths = segments.sample_lengths
     # A packed row that holds one sample is a padded row.
     rows_are_samples = len(lengths) == rows and (segments.layout == "packed" or segments.side == "right")
-    return replace(
-        call_facts(query, value, rule),
+    return call_facts(query, value, rule)._replace(
         num_segments=len(set(lengths)),
         pairs=sum(length * length for length in lengths),
         dense_pairs=rows * cells * cells,
@@ -299,13 +305,18 @@ def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
     return f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}"
 
 
+def _is_in_rows(part: Tensor, rows: tuple[int, int]) -> bool:
+    shape = part.shape
+    return len(shape) == 4 and (shape[0], shape[2]) == rows
+
+
 def _check(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: Rule) -> None:
-    rows, cells = segments.shape
-    if any(part.ndim != 4 or (part.shape[0], part.shape[2]) != (rows, cells) for part in (query, key, value)):
+    rows = segments.shape
+    if not (_is_in_rows(query, rows) and _is_in_rows(key, rows) and _is_in_rows(value, rows)):
         raise AttentionError(
             "query, key and value do not lie in the rows of the segment table",
-            seen=f"{_shapes(query, key, value)}, table for rows [{rows}, {cells}]",
-            do=f"pass [B, H, T, D] tensors with B={rows}, T={cells}; a key/value cache has another length",
+            seen=f"{_shapes(query, key, value)}, table for rows {list(rows)}",
+            do=f"pass [B, H, T, D] tensors with B={rows[0]}, T={rows[1]}; a key/value cache has another length",
         )
     if key.shape[1] != value.shape[1] or query.shape[1] % key.shape[1]:
         raise AttentionError(

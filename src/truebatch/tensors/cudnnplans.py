@@ -85,10 +85,10 @@ def num_slots(used: int) -> int:
 
 
 def shape_of(query: Tensor, key: Tensor, *, used: int, longest: int, causal: bool, scale: float) -> Shape:
-    """The shape whose plans serve `used` samples of at most `longest` cells."""
+    """The shape whose plans serve `used` samples of at most `longest` cells, of [cells, H, D] or [B, H, T, D]."""
     return Shape(
         dtype=query.dtype, device=query.device.index, heads=query.shape[1], key_heads=key.shape[1],
-        width=query.shape[2], slots=num_slots(used), longest=round_up(longest, SHORTEST), causal=causal,
+        width=query.shape[-1], slots=num_slots(used), longest=round_up(longest, SHORTEST), causal=causal,
         scale=scale,
     )  # fmt: skip
 
@@ -110,23 +110,36 @@ def _backward_plan(shape: Shape, cells: int, deterministic: bool) -> Plan | None
 
 
 Parts = Sequence[Tensor]
-"""Query [cells, H, D], key and value [cells, Hkv, D], or their gradients."""
-Table = dict[int, Tensor]
-"""Lengths and offsets of all slots of a plan, by their numbers in a graph."""
+"""Query [cells, H, D], key and value [cells, Hkv, D], or their gradients; any shape with that memory."""
+
+
+class Table(NamedTuple):
+    """Lengths and offsets of all slots of a plan."""
+
+    tensors: tuple[Tensor, ...]
+    given: dict[int, Any]
+    """The same by their numbers in a graph, as cuDNN's package takes them."""
 
 
 def attend_planned(plan: Plan, parts: Parts, table: Table, *, out: Tensor, stats: Tensor) -> None:
     """Fill `out` [cells, H, D], and `stats` [cells, H] with the log of the softmax's denominator."""
-    _execute(plan, dict(zip((QUERY, KEY, VALUE), parts, strict=True)) | {OUT: out, STATS: stats} | table)
+    give = _giving()
+    query, key, value = parts
+    given = {QUERY: give(query), KEY: give(key), VALUE: give(value), OUT: give(out), STATS: give(stats), **table.given}
+    _execute(plan, given, query.device)
 
 
 def differentiate_planned(
     plan: Plan, grad: Tensor, parts: Parts, table: Table, *, out: Tensor, stats: Tensor, grads: Parts
 ) -> None:
     """Fill `grads`, the gradients of query, key and value."""
-    given = dict(zip((QUERY, KEY, VALUE), parts, strict=True)) | {OUT: out, STATS: stats, GRAD: grad}
-    wanted = dict(zip((GRAD_QUERY, GRAD_KEY, GRAD_VALUE), grads, strict=True))
-    _execute(plan, given | wanted | table)
+    give = _giving()
+    query, key, value = parts
+    given = {
+        QUERY: give(query), KEY: give(key), VALUE: give(value), OUT: give(out), STATS: give(stats), GRAD: give(grad),
+        GRAD_QUERY: give(grads[0]), GRAD_KEY: give(grads[1]), GRAD_VALUE: give(grads[2]), **table.given,
+    }  # fmt: skip
+    _execute(plan, given, query.device)
 
 
 def table_of(plan: Plan, starts: Tensor, used: int) -> Table:
@@ -134,7 +147,9 @@ def table_of(plan: Plan, starts: Tensor, used: int) -> Table:
     starts = fill_slots(starts, used)
     wide, narrow, single = plan.factors * starts
     lengths = starts.diff().int()
-    return {LENGTHS: lengths, KEY_LENGTHS: lengths, WIDE: wide, NARROW: narrow, SINGLE: single}
+    tensors = {LENGTHS: lengths, KEY_LENGTHS: lengths, WIDE: wide, NARROW: narrow, SINGLE: single}
+    give = _giving()
+    return Table(tuple(tensors.values()), {number: give(tensor) for number, tensor in tensors.items()})
 
 
 def fill_slots(starts: Tensor, used: int) -> Tensor:
@@ -147,16 +162,38 @@ def fill_slots(starts: Tensor, used: int) -> Tensor:
     return torch.cat([starts[: used + 1], starts[used : used + 1].expand(slots - used)])
 
 
-def _execute(plan: Plan, tensors: dict[int, Tensor]) -> None:
-    device = tensors[QUERY].device
-    handle = _handle(device.index)
+@functools.cache
+def _giving() -> Callable[[Tensor], Any]:
+    """How tensors are handed over: before its version with graphs in Python, cuDNN's package looked at every tensor for
+    longer than its kernel takes to launch, and took an address as it is."""
+    return Tensor.data_ptr if hasattr(_library(), "_library_device_pointer") else _as_it_is
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _execute(plan: Plan, given: dict[int, Any], device: torch.device) -> None:
+    number = device.index
+    handle = _handle(number)
     workspace = torch.empty(plan.room, dtype=torch.uint8, device=device)
+    stream = current_stream(number)
     with _ONE_AT_A_TIME:  # the handle has one stream; another thread may be on another
-        _library().set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
-        plan.graph.execute(tensors, workspace, handle=handle)
+        if _streams.get(number) != stream:
+            _library().set_stream(handle=handle, stream=stream)
+            _streams[number] = stream
+        plan.graph.execute(given, _giving()(workspace), handle=handle)
 
 
 _ONE_AT_A_TIME = threading.Lock()
+_streams: dict[int, int] = {}
+"""Device number -> the stream of its handle."""
+
+
+def current_stream(device: int) -> int:
+    """The number of the stream that a device's work goes to; `torch.cuda.current_stream` makes an object first."""
+    found: int = torch._C._cuda_getCurrentRawStream(device)
+    return found
 
 
 @functools.cache

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from truebatch.tensors.operators import define_operator
 from truebatch.tensors.segments import Segments
 
 SHORT = 256
@@ -63,8 +65,7 @@ def attend_fixed_table(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, bounds: Tensor, window: tuple[int, int], scale: float
 ) -> Tensor:
     """[cells, H, D] attention inside each segment; `window` is how far a query sees to the left and right, -1 all."""
-    out: Tensor = torch.ops.truebatch.attend_fixed_table(query, key, value, starts, bounds, [*window, scale])[0]
-    return out
+    return _attend(query, key, value, starts, bounds, *window, scale)
 
 
 _kept: list[tuple[Tensor, Tensor]] | None = None
@@ -92,13 +93,17 @@ def no_kept_keys() -> Iterator[None]:
         _kept = outer
 
 
+def keys_are_kept() -> bool:
+    """True while `kept_keys` is open."""
+    return _kept is not None
+
+
 def keep_keys(key: Tensor, value: Tensor) -> None:
     """Note a call's keys and values, copied: compiled code uses their memory again."""
     if _kept is not None:
         _kept.append((key.clone(), value.clone()))
 
 
-@torch.library.custom_op("truebatch::attend_fixed_table", mutates_args=())
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, bounds: Tensor, rule: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
@@ -106,13 +111,11 @@ def _forward(
     return flash_forward(query, key, value, _call(starts, bounds, rule))
 
 
-@_forward.register_fake
 def _forward_shapes(query: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
     cells, heads, _ = query.shape
     return query.new_empty(query.shape), query.new_empty((heads, cells), dtype=torch.float32)
 
 
-@torch.library.custom_op("truebatch::attend_fixed_table_backward", mutates_args=())
 def _backward(
     grad: Tensor,
     query: Tensor,
@@ -128,28 +131,46 @@ def _backward(
     return one.contiguous(), two.contiguous(), three.contiguous()
 
 
-@_backward.register_fake
-def gradient_shapes(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor, ...]:
-    """Gradients of query, key and value, as a compiler sees them."""
+def _gradient_shapes(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor, ...]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-def keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """What the backward half of an operator needs: its tensors and results, and its rule."""
-    *tensors, starts, bounds, ctx.rule = inputs
-    ctx.save_for_backward(*tensors, *output, starts, bounds)
+def define_attention(
+    name: str, forward: Callable[..., Any], backward: Callable[..., Any], *, shapes: Callable[..., Any]
+) -> Callable[..., Tensor]:
+    """Attention (query, key, value, starts, bounds, *rule) -> output as two operators, it and its gradients; table,
+    bounds and rule have none.
+
+    What ties them together is a function of autograd, which a compiler takes apart: a gradient that is registered with
+    an operator makes torch go through Python once more in every call, compiled or not.
+    """
+    parts, table = "Tensor query, Tensor key, Tensor value", "Tensor starts, Tensor bounds, float[] rule"
+    attend = define_operator(f"{name}({parts}, {table}) -> (Tensor, Tensor)", forward, shapes=shapes)
+    differentiate = define_operator(
+        f"{name}_backward(Tensor grad, {parts}, Tensor out, Tensor statistics, {table}) -> (Tensor, Tensor, Tensor)",
+        backward, shapes=_gradient_shapes,
+    )  # fmt: skip
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Tensor:
+            query, key, value, starts, bounds, *rule = inputs
+            out, statistics = attend(query, key, value, starts, bounds, rule)
+            ctx.save_for_backward(query, key, value, out, statistics, starts, bounds)
+            ctx.rule = rule
+            found: Tensor = out
+            return found
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+            grads = differentiate(grad.contiguous(), *ctx.saved_tensors, ctx.rule)
+            return (*grads, None, None, *(None for _ in ctx.rule))
+
+    return Attention.apply
 
 
-def differentiate_by(backward: Callable[..., Any]) -> Callable[..., tuple[Tensor | None, ...]]:
-    """The gradient of an operator through its backward half; table, bounds and rule have none."""
-
-    def differentiate(ctx: Any, grad: Tensor, _grad_of_statistics: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (*backward(grad.contiguous(), *ctx.saved_tensors, ctx.rule), None, None, None)
-
-    return differentiate
-
-
-_forward.register_autograd(differentiate_by(_backward), setup_context=keep_for_backward)
+_attend = define_attention("attend_fixed_table", _forward, _backward, shapes=_forward_shapes)
 
 
 class KernelCall(NamedTuple):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -18,9 +17,8 @@ PAIRS_PER_CALL = 2**20
 """Dense pairs a GPU computes in about the time it takes to launch one more attention call and its backward."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
-    """All that the choice of a kernel depends on."""
+class Facts(NamedTuple):
+    """All that the choice of a kernel depends on; made for every call, so it must be made quickly."""
 
     device: str
     """Device type: cpu, cuda, mps, ..."""

@@ -29,6 +29,7 @@ from truebatch.tensors.cudnnplans import (
     Table,
     attend_planned,
     backward_plan,
+    current_stream,
     differentiate_planned,
     forward_plan,
     shape_of,
@@ -37,12 +38,11 @@ from truebatch.tensors.cudnnplans import (
 from truebatch.tensors.fixedtable import (
     Bounds,
     KernelCall,
-    differentiate_by,
+    define_attention,
     flash_backward,
     flash_forward,
-    gradient_shapes,
-    keep_for_backward,
     keep_keys,
+    keys_are_kept,
     read_bounds,
 )
 
@@ -59,8 +59,7 @@ def attend_by_plan(
 ) -> Tensor:
     """[cells, H, D] attention inside each segment; `bounds` of `table_bounds`."""
     parts = (part.contiguous() for part in (query, key, value))
-    out: Tensor = torch.ops.truebatch.attend_by_plan(*parts, starts, bounds, [float(causal), scale])[0]
-    return out
+    return _attend_operator(*parts, starts, bounds, causal, scale)
 
 
 def attend_rows_by_plan(
@@ -84,29 +83,38 @@ def can_attend_rows(*parts: Tensor) -> bool:
 class _AsWritten(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        *given, starts, bounds, causal, scale = inputs
-        ctx.rows = len(given[0])
-        query, key, value = (_flat(part) for part in given)
-        ctx.call = _read(query, bounds, causal=causal, scale=scale)
-        out, stats = _attend(query, key, value, starts, ctx.call)
+        query, key, value, starts, bounds, causal, scale = inputs
+        query, key, value = _lying(query), _lying(key), _lying(value)
+        ctx.call = call = _read(query, bounds, causal=causal, scale=scale)
+        out, stats = _attend(query, key, value, starts, call)
         ctx.save_for_backward(query, key, value, out, stats, starts)
-        return _unflat(out, ctx.rows)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, stats, starts = ctx.saved_tensors
-        grads = _differentiate(_flat(grad), query, key, value, out, stats, starts, ctx.call)
-        return (*(_unflat(one, ctx.rows) for one in grads), None, None, None, None)
+        grads = _differentiate(_lying(grad), query, key, value, out, stats, starts, ctx.call)
+        return (*grads, None, None, None, None)
+
+
+def _lying(part: Tensor) -> Tensor:
+    """[B, H, T, D] whose memory is [B, T, H, D], as projections make it and kernels take it; copied if it is not."""
+    rows, heads, cells, width = part.shape
+    a_row, *inside = part.stride()
+    if inside == [width, heads * width, 1] and (rows == 1 or a_row == cells * heads * width):
+        return part
+    return part.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _flat(part: Tensor) -> Tensor:
-    """[B, H, T, D] -> [B*T, H, D], dense."""
-    return part.transpose(1, 2).reshape(-1, part.shape[1], part.shape[3]).contiguous()
+    """[B, H, T, D] of `_lying`, or [cells, H, D] -> [cells, H, D], the same memory."""
+    return part if part.ndim == 3 else part.transpose(1, 2).flatten(0, 1)
 
 
-def _unflat(part: Tensor, rows: int) -> Tensor:
-    return part.view(rows, -1, part.shape[1], part.shape[2]).transpose(1, 2)
+def _lying_like(part: Tensor, flat: Tensor) -> Tensor:
+    """[cells, H, D] -> the shape of `part`."""
+    return flat if part.ndim == 3 else flat.view(len(part), -1, *flat.shape[1:]).transpose(1, 2)
 
 
 class _Call(NamedTuple):
@@ -138,34 +146,34 @@ class _Call(NamedTuple):
 
 
 def _read(query: Tensor, bounds: Bounds, *, causal: bool, scale: float) -> _Call:
-    """`query` [cells, H, D]."""
     used, longest, long, long_cells = bounds
-    cells, heads = query.shape[:2]
+    heads, cells = query.shape[1], query.numel() // (query.shape[1] * query.shape[-1])
     if (cells - long_cells) * heads < LEAST_SHORT_WORK or _short_kernels(query.device) is None:
         long, long_cells = used, cells
     return _Call(cells, used, longest, long, long_cells, causal, scale)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
-    """Output [cells, H, D], and the log of the softmax's denominator [cells, H]."""
-    keep_keys(key, value)
-    plan = _long_plan(forward_plan, query, key, call)
+    """Output like the query, and the log of the softmax's denominator [cells, H]. Parts are all [cells, H, D], or all
+    [B, H, T, D] as `_lying` gives them."""
+    if keys_are_kept():
+        keep_keys(_flat(key), _flat(value))
+    plan, table = _planned_call("forward", query, key, starts, call)
     if plan is None and call.long:
-        out, lse = flash_forward(query, key, value, call.for_torch(starts))
-        return out, lse.t().contiguous()
-    parts = (query, key, value)
-    out, stats = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
+        flat, lse = flash_forward(_flat(query), _flat(key), _flat(value), call.for_torch(starts))
+        return _lying_like(query, flat), lse.t().contiguous()
+    out, stats = torch.empty_like(query), query.new_empty((call.cells, query.shape[1]), dtype=torch.float32)
     with _on_device_of(query):
         if plan is not None and not call.has_short:
-            attend_planned(plan, parts, _table(plan, starts, call, parts), out=out, stats=stats)
+            attend_planned(plan, (query, key, value), table, out=out, stats=stats)
             return out, stats
+        parts, all_out = [_flat(part) for part in (query, key, value)], _flat(out)
         front, back = slice(0, call.long_cells), slice(call.long_cells, None)
         if plan is not None:
-            table = _table(plan, starts, call, parts)
-            attend_planned(plan, _cut(parts, front), table, out=out[front], stats=stats[front])
+            attend_planned(plan, _cut(parts, front), table, out=all_out[front], stats=stats[front])
         if call.has_short:
             _short_kernels(query.device).attend_short(
-                _cut(parts, back), _span(starts, call), **call.rule, out=out[back], stats=stats[back]
+                _cut(parts, back), _span(starts, call), **call.rule, out=all_out[back], stats=stats[back]
             )
     return out, stats
 
@@ -173,28 +181,33 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, call: _Ca
 def _differentiate(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, stats: Tensor, starts: Tensor, call: _Call
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value."""
-    plan = _long_plan(functools.partial(backward_plan, cells=call.long_cells), query, key, call)
+    """Gradients of query, key and value, each like its part."""
+    plan, table = _planned_call("backward", query, key, starts, call)
     if plan is None and call.long:
-        found = flash_backward(grad, query, key, value, out, stats.t().contiguous(), call.for_torch(starts))
-        return found[0].contiguous(), found[1].contiguous(), found[2].contiguous()
-    parts = (query, key, value)
+        found = flash_backward(
+            _flat(grad), _flat(query), _flat(key), _flat(value), _flat(out), stats.t().contiguous(),
+            call.for_torch(starts),
+        )  # fmt: skip
+        lying = zip((query, key, value), found, strict=True)
+        one, two, three = (_lying_like(part, new.contiguous()) for part, new in lying)
+        return one, two, three
     grads = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
     with _on_device_of(query):
         if plan is not None and not call.has_short:
-            table = _table(plan, starts, call, parts)
-            differentiate_planned(plan, grad, parts, table, out=out, stats=stats, grads=grads)
+            differentiate_planned(plan, grad, (query, key, value), table, out=out, stats=stats, grads=grads)
             return grads
+        parts, all_grads = [_flat(part) for part in (query, key, value)], [_flat(part) for part in grads]
+        grad, out = _flat(grad), _flat(out)
         front, back = slice(0, call.long_cells), slice(call.long_cells, None)
         if plan is not None:
             differentiate_planned(
-                plan, grad[front], _cut(parts, front), _table(plan, starts, call, parts), out=out[front],
-                stats=stats[front], grads=_cut(grads, front),
+                plan, grad[front], _cut(parts, front), table, out=out[front], stats=stats[front],
+                grads=_cut(all_grads, front),
             )  # fmt: skip
         if call.has_short:
             _short_kernels(query.device).differentiate_short(
                 grad[back], _cut(parts, back), _span(starts, call), **call.rule, out=out[back], stats=stats[back],
-                grads=_cut(grads, back),
+                grads=_cut(all_grads, back),
             )  # fmt: skip
     return grads
 
@@ -210,7 +223,6 @@ def _on_device_of(part: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(part.device)
 
 
-@torch.library.custom_op("truebatch::attend_by_plan", mutates_args=())
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, bounds: Tensor, rule: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
@@ -218,12 +230,10 @@ def _forward(
     return _attend(query, key, value, starts, call)
 
 
-@_forward.register_fake
 def _forward_shapes(query: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
     return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=torch.float32)
 
 
-@torch.library.custom_op("truebatch::attend_by_plan_backward", mutates_args=())
 def _backward(
     grad: Tensor,
     query: Tensor,
@@ -239,14 +249,7 @@ def _backward(
     return _differentiate(grad, query, key, value, out, stats, starts, call)
 
 
-_backward.register_fake(gradient_shapes)
-_forward.register_autograd(differentiate_by(_backward), setup_context=keep_for_backward)
-
-
-def _long_plan(make: Callable[..., Plan | None], query: Tensor, key: Tensor, call: _Call) -> Plan | None:
-    if not call.long:
-        return None
-    return make(shape_of(query, key, used=call.long, longest=call.longest, causal=call.causal, scale=call.scale))
+_attend_operator = define_attention("attend_by_plan", _forward, _backward, shapes=_forward_shapes)
 
 
 @functools.cache
@@ -269,9 +272,26 @@ def _short_kernels(device: torch.device) -> Any:
     return kernels
 
 
+def _planned_call(half: str, query: Tensor, key: Tensor, starts: Tensor, call: _Call) -> tuple[Plan | None, Any]:
+    """The plan for the long samples, and where they lie as it takes it; None where there are none, or cuDNN has no
+    kernel for them."""
+    if not call.long:
+        return None, None
+    exact = torch.are_deterministic_algorithms_enabled()
+
+    def make() -> tuple[Plan | None, Any]:
+        shape = shape_of(query, key, used=call.long, longest=call.longest, causal=call.causal, scale=call.scale)
+        plan = forward_plan(shape) if half == "forward" else backward_plan(shape, cells=call.long_cells)
+        return plan, None if plan is None else _table(plan, starts, call, (query, key))
+
+    name = (half, exact, query.shape, key.shape, query.dtype, call)
+    found: tuple[Plan | None, Any] = _once_a_table(starts, name, make)
+    return found
+
+
 def _table(plan: Plan, starts: Tensor, call: _Call, parts: Parts) -> Table:
-    """Where the long samples lie, as a plan takes it."""
-    heads = (parts[0].shape[1:], parts[1].shape[1:])
+    """Where the long samples lie: the same for both halves."""
+    heads = tuple((part.shape[1], part.shape[-1]) for part in parts)
     found: Table = _once_a_table(starts, ("table", call.long, heads), lambda: table_of(plan, starts, call.long))
     return found
 
@@ -294,7 +314,7 @@ def _once_a_table(starts: Tensor, name: tuple[Any, ...], make: Callable[[], Any]
     """Made anew when the table was changed in place; only what is changed through `.data` goes unnoticed."""
     if starts.is_inference() or (starts.is_cuda and torch.cuda.is_current_stream_capturing()):
         return make()  # no version tells whether it was changed; or a recorded run would lack the making
-    stream = torch.cuda.current_stream(starts.device).cuda_stream if starts.is_cuda else 0
+    stream = current_stream(starts.device.index) if starts.is_cuda else 0
     now = (starts._version, starts.data_ptr(), stream)
     state, made = _made.get(starts, (None, {}))  # type: ignore[no-untyped-call]
     if state != now:
