@@ -162,6 +162,7 @@ ORDER = [
     "training.watchdog",
     "training.drill",
     "training.law",
+    "training.adding",
     "training.reducing",
     "training.optimising",
     "training.guard",

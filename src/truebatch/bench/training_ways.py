@@ -20,6 +20,7 @@ from truebatch.planning.rows import longest_first, padded_rows
 from truebatch.tensors.compiling import compile_layers, has_compiled_layers, uncompile_layers
 from truebatch.tensors.microbatch import MicroBatch
 from truebatch.tensors.scores import kernels_without_plans
+from truebatch.training.adding import added_together, parameters_to_add
 
 Run = Callable[[Any], None]
 """Forward and backward of one micro-batch."""
@@ -121,18 +122,20 @@ def _unshifted(batch: MicroBatch, model: Any) -> Tensor:
 
 
 def _our_step(model: Any, work: Work, device: torch.device) -> Callable[..., None]:
-    objective = HeadObjective(head=work.head)
+    objective, apart = HeadObjective(head=work.head), parameters_to_add(model, list(model.parameters()))
 
     def run(batch: MicroBatch, weight: float = 1.0) -> None:
         with kernels_without_plans(device):  # as a step of training does it
             (total,) = objective.sums(model, batch.to(device, non_blocking=True)).values()
-            torch.autograd.backward(total * (weight / _num_tokens(batch)))
+            with added_together(apart):
+                torch.autograd.backward(total * (weight / _num_tokens(batch)))
 
     return run
 
 
 def _uniform_step(model: Any, device: torch.device) -> Run:
     """Even rows without a mask, with the same loss as ours: what remains is raggedness alone."""
+    apart = parameters_to_add(model, list(model.parameters()))
 
     def run(batch: tuple[Tensor, Tensor, Tensor]) -> None:
         ids, labels, cells = (part.to(device, non_blocking=True) for part in batch)
@@ -142,7 +145,8 @@ def _uniform_step(model: Any, device: torch.device) -> Run:
             model(input_ids=ids, use_cache=False)
         is_compiled = has_compiled_layers(model)
         total = token_nll_in_chunks(layer, seen[0], labels, cells=cells, compiled=is_compiled)
-        torch.autograd.backward(total / labels.numel())
+        with added_together(apart):
+            torch.autograd.backward(total / labels.numel())
 
     return run
 

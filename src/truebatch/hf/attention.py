@@ -5,6 +5,7 @@ use_packed_attention(model) -> model(**packed_inputs(segments)) -> each attentio
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -184,10 +185,22 @@ def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     open_run(run)  # first of all: `_end` closes it whatever happens
     if not torch.compiler.is_compiling():
         run.segments = _segments_of_call(args, kwargs, starts)
-    accepted = inspect.signature(model.forward).parameters
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
+    ask = _named_arguments if torch.compiler.is_compiling() else _known_arguments
+    accepted = ask(getattr(model.forward, "__func__", model.forward))
+    if accepted is not None:
         kwargs = {name: value for name, value in kwargs.items() if name in accepted or name not in TABLE_WORDS}
     return args, kwargs
+
+
+def _named_arguments(forward: Callable[..., Any]) -> frozenset[str] | None:
+    """The names that a forward pass takes; None if it takes any."""
+    accepted = inspect.signature(forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    return None if takes_any else frozenset(accepted)
+
+
+_known_arguments = functools.lru_cache(maxsize=64)(_named_arguments)
+"""Asked in every call; a compiler would look through the cache and warn of it."""
 
 
 def _segments_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], starts: Tensor) -> Segments:

@@ -92,7 +92,8 @@ def row_inputs(model: nn.Module, border: Border, batch: MicroBatch, route: Route
     elif route == "block":
         out |= block_mask_inputs(language_model(model), axis.segments)
     if route in ("packed", "block"):
-        out["position_ids"] = out["position_ids"] + border.first_position
+        if border.first_position:
+            out["position_ids"] = out["position_ids"] + border.first_position
         out |= _segment_types(model, axis)
     if border.has_grid_positions:
         out.pop("position_ids", None)  # derived from the images, see `images.py`

@@ -20,6 +20,7 @@ from truebatch.objective import Objective, add_counts, divide_once, held_open
 from truebatch.tensors.microbatch import MicroBatch
 from truebatch.tensors.noise import noise_for
 from truebatch.tensors.scores import kernels_without_plans
+from truebatch.training.adding import added_together, parameters_to_add
 from truebatch.training.attending import Attendant
 from truebatch.training.failpoints import failpoint
 from truebatch.training.guard import Guard, run_guarded
@@ -206,6 +207,8 @@ def _accumulate(
 ) -> dict[str, Tensor]:
     total = {name: torch.zeros((), device=engine.device) for name in counts}
     sharded = is_sharded(engine.model)
+    trained = [p for group in engine.groups for p in group.parameters]
+    apart = [] if sharded else parameters_to_add(engine.model, trained)
     for at, batch in enumerate(batches):
         if batch.num_samples == 0 and not sharded:
             continue
@@ -221,7 +224,8 @@ def _accumulate(
                 sums = sums_of(engine, moved)
             _check_sums(sums)
             failpoint("step.backward")
-            _backward(engine, sums, counts, weight=weight * (num_ranks() if sharded else 1))
+            with added_together(apart):
+                _backward(engine, sums, counts, weight=weight * (num_ranks() if sharded else 1))
         for name, value in sums.items():
             total[name] += value.detach().float() * weight
         failpoint("step.accumulated")
