@@ -41,7 +41,7 @@ from truebatch.planning.plan import build_plan
 from truebatch.planning.settings import PlanConfig
 from truebatch.tensors.collating import collate
 from truebatch.tensors.microbatch import MicroBatch
-from truebatch.training.budget import largest_cells, shape_of_lengths
+from truebatch.training.budget import Sizes, largest_cells
 from truebatch.training.fitting import fit_memory
 from truebatch.training.guard import Guard
 from truebatch.training.memory import CountStorages, free_bytes_of, held_bytes, usable_bytes
@@ -147,14 +147,14 @@ def run_case(case: Case, device: torch.device, *, seconds: float) -> Row:
     fit = fit_memory(engine, data, config, limit_bytes=limit)
     assert data.measured is not None
     lengths = data.measured.lengths
-    cells = largest_cells(fit, lengths, layout="packed", limit_bytes=limit)
+    cells = largest_cells(fit, Sizes(lengths), layout="packed", limit_bytes=limit)
     probed = time.monotonic()
     say(f"{case.shape}: cells={cells:,}, +-{fit.uncertainty:.2%}, {probed - began:.1f} s")
     left = seconds - (probed - began)
     steps, tokens, predicted, fullest = 0, 0, 0, 0
     with _counting(engine) as peak:
         for batches in _ahead(_steps(data, cells, case.steps)):
-            shapes = [shape_of_lengths(np.array(batch.rows().lengths), "packed") for batch in batches]
+            shapes = [Sizes(np.array(batch.rows().lengths)).shape("packed") for batch in batches]
             predicted = max(predicted, *(fit.predict(*shape) for shape in shapes))
             fullest = max(fullest, *(shape[0] for shape in shapes))
             _train(engine, batches)

@@ -12,20 +12,24 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from transformers import T5Config, T5ForConditionalGeneration
 
 from tests.tiny import TEXT_FIELDS, Attention, NextToken, TextModel, text_samples
 from truebatch.errors import DataError, MemoryLimitError
+from truebatch.hf.heads import head_of
+from truebatch.hf.objectives import HeadObjective
 from truebatch.planning.plan import build_plan
 from truebatch.planning.settings import PlanConfig
 from truebatch.tensors.field import Field
 from truebatch.training import fitting
-from truebatch.training.budget import largest_cells, shape_of_lengths
+from truebatch.training.budget import Sizes, largest_cells
 from truebatch.training.fitting import (
     choose_probes,
     fit_facts,
     fit_memory,
     make_batch,
     run_batch,
+    sizes_of,
     stale_fit_warnings,
     untouched,
 )
@@ -92,7 +96,7 @@ def test_shapes_nobody_probed_are_predicted_within_five_percent(layout):
             batch, shape = make_batch(DATA, rng.choice(len(LENGTHS), number, replace=False), layout)
             real = added_bytes(lambda batch=batch: run_batch(engine, batch), device=CPU) + fit.constant_bytes
             errors.append(fit.predict(*shape) / real - 1)
-            assert shape not in [(p.cells, p.pairs, p.samples) for p in fit.points]
+            assert shape not in [p.shape for p in fit.points]
             assert real <= fit.predict_safely(*shape)
     assert max(map(abs, errors)) < 0.05, errors
 
@@ -168,13 +172,13 @@ def test_no_micro_batch_of_a_plan_under_the_largest_budget_needs_more_than_the_l
 ):
     lengths = np.random.default_rng(seed).integers(shortest, shortest + more + 1, 400)
     fit = line(*prices)
-    cells = largest_cells(fit, lengths, layout=layout, limit_bytes=limit)
+    cells = largest_cells(fit, Sizes(lengths), layout=layout, limit_bytes=limit)
     if cells < lengths.max():
         return
     for samples_per_step in (50, 400):
         plan = build_plan(lengths, PlanConfig(layout=layout, cells=cells, samples_per_step=samples_per_step))
         for rows in (rows for at in range(plan.num_steps) for rows in plan.step(at)[0]):
-            assert fit.predict_safely(*shape_of_lengths(lengths[rows.ids], layout)) <= limit
+            assert fit.predict_safely(*Sizes(lengths[rows.ids]).shape(layout)) <= limit
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
@@ -183,15 +187,15 @@ def test_the_largest_budget_is_not_far_below_what_fits(layout, prices):
     """Samples of one token among many longer ones once made a budget of a quarter of what fitted."""
     lengths = np.concatenate([[1, 2], np.random.default_rng(0).integers(20, 64, 4000)])
     fit, limit = line(*prices), 20_000_000
-    cells = largest_cells(fit, lengths, layout=layout, limit_bytes=limit)
+    cells = largest_cells(fit, Sizes(lengths), layout=layout, limit_bytes=limit)
     plan = build_plan(lengths, PlanConfig(layout=layout, cells=cells, samples_per_step=len(lengths)))
-    most = max(fit.predict_safely(*shape_of_lengths(lengths[rows.ids], layout)) for rows in plan.step(0)[0])
+    most = max(fit.predict_safely(*Sizes(lengths[rows.ids]).shape(layout)) for rows in plan.step(0)[0])
     assert (0.85 if layout == "packed" else 0.8) * limit < most <= limit
 
 
 def test_nothing_fits_where_the_model_alone_is_too_large():
     fit = line(4000, 300, 7, 50, resident=10**9)
-    assert largest_cells(fit, np.array([4, 64]), layout="packed", limit_bytes=10**9) == 0
+    assert largest_cells(fit, Sizes(np.array([4, 64])), layout="packed", limit_bytes=10**9) == 0
 
 
 def test_points_off_the_line_make_the_fit_less_sure():
@@ -214,7 +218,7 @@ def test_a_price_that_ends_where_a_chunk_is_full_is_not_carried_on_to_the_budget
     config = TrainConfig(layout="packed")
     engine, limit = replace(engine_of(TextModel(), config), device=torch.device("cuda")), 1_600_000  # nothing is sent
     fit = fit_memory(engine, data, config, limit_bytes=limit)
-    cells = largest_cells(fit, lengths, layout="packed", limit_bytes=limit)
+    cells = largest_cells(fit, Sizes(lengths), layout="packed", limit_bytes=limit)
     assert 0.85 * limit < fit.constant_bytes + take(cells) <= limit
     if bend < 3000:  # nearer to the limit there is too little behind the bend to be sure of, and the fit says so
         assert fit.predict(cells, 40 * cells, cells // 20) == pytest.approx(fit.constant_bytes + take(cells), rel=0.05)
@@ -236,7 +240,7 @@ def test_a_budget_stays_below_a_probe_that_did_not_fit(wall, monkeypatch):
     engine, limit = replace(engine_of(TextModel(), config), device=torch.device("cuda")), 1_600_000  # nothing is sent
     fit = fit_memory(engine, data, config, limit_bytes=limit)
     assert fit.most_cells is not None
-    cells = largest_cells(fit, lengths, layout="packed", limit_bytes=limit)
+    cells = largest_cells(fit, Sizes(lengths), layout="packed", limit_bytes=limit)
     assert max(point.cells for point in fit.points) * 0.9 <= cells
     assert cells == fit.most_cells
     assert MemoryFit(**{f: getattr(fit, f) for f in MemoryFit.__dataclass_fields__}) == fit
@@ -245,7 +249,7 @@ def test_a_budget_stays_below_a_probe_that_did_not_fit(wall, monkeypatch):
 def test_what_did_not_fit_here_says_nothing_of_a_larger_card():
     fit = replace(line(4000, 300, 7, 50), most_cells=500)
     limits = {HERE: 1_000_000, "smaller": 900_000, "larger": 20_000_000}
-    cells = cells_by_limit(fit, np.array(LENGTHS), "packed", limits)
+    cells = cells_by_limit(fit, Sizes(np.array(LENGTHS)), "packed", limits)
     assert cells[HERE] == cells["smaller"] == 500
     assert cells["larger"] > 10 * 500
 
@@ -253,19 +257,19 @@ def test_what_did_not_fit_here_says_nothing_of_a_larger_card():
 def test_memory_in_stairs_gives_no_budget_beyond_what_was_seen():
     points = [Point(cells, 40 * cells, cells // 20, 500_000) for cells in (100, 200, 300, 400, 500, 600, 700)]
     fit = fit_points(points, resident_bytes=0, optimiser_bytes=0, facts={})
-    assert largest_cells(fit, np.array(LENGTHS), layout="packed", limit_bytes=10**12) == 700
+    assert largest_cells(fit, Sizes(np.array(LENGTHS)), layout="packed", limit_bytes=10**12) == 700
 
 
 def test_probes_come_from_the_samples_and_reach_the_longest():
     lengths = np.array(LENGTHS)
-    probes = choose_probes(lengths)
+    probes = choose_probes(Sizes(lengths))
     widths = [int(lengths[ids].max()) for ids in probes]
     assert max(widths) == lengths.max()
     sizes = [len(ids) * width for ids, width in zip(probes, widths, strict=True)]
     assert sizes == sorted(sizes)
     assert all(len(ids) * width <= 16 * lengths.max() for ids, width in zip(probes, widths, strict=True))
     for few in (1, 2, 3):
-        assert all(set(ids) <= set(range(few)) for ids in choose_probes(lengths[:few]))
+        assert all(set(ids) <= set(range(few)) for ids in choose_probes(Sizes(lengths[:few])))
 
 
 def test_running_out_of_memory_ends_the_probes_and_the_first_one_ends_the_fit(caplog):
@@ -342,3 +346,76 @@ def test_lengths_are_read_where_none_were_measured():
     engine = engine_of(TextModel(), config)
     measured = replace(small, measured=measure_by_reading(small.samples, small.fields))
     assert fit_memory(engine, small, config) == fit_memory(engine, measured, config)
+
+
+def make_translator():
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=60, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    model = T5ForConditionalGeneration(config).train()
+    head = head_of(model)
+    random = np.random.default_rng(0)
+    samples = [
+        {
+            "input_ids": random.integers(1, 60, int(n)).tolist(),
+            "labels": random.integers(1, 60, 90 if i % 20 == 0 else 2),
+        }
+        for i, n in enumerate(random.integers(8, 13, 200))
+    ]
+    train = TrainConfig(layout="padded")
+    groups = make_groups([default_group(model, train)], model)
+    engine = Engine(model=model, objective=HeadObjective(head=head), groups=groups)
+    data = TrainData(samples=[head.prepare(sample) for sample in samples], fields=head.fields)
+    return engine, replace(data, measured=measure_by_reading(data.samples, data.fields)), train
+
+
+def test_targets_of_an_encoder_decoder_are_counted():
+    """One sample of twenty with a long target: by its sources alone a budget was several times too large."""
+    engine, data, config = make_translator()
+    fit = fit_memory(engine, data, config)
+    sizes, limit = sizes_of(data), fit.constant_bytes + 20_000_000
+    assert fit.uncertainty < 0.2
+    cells = largest_cells(fit, sizes, layout="padded", limit_bytes=limit)
+    plan = build_plan(sizes.lengths, PlanConfig(layout="padded", cells=cells, samples_per_step=len(sizes)))
+    rows = [rows for at in range(plan.num_steps) for rows in plan.step(at)[0]]
+    batch, shape = make_batch(data, max(rows, key=lambda r: sizes.take(r.ids).shape("padded").others).ids, "padded")
+    with untouched(engine):
+        real = fit.constant_bytes + added_bytes(lambda: run_batch(engine, batch), device=CPU)
+    assert shape.others > 3 * shape.cells
+    assert fit.predict(*shape) == pytest.approx(real, rel=0.1)
+    assert 0.6 * limit < real <= limit
+    blind = fit_points(
+        [replace(p, others=0, pairs=p.cells) for p in fit.points], resident_bytes=0, optimiser_bytes=0, facts={}
+    )
+    assert blind.uncertainty > 0.3  # what such a budget was made of
+
+
+def test_lengths_along_another_axis_come_from_the_samples_after_their_transform(monkeypatch):
+    fields = (Field(name="ids"), Field(name="words", axis="targets"), Field(name="marks", axis="targets"))
+    samples = [{"ids": [1] * n, "words": [2], "marks": [3]} for n in (4, 2, 7, 5)]
+
+    def grow(sample, sample_id, epoch):
+        return {**sample, "words": [2] * sample_id, "marks": [3] * sample_id}
+
+    data = TrainData(samples=samples, fields=fields, transform=grow)
+    sizes = sizes_of(data)
+    assert [part.tolist() for part in (sizes.lengths, *sizes.others)] == [[4, 2, 7, 5], [0, 1, 2, 3]]
+    assert sizes_of(data, np.array([3, 1])).shape("padded") == (10, 2 * (25 + 3 * (3 + 5)), 2, 6)
+    assert sizes_of(data, np.array([3, 1])).shape("packed") == (7, 25 + 4 + 3 * 8 + 1 * 3, 2, 4)
+    batch, shape = make_batch(data, np.array([3, 1]), "padded")
+    assert shape.others == batch["words"].numel()
+    assert shape.cells == batch["ids"].numel()
+    monkeypatch.setattr(fitting, "MOST_SAMPLES", 2)
+    drawn = sizes_of(data)
+    assert drawn.ids.tolist()[-1] == 2
+    assert len(drawn) == 2
+    for ids in choose_probes(drawn):
+        assert set(ids) <= set(drawn.ids)
+
+
+def test_a_fit_without_other_axes_has_no_price_for_them():
+    fit = line(4000, 300, 7, 50)
+    assert fit.per_other == 0.0
+    assert fit.added(10, 100, 1, others=1000) == fit.added(10, 100, 1)

@@ -125,7 +125,7 @@ def _plain(sizing: Sizing) -> dict[str, Any]:
 
 
 def _print(sizing: Sizing, lines: list[str], written: Path, following: str) -> None:
-    from truebatch.reports.fits import gib, sizes_table
+    from truebatch.reports.fits import gib, prices_in_words, sizes_table
     from truebatch.reports.tables import print_table
 
     fit = sizing.fit
@@ -134,7 +134,7 @@ def _print(sizing: Sizing, lines: list[str], written: Path, following: str) -> N
         f"{fit.facts['parameters']:,} parameters, {sizing.layout} rows, {fit.facts['precision']} on "
         f"{fit.facts['device']}; samples of {sizing.shortest:,} to {sizing.longest:,} tokens",
         f"model, gradients and optimiser: {gib(fit.constant_bytes)} GiB; a forward and backward pass adds "
-        f"{fit.per_cell:,.0f} bytes a cell, {fit.per_pair:,.2f} a pair, {fit.per_sample:,.0f} a sample "
+        f"{prices_in_words(fit)} "
         f"(+-{fit.uncertainty:.1%}, from {len(fit.points)} probes{_said_estimated(sizing)})",
         "",
     ]

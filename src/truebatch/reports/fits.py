@@ -12,7 +12,7 @@ from truebatch.reports.page import Drawing, Section
 from truebatch.reports.pictures import curves, dots
 from truebatch.reports.tables import Table
 from truebatch.training.durable import read_json
-from truebatch.training.memoryfit import FIT, load_fit
+from truebatch.training.memoryfit import FIT, MemoryFit, load_fit
 
 GIB = 2**30
 _MOST_BYTES = 1 << 24
@@ -38,6 +38,15 @@ def gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:,.4g}" if num_bytes >= GIB // 1000 else "<0.001"
 
 
+def prices_in_words(fit: MemoryFit) -> str:
+    """What a cell, a pair and a sample take; and a cell along another axis, where there are such."""
+    cell, pair, sample = f"{fit.per_cell:,.0f}", f"{fit.per_pair:,.2f}", f"{fit.per_sample:,.0f}"
+    if not any(point.others for point in fit.points):
+        return f"{cell} bytes a cell, {pair} a pair, {sample} a sample"
+    other = f"{fit.per_other:,.0f}"
+    return f"{cell} bytes a cell, {other} a cell of another axis (such as targets), {pair} a pair, {sample} a sample"
+
+
 def fit_sections(run: Path) -> Iterator[Section]:
     """The memory fit with its points; and by batch size, where that was measured too, speed and memory."""
     fit = load_fit(run)
@@ -45,10 +54,10 @@ def fit_sections(run: Path) -> Iterator[Section]:
         return
     points = sorted(fit.points, key=lambda point: point.cells)
     cells = [float(point.cells) for point in points]
-    fitted = [fit.added(point.cells, point.pairs, point.samples) / GIB for point in points]
+    fitted = [fit.added(*point.shape) / GIB for point in points]
     words = [
         f"model, gradients and optimiser: {gib(fit.constant_bytes)} GiB; a forward and backward pass adds "
-        f"{fit.per_cell:,.0f} bytes a cell, {fit.per_pair:,.2f} a pair, {fit.per_sample:,.0f} a sample",
+        f"{prices_in_words(fit)}",
         f"the line is off by at most {fit.uncertainty:.1%} on the points it was made from"
         + ("; no probe was run: estimated from shapes" if fit.is_estimate else ""),
     ]
@@ -62,10 +71,12 @@ def fit_sections(run: Path) -> Iterator[Section]:
 
 def _points_table(points: Sequence[Any], fitted: Sequence[float]) -> Table:
     rows = tuple(
-        (f"{p.cells:,}", f"{p.pairs:,}", f"{p.samples:,}", f"{p.num_bytes / GIB:.4g}", f"{line:.4g}")
+        (f"{p.cells:,}", f"{p.others:,}", f"{p.pairs:,}", f"{p.samples:,}", f"{p.num_bytes / GIB:.4g}", f"{line:.4g}")
         for p, line in zip(points, fitted, strict=True)
     )
-    return Table(("cells", "pairs", "samples", "GiB measured", "GiB by the line"), rows, "Points")
+    header = ("cells", "other cells", "pairs", "samples", "GiB measured", "GiB by the line")
+    kept = [at for at, name in enumerate(header) if name != "other cells" or any(p.others for p in points)]
+    return Table(tuple(header[at] for at in kept), tuple(tuple(row[at] for at in kept) for row in rows), "Points")
 
 
 def _size_sections(run: Path) -> Iterator[Section]:

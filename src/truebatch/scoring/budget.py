@@ -22,7 +22,7 @@ from truebatch.scoring.batching import DEFAULT_CELLS, Limits
 from truebatch.scoring.inprocess import ModelBackend
 from truebatch.scoring.manifest import MANIFEST, read_manifest
 from truebatch.scoring.readouts import Generate
-from truebatch.training.budget import largest_cells, shape_of_lengths
+from truebatch.training.budget import Sizes, largest_cells
 from truebatch.training.durable import read_json, write_json
 from truebatch.training.fitting import choose_probes
 from truebatch.training.memory import added_bytes, free_bytes_of, held_bytes, usable_bytes
@@ -79,13 +79,13 @@ def fit_prepared(
     device = next(model.parameters()).device
     resident = held_bytes([*model.parameters(), *model.buffers()])
     room = usable_bytes(free_bytes_of(device), device) if limit_bytes is None else limit_bytes
-    points = _probe_all(judge, prepared, lengths, choose_probes(lengths), device)
+    points = _probe_all(judge, prepared, lengths, choose_probes(Sizes(lengths)), device)
     for share in SHARES:
         fit = _fitted(points, resident)
-        cells = largest_cells(fit, lengths, layout="padded", limit_bytes=resident + int(share * room))
+        cells = largest_cells(fit, Sizes(lengths), layout="padded", limit_bytes=resident + int(share * room))
         points += _probe_all(judge, prepared, lengths, [_dearest(lengths, cells)], device)
     fit = _fitted(points, resident)
-    return max(1, largest_cells(fit, lengths, layout="padded", limit_bytes=resident + room))
+    return max(1, largest_cells(fit, Sizes(lengths), layout="padded", limit_bytes=resident + room))
 
 
 def _measured(backend: ModelBackend, samples: Sequence[Asked]) -> tuple[list[Any], Ints]:
@@ -127,7 +127,8 @@ def _probe_all(
         if added < 0:  # outside of the except block: a live traceback would hold the tensors
             free_memory(device, said=said)
             break
-        points.append(Point(*shape_of_lengths(lengths[ids], "padded"), added))
+        shape = Sizes(lengths[ids]).shape("padded")
+        points.append(Point(shape.cells, shape.pairs, shape.samples, added))
     return points
 
 

@@ -315,7 +315,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: 
     if not (_is_in_rows(query, rows) and _is_in_rows(key, rows) and _is_in_rows(value, rows)):
         raise AttentionError(
             "query, key and value do not lie in the rows of the segment table",
-            seen=f"{_shapes(query, key, value)}, table for rows {list(rows)}",
+            seen=f"{_shapes(query, key, value)}, table for rows [{rows[0]}, {rows[1]}]",
             do=f"pass [B, H, T, D] tensors with B={rows[0]}, T={rows[1]}; a key/value cache has another length",
         )
     if key.shape[1] != value.shape[1] or query.shape[1] % key.shape[1]:

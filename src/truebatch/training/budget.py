@@ -6,6 +6,8 @@ lengths -> trial budget -> its plan -> the micro-batch that needs most -> the ne
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,69 +26,108 @@ STEPS = 8
 """Every plan is tried with all samples as one step, and with this many steps, which are cut less evenly."""
 
 
-def largest_cells(fit: MemoryFit, lengths: Ints, *, layout: Layout, limit_bytes: int) -> int:
+class Shape(NamedTuple):
+    """What the memory of a micro-batch depends on."""
+
+    cells: int
+    pairs: int
+    samples: int
+    others: int = 0
+    """Cells along other axes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sizes:
+    """How long samples are: along the axis that is planned, and along others that are laid in rows as well."""
+
+    lengths: Ints
+    others: tuple[Ints, ...] = ()
+    ids: Ints | None = None
+    """Which samples of the data these are; None: all of them."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def take(self, places: Ints) -> Sizes:
+        """Those at some places."""
+        ids = places if self.ids is None else self.ids[places]
+        return Sizes(self.lengths[places], tuple(other[places] for other in self.others), ids)
+
+    @property
+    def totals(self) -> Ints:
+        """Along all axes together."""
+        return sum(self.others, start=self.lengths)
+
+    @property
+    def longest_first(self) -> Sizes:
+        """As if the longest along every axis were one sample: no sample with as many cells takes more."""
+        return Sizes(np.sort(self.lengths)[::-1], tuple(np.sort(other)[::-1] for other in self.others))
+
+    def shape(self, layout: Layout) -> Shape:
+        """One micro-batch of all of them. Cells of other axes attend to themselves and to the planned ones."""
+        if layout == "packed":
+            own, *others = (int(part.sum()) for part in (self.lengths, *self.others))
+            pairs = np.square(self.lengths) + sum(other * (other + self.lengths) for other in self.others)
+            return Shape(own, int(pairs.sum()), len(self), sum(others))
+        width, *widths = (int(part.max()) for part in (self.lengths, *self.others))
+        pairs_each = width * width + sum(other * (other + width) for other in widths)
+        return Shape(len(self) * width, len(self) * pairs_each, len(self), len(self) * sum(widths))
+
+
+def largest_cells(fit: MemoryFit, sizes: Sizes, *, layout: Layout, limit_bytes: int) -> int:
     """The largest budget of cells under which micro-batches of these samples need no more than the limit.
 
     The first trial would be safe even if all samples were as dear a cell as the dearest. From there on the dearest
     micro-batch of a real plan counts: the larger the budget, the less can a micro-batch differ from the others. What is
     given was tried: no micro-batch of its own plans needs more. 0 if nothing fits. Never above what was seen not to fit.
     """
-    cells = _largest_by_line(fit, lengths, layout=layout, limit_bytes=limit_bytes)
+    cells = _largest_by_line(fit, sizes, layout=layout, limit_bytes=limit_bytes)
     return cells if fit.most_cells is None else min(cells, fit.most_cells)
 
 
-def _largest_by_line(fit: MemoryFit, lengths: Ints, *, layout: Layout, limit_bytes: int) -> int:
+def _largest_by_line(fit: MemoryFit, sizes: Sizes, *, layout: Layout, limit_bytes: int) -> int:
     left = (limit_bytes - fit.constant_bytes) / (1 + fit.uncertainty) - fit.fixed
     if left <= 0 or left + fit.fixed < fit.floor:
         return 0
-    drawn = _drawn(lengths)
-    longest, most = max(int(drawn.max()), 1), int(drawn.sum()) // 2
-    ends = (longest, max(int(drawn.min()), 1))
-    price = fit.per_cell + max(n * fit.per_pair + fit.per_sample / n for n in ends)
+    drawn = _drawn(sizes)
+    longest, most = max(int(drawn.lengths.max()), 1), int(drawn.lengths.sum()) // 2
+    price = max(_price_alone(fit, drawn, length) for length in (longest, max(int(drawn.lengths.min()), 1)))
     largest = max(fit.points, key=lambda point: point.cells)
     cells = largest.cells
     if price * largest.cells > FLAT * largest.num_bytes:
         for _ in range(TRIALS):
             trial = max(min(math.floor(left / price), most), longest)
             shapes = _shapes(drawn, layout, trial)
-            price = min(price, max(_needs(fit, shape) / max(shape[0], trial // 2) for shape in shapes))
+            price = min(price, max(fit.varying(*shape) / max(shape.cells, trial // 2) for shape in shapes))
         cells = math.floor(left / price)
     while cells >= longest:
         shapes = _shapes(drawn, layout, cells)
-        most_needed = max(_needs(fit, shape) for shape in shapes)
+        most_needed = max(fit.varying(*shape) for shape in shapes)
         if most_needed <= left:
             break
-        held = max(shape[0] for shape in shapes)  # less than the budget where all samples fit into one micro-batch
+        held = max(shape.cells for shape in shapes)  # less than the budget where all samples fit into one micro-batch
         cells = math.floor(min(cells, held) * max(min(LESS, left / most_needed), HALF))
     return cells
 
 
-def _drawn(lengths: Ints) -> Ints:
-    if len(lengths) <= MOST_SAMPLES:
-        return lengths
-    drawn = np.random.default_rng(0).choice(lengths, MOST_SAMPLES - 1, replace=False)
-    return np.append(drawn, lengths.max())
+def _price_alone(fit: MemoryFit, sizes: Sizes, length: int) -> float:
+    """Bytes a cell of a sample of this length that is as long along other axes as any."""
+    others = tuple(np.array([int(other.max())]) for other in sizes.others)
+    return fit.varying(*Sizes(np.array([length]), others).shape("padded")) / length
 
 
-def _shapes(lengths: Ints, layout: Layout, cells: int) -> list[tuple[int, int, int]]:
-    """Cells, pairs and samples of every micro-batch of the plans under a budget."""
+def _drawn(sizes: Sizes) -> Sizes:
+    if len(sizes) <= MOST_SAMPLES:
+        return sizes
+    drawn = np.random.default_rng(0).choice(len(sizes), MOST_SAMPLES - 1, replace=False)
+    return sizes.take(np.append(drawn, sizes.lengths.argmax()))
+
+
+def _shapes(sizes: Sizes, layout: Layout, cells: int) -> list[Shape]:
+    """Of every micro-batch of the plans under a budget."""
     shapes = []
-    for samples_per_step in {len(lengths), max(1, len(lengths) // STEPS)}:
-        plan = build_plan(lengths, PlanConfig(layout=layout, cells=cells, samples_per_step=samples_per_step))
+    for samples_per_step in {len(sizes), max(1, len(sizes) // STEPS)}:
+        plan = build_plan(sizes.lengths, PlanConfig(layout=layout, cells=cells, samples_per_step=samples_per_step))
         for rows in (rows for at in range(plan.num_steps) for rows in plan.step(at)[0]):
-            shapes += [shape_of_lengths(lengths[rows.ids], layout)] if len(rows.ids) else []
+            shapes += [sizes.take(rows.ids).shape(layout)] if len(rows.ids) else []
     return shapes
-
-
-def _needs(fit: MemoryFit, shape: tuple[int, int, int]) -> float:
-    """Bytes of a micro-batch without what is fixed."""
-    cells, pairs, samples = shape
-    return fit.per_cell * cells + fit.per_pair * pairs + fit.per_sample * samples
-
-
-def shape_of_lengths(lengths: Ints, layout: Layout) -> tuple[int, int, int]:
-    """Cells, pairs and samples of one micro-batch of samples with these lengths."""
-    if layout == "packed":
-        return int(lengths.sum()), int(np.square(lengths).sum()), len(lengths)
-    width = int(lengths.max())
-    return len(lengths) * width, len(lengths) * width * width, len(lengths)

@@ -20,9 +20,10 @@ from torch import nn
 from truebatch.errors import ConfigError, MemoryLimitError
 from truebatch.planning.rows import Ints, Layout, Rows, packed_row, padded_rows
 from truebatch.tensors.collating import collate
-from truebatch.tensors.microbatch import MicroBatch
+from truebatch.tensors.field import Field
+from truebatch.tensors.microbatch import CELLS, MicroBatch
 from truebatch.tensors.splitting import cells_of
-from truebatch.training.budget import largest_cells, shape_of_lengths
+from truebatch.training.budget import Shape, Sizes, largest_cells
 from truebatch.training.estimating import estimate_added
 from truebatch.training.memory import added_bytes, held_bytes
 from truebatch.training.memoryfit import FIT, MemoryFit, Point, changed_facts, fit_points, load_fit
@@ -35,7 +36,8 @@ from truebatch.training.task import TrainData, measure_by_reading
 
 _LOG = logging.getLogger(__name__)
 QUANTILES = (0.25, 0.75, 1.0)
-NUMBERS = (1, 2, 8, 32)
+NUMBERS, OTHER_NUMBERS = (1, 2, 8, 32), (1, 2, 4, 8)
+"""Of samples that are neighbours along the planned axis, and along another."""
 MIXED = (4, 8, 16)
 MOST_TIMES_LONGEST = 8
 """A probe of several samples has no more cells than this many of the longest sample."""
@@ -46,6 +48,8 @@ MORE_SHARES, BENT = (0.7, 0.9), 0.03
 """Where points are as far from one line, its slope changes on the way to the limit: probes nearer to it."""
 BELOW_FAILED = 0.9
 """A budget stays this far below a probe that did not fit."""
+MOST_SAMPLES = 20_000
+"""Samples that are read for their lengths along other axes than the planned one."""
 STATES = {"AdamW": 2, "Adam": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad": 1, "RMSprop": 1}
 """Tensors an optimiser holds for each parameter; others are taken to hold 2."""
 
@@ -69,7 +73,7 @@ def fit_memory(
         is_estimate: run nothing; every probe is estimated from shapes (see `estimate_added`).
     """
     _refuse_sharded(engine.model)
-    lengths = _lengths(data)
+    sizes = sizes_of(data)
     facts = fit_facts(engine.model, config, device=engine.device)
     constant = constant_bytes(engine)
 
@@ -78,9 +82,9 @@ def fit_memory(
         return replace(fit, is_estimate=is_estimate, most_cells=most_cells)
 
     if is_estimate:
-        return fitted(_estimate_all(engine, data, choose_probes(lengths), config.layout))
+        return fitted(_estimate_all(engine, data, choose_probes(sizes), config.layout))
     with untouched(engine):
-        points, failed = _probe_all(engine, data, choose_probes(lengths), config.layout)
+        points, failed = _probe_all(engine, data, choose_probes(sizes), config.layout)
         fit = fitted(points, _below(failed))
         room = 0 if limit_bytes is None else limit_bytes - fit.constant_bytes
         near = () if engine.device.type == "cpu" else (*NEAR_SHARES, *MORE_SHARES)
@@ -88,7 +92,7 @@ def fit_memory(
             if share in MORE_SHARES and fit.uncertainty <= BENT:
                 continue
             limit = fit.constant_bytes + int(share * room)
-            further = _further(fit, lengths, config.layout, limit)
+            further = _further(fit, sizes, config.layout, limit)
             more, failed = _probe_all(engine, data, further, config.layout, is_first=False)
             points += more
             fit = fitted(points, min((n for n in (fit.most_cells, _below(failed)) if n is not None), default=None))
@@ -109,23 +113,56 @@ def _refuse_sharded(model: nn.Module) -> None:
         )
 
 
-def _lengths(data: TrainData) -> Ints:
-    return (data.measured or measure_by_reading(data.samples, data.fields)).lengths
+def sizes_of(data: TrainData, ids: Ints | None = None) -> Sizes:
+    """How long these samples are along every axis that is laid in rows; without `ids` all of them.
+
+    Lengths along other axes than the planned one are read from the samples: of very many, some are drawn.
+    """
+    lengths = (data.measured or measure_by_reading(data.samples, data.fields)).lengths
+    keys = _other_keys(data.fields)
+    if keys and ids is None and len(lengths) > MOST_SAMPLES:
+        drawn = np.random.default_rng(0).choice(len(lengths), MOST_SAMPLES - 1, replace=False)
+        ids = np.append(drawn, lengths.argmax())
+    places = np.arange(len(lengths)) if ids is None else ids
+    if not keys:
+        return Sizes(lengths[places], ids=places)
+    read = [_read_transformed(data, int(i)) for i in places]
+    others = tuple(np.array([len(sample[key]) for sample in read], dtype=np.int64) for key in keys)
+    return Sizes(lengths[places], others, places)
 
 
-def choose_probes(lengths: Ints) -> list[Ints]:
-    """Sample ids of every probe, the cheapest first: neighbours in length, and some as they come."""
-    order = np.argsort(lengths, kind="stable")
-    most = MOST_TIMES_LONGEST * int(lengths.max())
+def _other_keys(fields: Sequence[Field]) -> list[str]:
+    """One field of every axis in rows beside the planned one."""
+    along = {field.axis: field.key for field in fields if field.kind == "along"}
+    return [key for axis, key in along.items() if axis != CELLS] if CELLS in along else []
+
+
+def _read_transformed(data: TrainData, sample_id: int) -> Any:
+    sample = data.samples[sample_id]
+    return sample if data.transform is None else data.transform(sample, sample_id, 0)
+
+
+def choose_probes(sizes: Sizes) -> list[Ints]:
+    """Sample ids of every probe, the cheapest first: neighbours in length along every axis, and some as they come."""
+    most = MOST_TIMES_LONGEST * int(sizes.totals.max())
     probes = []
-    for quantile in QUANTILES:
-        for number in NUMBERS:
-            ids = samples_near(order, round(quantile * (len(order) - 1)), number)
-            if number == 1 or number * int(lengths[ids].max()) <= most:
-                probes.append(ids)
-    drawn = np.random.default_rng(0).permutation(len(lengths))
+    for lengths in (sizes.lengths, *sizes.others):
+        order = np.argsort(lengths, kind="stable")
+        for quantile in QUANTILES:
+            for number in NUMBERS if lengths is sizes.lengths else OTHER_NUMBERS:
+                places = samples_near(order, round(quantile * (len(order) - 1)), number)
+                if number == 1 or _width(sizes.take(places)) <= most:
+                    probes.append(places)
+    drawn = np.random.default_rng(0).permutation(len(sizes))
     probes += [drawn[:number] for number in MIXED if number <= MOST_TIMES_LONGEST or len(drawn) >= number]
-    return sorted(probes, key=lambda ids: len(ids) * int(lengths[ids].max()))
+    probes.sort(key=lambda places: _width(sizes.take(places)))
+    return [places if sizes.ids is None else sizes.ids[places] for places in probes]
+
+
+def _width(sizes: Sizes) -> int:
+    """Padded cells along all axes."""
+    shape = sizes.shape("padded")
+    return shape.cells + shape.others
 
 
 def samples_near(order: Ints, place: int, number: int) -> Ints:
@@ -134,24 +171,26 @@ def samples_near(order: Ints, place: int, number: int) -> Ints:
     return chosen
 
 
-def _further(fit: MemoryFit, lengths: Ints, layout: Layout, limit_bytes: int) -> list[Ints]:
+def _further(fit: MemoryFit, sizes: Sizes, layout: Layout, limit_bytes: int) -> list[Ints]:
     """As much as this limit allows: of middling samples, of the longest and of all kinds. None if that is little."""
-    cells = largest_cells(fit, lengths, layout=layout, limit_bytes=limit_bytes)
+    lengths = sizes.lengths
+    cells = largest_cells(fit, sizes, layout=layout, limit_bytes=limit_bytes)
     if 2 * cells <= max(point.cells for point in fit.points):
         return []
     order = np.argsort(lengths, kind="stable")
-    places = [len(order) // 2, len(order) - 1]
-    probes = [samples_near(order, at, max(1, cells // max(int(lengths[order[at]]), 1))) for at in places]
+    at = [len(order) // 2, len(order) - 1]
+    probes = [samples_near(order, place, max(1, cells // max(int(lengths[order[place]]), 1))) for place in at]
     drawn = np.random.default_rng(1).choice(len(lengths), max(1, cells // max(int(lengths.min()), 1)))
     width = np.cumsum(lengths[drawn]) if layout == "packed" else np.arange(1, len(drawn) + 1) * int(lengths.max())
-    return [*probes, drawn[: max(1, int(np.searchsorted(width, cells)))]]
+    probes.append(drawn[: max(1, int(np.searchsorted(width, cells)))])
+    return [places if sizes.ids is None else sizes.ids[places] for places in probes]
 
 
 def _probe_all(
     engine: Engine, data: TrainData, probes: Sequence[Ints], layout: Layout, *, is_first: bool = True
 ) -> tuple[list[Point], int | None]:
     """What each takes, up to the first that does not fit; and the cells of that one."""
-    points: dict[tuple[int, int, int], Point] = {}
+    points: dict[Shape, Point] = {}
     failed: int | None = None
     for at, ids in enumerate(probes):
         batch, shape = make_batch(data, ids, layout)
@@ -161,13 +200,13 @@ def _probe_all(
             _probe(engine, batch)  # Workspaces that are made once, on first use, belong to no shape.
         num_bytes = _probe(engine, batch)
         if num_bytes is None:
-            failed = shape[0]
+            failed = shape.cells
             break
-        points[shape] = Point(*shape, num_bytes)
+        points[shape] = _point(shape, num_bytes)
     if is_first and probes and not points:
         raise MemoryLimitError(
             "not even the shortest samples can be trained on this device",
-            seen=f"memory ran out for {shape[2]} sample(s) of {shape[0]:,} cells",
+            seen=f"memory ran out for {shape.samples} sample(s) of {shape.cells + shape.others:,} cells",
             do="use a smaller model, lower precision, gradient_checkpointing or LoRA",
         )
     return list(points.values()), failed
@@ -176,7 +215,11 @@ def _probe_all(
 def _estimate_all(engine: Engine, data: TrainData, probes: Sequence[Ints], layout: Layout) -> list[Point]:
     made = {shape: batch for batch, shape in (make_batch(data, ids, layout) for ids in probes)}
     added = estimate_added(engine, list(made.values()))
-    return [Point(*shape, num_bytes) for shape, num_bytes in zip(made, added, strict=True)]
+    return [_point(shape, num_bytes) for shape, num_bytes in zip(made, added, strict=True)]
+
+
+def _point(shape: Shape, num_bytes: int) -> Point:
+    return Point(shape.cells, shape.pairs, shape.samples, num_bytes, shape.others)
 
 
 def _probe(engine: Engine, batch: MicroBatch) -> int | None:
@@ -200,15 +243,16 @@ def run_batch(engine: Engine, batch: MicroBatch) -> None:
     accumulate(replace(engine, guard=None), [batch], engine.objective.counts(batch), epoch=0)
 
 
-def make_batch(data: TrainData, ids: Ints, layout: Layout) -> tuple[MicroBatch, tuple[int, int, int]]:
-    """The micro-batch of these samples, and its cells, pairs and samples."""
-    samples: list[Any] = [data.samples[int(i)] for i in ids]
-    if data.transform is not None:
-        samples = [data.transform(s, int(i), 0) for s, i in zip(samples, ids, strict=True)]
+def make_batch(data: TrainData, ids: Ints, layout: Layout) -> tuple[MicroBatch, Shape]:
+    """The micro-batch of these samples, and what its memory depends on."""
+    samples = [_read_transformed(data, int(i)) for i in ids]
     lengths = measure_by_reading(samples, data.fields).lengths
+    others = tuple(
+        np.array([len(sample[key]) for sample in samples], dtype=np.int64) for key in _other_keys(data.fields)
+    )
     batch = collate(samples, _rows(ids, lengths, layout), data.fields)
     # As if every cell had a label: other samples may have more of them than these.
-    return replace(batch, blanks={}), shape_of_lengths(lengths, layout)
+    return replace(batch, blanks={}), Sizes(lengths, others).shape(layout)
 
 
 def _rows(ids: Ints, lengths: Ints, layout: Layout) -> Rows:

@@ -11,9 +11,8 @@ from truebatch.errors import TruebatchError
 from truebatch.planning.plan import Plan, build_plan
 from truebatch.planning.rows import Layout, Rows
 from truebatch.system import System
-from truebatch.training.budget import shape_of_lengths
 from truebatch.training.estimating import estimate_added
-from truebatch.training.fitting import constant_bytes, fit_facts, make_batch
+from truebatch.training.fitting import constant_bytes, fit_facts, make_batch, sizes_of
 from truebatch.training.memory import free_bytes_of
 from truebatch.training.memoryfit import MemoryFit, changed_facts, load_fit
 from truebatch.training.sizing import open_engine
@@ -66,7 +65,7 @@ def _foresee(engine: Engine, data: TrainData, train: Any, fit: MemoryFit | None)
     plan = build_plan(lengths, train.plan_config(), costs=data.measured.costs, counts=data.measured.counts)
     largest = largest_micro_batches(plan, data, train.layout)
     if fit is not None:
-        memory = max(fit.predict(*shape_of_lengths(lengths[rows.ids], train.layout)) for rows in largest)
+        memory = max(fit.predict(*sizes_of(data, rows.ids).shape(train.layout)) for rows in largest)
         seconds = None if fit.samples_per_second is None else len(lengths) / fit.samples_per_second
         return Outlook(memory, seconds, "estimate" if fit.is_estimate else "fit")
     added = estimate_added(engine, [make_batch(data, rows.ids, train.layout)[0] for rows in largest])
@@ -74,11 +73,9 @@ def _foresee(engine: Engine, data: TrainData, train: Any, fit: MemoryFit | None)
 
 
 def largest_micro_batches(plan: Plan, data: TrainData, layout: Layout) -> list[Rows]:
-    """Those with most cells, most pairs and most samples, each once."""
-    assert data.measured is not None
-    lengths = data.measured.lengths
+    """Those with most cells, most pairs, most samples and most cells along other axes, each once."""
     steps = range(min(plan.num_steps, MOST_STEPS))
     all_rows = [rows for step in steps for rows in plan.step(step)[0] if len(rows.ids)]
-    shapes = [shape_of_lengths(lengths[rows.ids], layout) for rows in all_rows]
-    chosen = {max(range(len(shapes)), key=lambda at, part=part: shapes[at][part]) for part in range(3)}  # type: ignore[misc]
+    shapes = [sizes_of(data, rows.ids).shape(layout) for rows in all_rows]
+    chosen = {max(range(len(shapes)), key=lambda at, part=part: shapes[at][part]) for part in range(4)}  # type: ignore[misc]
     return [all_rows[at] for at in sorted(chosen)]

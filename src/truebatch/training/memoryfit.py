@@ -1,4 +1,5 @@
-"""Memory as a line with a floor: bytes = fixed + cells, pairs and samples, each at its price, and how sure that is.
+"""Memory as a line with a floor: bytes = fixed + cells, pairs, samples and further cells, each at its price, and how sure
+that is.
 
 points -> prices that are never negative -> relative error of every point, also when it is left out -> largest budget
 """
@@ -37,6 +38,13 @@ class Point:
     pairs: int
     samples: int
     num_bytes: int
+    others: int = 0
+    """Cells along other axes than the planned one, such as the targets of an encoder-decoder."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """What `MemoryFit.added` takes."""
+        return self.cells, self.pairs, self.samples, self.others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,19 +72,25 @@ class MemoryFit:
     """True if no probe was run: shapes without values went through the model."""
     samples_per_second: float | None = None
     """Of the fastest batch size, forward and backward alone, where it was timed."""
+    per_other: float = 0.0
+    """Bytes of a cell along another axis than the planned one."""
 
-    def added(self, cells: int, pairs: int, samples: int) -> float:
+    def added(self, cells: int, pairs: int, samples: int, others: int = 0) -> float:
         """Bytes that forward and backward of a micro-batch add, without a margin."""
-        line = self.fixed + self.per_cell * cells + self.per_pair * pairs + self.per_sample * samples
-        return max(self.floor, line)
+        return max(self.floor, self.fixed + self.varying(cells, pairs, samples, others))
 
-    def predict(self, cells: int, pairs: int, samples: int) -> int:
+    def varying(self, cells: int, pairs: int, samples: int, others: int = 0) -> float:
+        """The part of the line that depends on the micro-batch."""
+        line = self.per_cell * cells + self.per_pair * pairs + self.per_sample * samples
+        return line + self.per_other * others
+
+    def predict(self, cells: int, pairs: int, samples: int, others: int = 0) -> int:
         """Bytes at the peak of a step with this micro-batch, model and optimiser included, without a margin."""
-        return math.ceil(self.constant_bytes + self.added(cells, pairs, samples))
+        return math.ceil(self.constant_bytes + self.added(cells, pairs, samples, others))
 
-    def predict_safely(self, cells: int, pairs: int, samples: int) -> int:
+    def predict_safely(self, cells: int, pairs: int, samples: int, others: int = 0) -> int:
         """As `predict`, with what a micro-batch adds raised by the uncertainty."""
-        return math.ceil(self.constant_bytes + (1 + self.uncertainty) * self.added(cells, pairs, samples))
+        return math.ceil(self.constant_bytes + (1 + self.uncertainty) * self.added(cells, pairs, samples, others))
 
     @property
     def constant_bytes(self) -> int:
@@ -86,7 +100,7 @@ class MemoryFit:
     @property
     def residuals(self) -> tuple[float, ...]:
         """Of every point: predicted over measured, minus 1."""
-        return tuple(self.added(p.cells, p.pairs, p.samples) / max(p.num_bytes, 1) - 1 for p in self.points)
+        return tuple(self.added(*p.shape) / max(p.num_bytes, 1) - 1 for p in self.points)
 
     @property
     def fingerprint(self) -> str:
@@ -94,9 +108,9 @@ class MemoryFit:
         return hashlib.blake2b(json.dumps(dict(self.facts), sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def _repr_html_(self) -> str:
-        header = ("cells", "pairs", "samples", "bytes measured", "off by")
+        header = ("cells", "pairs", "samples", "other cells", "bytes measured", "off by")
         points = zip(self.points, self.residuals, strict=True)
-        rows = [(p.cells, p.pairs, p.samples, p.num_bytes, f"{error:+.1%}") for p, error in points]
+        rows = [(*p.shape, p.num_bytes, f"{error:+.1%}") for p, error in points]
         title = f"{self.fixed:,.0f} bytes, {self.per_cell:,.1f} a cell, {self.per_pair:,.2f} a pair, +-{self.uncertainty:.1%}"
         return html_table(rows, header=header, title=title)
 
@@ -118,11 +132,11 @@ def fit_points(
     for least in (ABOVE_FLOOR * floor, *(largest / span for span in LARGE_SPANS)):
         above = [point for point in points if point.num_bytes > least]
         kept = above if len(above) >= LEAST_POINTS else list(points)
-        fixed, per_cell, per_pair, per_sample = _solve(kept)
+        fixed, per_cell, per_pair, per_sample, per_other = _solve(kept)
         fit = MemoryFit(
             points=tuple(points), floor=float(floor), fixed=fixed, per_cell=per_cell, per_pair=per_pair,
-            per_sample=per_sample, uncertainty=0.0, resident_bytes=resident_bytes, optimiser_bytes=optimiser_bytes,
-            facts=dict(facts),
+            per_sample=per_sample, per_other=per_other, uncertainty=0.0, resident_bytes=resident_bytes,
+            optimiser_bytes=optimiser_bytes, facts=dict(facts),
         )  # fmt: skip
         fits.append(replace(fit, uncertainty=max(LEAST_UNCERTAINTY, *_errors(fit, kept))))
     return min(fits, key=lambda fit: fit.uncertainty)
@@ -152,7 +166,7 @@ def _solve(points: Sequence[Point]) -> tuple[float, ...]:
 
 
 def _columns(points: Sequence[Point]) -> Floats:
-    return np.array([[1, p.cells, p.pairs, p.samples] for p in points], dtype=np.float64)  # [points, 4]
+    return np.array([[1, *p.shape] for p in points], dtype=np.float64)  # [points, 5]
 
 
 def solve_nonnegative(columns: Floats, wanted: Floats) -> Floats:
@@ -190,7 +204,7 @@ def load_fit(folder: Path) -> MemoryFit | None:
         return None
     try:
         values = read_json(folder / FIT, max_bytes=1 << 20)
-        optional = {"is_estimate", "samples_per_second", "most_cells"}
+        optional = {"is_estimate", "samples_per_second", "most_cells", "per_other"}
         kept = {name: values[name] for name in MemoryFit.__dataclass_fields__ if name not in optional - set(values)}
         return MemoryFit(**{**kept, "points": tuple(Point(**point) for point in kept["points"])})
     except (KeyError, TypeError, CheckpointError) as error:

@@ -17,9 +17,9 @@ from truebatch.notebook import html_table
 from truebatch.planning.rows import Ints, Layout
 from truebatch.system import System
 from truebatch.tensors.noise import name_purposes
-from truebatch.training.budget import largest_cells, shape_of_lengths
+from truebatch.training.budget import Sizes, largest_cells
 from truebatch.training.durable import write_json
-from truebatch.training.fitting import fit_memory, make_batch, run_batch, untouched
+from truebatch.training.fitting import fit_memory, make_batch, run_batch, sizes_of, untouched
 from truebatch.training.law import refuse_couplings
 from truebatch.training.loop import default_group
 from truebatch.training.memory import free_bytes_of, usable_bytes
@@ -142,19 +142,19 @@ def size_system(
         fit=replace(fit, samples_per_second=max((s.samples_per_second or 0.0 for s in sizes), default=0.0) or None),
         layout=layout,
         limits=limits,
-        cells=cells_by_limit(fit, lengths, layout, limits),
+        cells=cells_by_limit(fit, sizes_of(data), layout, limits),
         sizes=sizes,
         longest=int(lengths.max()),
         shortest=max(1, int(lengths.min())),
     )
 
 
-def cells_by_limit(fit: MemoryFit, lengths: Ints, layout: Layout, limits: Mapping[str, int]) -> dict[str, int]:
+def cells_by_limit(fit: MemoryFit, sizes: Sizes, layout: Layout, limits: Mapping[str, int]) -> dict[str, int]:
     """The largest budget under every limit. What did not fit on this device says nothing of one with more memory."""
     larger = replace(fit, most_cells=None)
     return {
         name: largest_cells(
-            fit if limit <= limits[HERE] else larger, lengths, layout=layout, limit_bytes=limit
+            fit if limit <= limits[HERE] else larger, sizes, layout=layout, limit_bytes=limit
         )
         for name, limit in limits.items()
     }  # fmt: skip
@@ -204,9 +204,9 @@ def measure_sizes(
     lengths = data.measured.lengths
     drawn = np.random.default_rng(0).permutation(len(lengths))
     numbers = [2**k for k in range(LARGEST_SIZE.bit_length()) if 2**k <= len(lengths)]
-    falling = np.sort(lengths)[::-1]
-    worst = {n: fit.predict_safely(*shape_of_lengths(falling[:n], layout)) for n in numbers}
-    typical = {n: fit.predict(*shape_of_lengths(lengths[drawn[:n]], layout)) for n in numbers}
+    falling = sizes_of(data).longest_first
+    worst = {n: fit.predict_safely(*falling.take(np.arange(min(n, len(falling)))).shape(layout)) for n in numbers}
+    typical = {n: fit.predict(*sizes_of(data, drawn[:n]).shape(layout)) for n in numbers}
     speeds: dict[int, tuple[float, float]] = {}
     if limit_bytes is not None:
         with untouched(engine):
