@@ -36,6 +36,14 @@ def test_options_reach_the_file_and_the_json_says_how_it_was_made(tmp_path):
     assert {"command", "date", "hardware"} <= set(kept)
 
 
+@pytest.mark.parametrize("name", ["training", "attention", "census"])
+def test_a_folder_for_the_json_is_refused_before_anything_is_measured(name, tmp_path, capfd):
+    assert run(["bench", name, "--json", str(tmp_path)]) == 2
+    said = capfd.readouterr()
+    assert "is a directory" in said.err
+    assert not said.out
+
+
 def test_the_files_own_refusal_is_the_exit_code(capfd):
     assert run(["bench", "attention", "--cels", "4"]) == 2
     assert "--cels" in capfd.readouterr().err

@@ -41,7 +41,7 @@ OF_CLICK = (
     *("{0} is not one of {1}.", "{0} is not a valid integer.", "{0} is not a valid int.", "{0} is not a valid float."),
     *("{0} is not a valid boolean.", "{0} is not a valid boolean. Recognized values: {1}"),
     *("{0} is not in the range {1}.", "File {0} does not exist.", "Directory {0} does not exist."),
-    "Path {0} does not exist.",
+    *("Path {0} does not exist.", "file {0} is a directory.", "File {0} is a directory."),
 )
 """What the command line's library says by itself, in the versions there are."""
 OF_PYDANTIC = (

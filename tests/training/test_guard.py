@@ -359,6 +359,31 @@ def test_an_update_that_was_refused_leaves_no_half_made_state(monkeypatch):
     assert torch.equal(updated(engine, steps=1), expected)
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_refused_update_is_not_applied_again_to_what_it_has_clipped_or_moved(monkeypatch, failing):
+    torch.manual_seed(0)
+    model = TextModel()
+    parts = ([*model.tok.parameters()], [p for name, p in model.named_parameters() if not name.startswith("tok.")])
+    groups = [
+        Group(name=str(at), optimiser=torch.optim.SGD(part, 0.1), max_grad_norm=0.01) for at, part in enumerate(parts)
+    ]
+    engine = Engine(model=model, objective=NextToken(), groups=make_groups(groups, model))
+    batches = [padded(text_samples([5, 9, 3]), [0, 1, 2], TEXT_FIELDS)]
+    outcome = gradient(engine, batches)[0]
+
+    def step():
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    before = [p.detach().clone() for p in parts[failing]]
+    monkeypatch.setattr(groups[failing].optimiser, "step", step)
+    words = "tried twice" if failing == 0 else "another optimiser was updated before it"
+    with pytest.raises(MemoryLimitError, match=words):
+        apply_update(engine, outcome)
+    assert all(p.grad is None for p in model.parameters())
+    assert not apply_update(engine, outcome)
+    assert all(torch.equal(p, old) for p, old in zip(parts[failing], before, strict=True))
+
+
 def test_half_an_update_is_never_repeated(monkeypatch):
     engine = adam_engine(foreach=False)
     updated(engine, steps=1)

@@ -48,7 +48,7 @@ def show_census(
         Path | None, typer.Option(help="Where finished rows are kept, to go on from. Default: runs/census/rows.jsonl.")
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget finished rows.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows as JSON.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all rows as JSON.")] = None,
     markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write the tables as Markdown.")] = None,
 ) -> int:
     """Build every architecture tiny, put all layouts to the proof, and put the proof to an independent check.
@@ -88,7 +88,7 @@ def show_training(
     quick: Annotated[bool, typer.Option("--quick", help="Few and short rounds: a dry run.")] = False,
     cells: Annotated[int | None, typer.Option(help="Of a packed row, and the budget of padded ones.")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Print where the time goes.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows as JSON.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all rows as JSON.")] = None,
 ) -> int:
     """Train in every way on the same samples: one by one, as Hugging Face does, and as truebatch does.
 
@@ -124,7 +124,7 @@ def show_chinese_gpt(
     only: Annotated[str | None, typer.Option(help="tables or quality: leave the other part out.")] = None,
     seed: Annotated[int, typer.Option(help="Of the models that are trained.")] = 0,
     max_steps: Annotated[int | None, typer.Option(help="Of every stage that is trained.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows as JSON.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all rows as JSON.")] = None,
 ) -> int:
     """Measure the two tables people know from the note, on statements and dialogues, with both ways to count speed.
 
@@ -151,7 +151,7 @@ def show_seqset_vae(
     seconds: Annotated[float | None, typer.Option(help="Nothing begins after this time.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model and few stays: a dry run.")] = False,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all rows as JSON, and the curves beside.")
+        Path | None, typer.Option("--json", dir_okay=False, help="Write all rows as JSON, and the curves beside.")
     ] = None,
 ) -> int:
     """Measure the note's table: batch 1 to 32 and beyond, the note's own way beside it, and that the loss is the same.
@@ -171,7 +171,7 @@ def show_seqset_vae(
 
 @bench_app.command("seqset_quality", short_help="What seqset_vae reaches: collapse found, risk foreseen, controls.")
 def show_seqset_quality(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows as JSON.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all rows as JSON.")] = None,
 ) -> int:
     """Train on stays whose risk is known, and put the collapse detector to its truth table; many minutes.
 
@@ -191,7 +191,7 @@ def show_stitched_llm(
     device: Annotated[str, typer.Option(help="cpu (tiny donors, one thread) or cuda (0.5B under 1.5B).")] = "cpu",
     seconds: Annotated[float | None, typer.Option(help="Nothing begins after this time.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few and short rounds: a dry run.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows as JSON.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all rows as JSON.")] = None,
 ) -> int:
     """Train the adapter as the note recommends and in packed rows, on the same samples in one process.
 
@@ -217,7 +217,9 @@ def show_vlm_pruning(
     seeds: Annotated[str, typer.Option(help="The seeds to train with, with commas; quality trains with each.")] = "0,1",
     seconds: Annotated[float | None, typer.Option(help="speed: nothing begins after this time.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model and few samples: a dry run.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", "--out", help="Write all rows as JSON.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", "--out", dir_okay=False, help="Write all rows as JSON.")
+    ] = None,
 ) -> int:
     """Train one by one, at the note's batch and at the fitted budget against even batches; generate with tokens removed.
 
@@ -240,7 +242,7 @@ def show_vlm_pruning(
 @bench_app.command("nafld", short_help="Real persons: seqset_vae beside logistic regression and gradient boosting.")
 def show_nafld(
     quick: Annotated[bool, typer.Option("--quick", help="A few steps only: a dry run.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows as JSON.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all rows as JSON.")] = None,
 ) -> int:
     """Judge who dies within five years, in three ways on the same persons; needs the packages survival, scikit-learn.
 
@@ -284,7 +286,9 @@ def _add_script(name: str, about: str) -> None:
 
     def show_script(
         context: typer.Context,
-        json_file: Annotated[Path | None, typer.Option("--json", help="Write what was measured as JSON.")] = None,
+        json_file: Annotated[
+            Path | None, typer.Option("--json", dir_okay=False, help="Write what was measured as JSON.")
+        ] = None,
     ) -> int:
         # Imported here so that `truebatch --help` answers at once.
         from truebatch.bench.scripts import run_script
@@ -309,7 +313,7 @@ def show_scoring(
     device: Annotated[str, typer.Option(help="cpu (tiny models, one thread) or cuda (1.1B and 8B shapes).")] = "cpu",
     seconds: Annotated[float | None, typer.Option(help="Nothing begins after this time.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny models and few samples: a dry run.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows as JSON.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all rows as JSON.")] = None,
 ) -> int:
     """Answer the same prompts in every way and count the answers that are those of one by one.
 
@@ -329,7 +333,7 @@ def show_vl_reward(
     device: Annotated[str, typer.Option(help="cpu (a tiny judge, one thread) or cuda (a Qwen3-VL of 8B).")] = "cpu",
     seconds: Annotated[float | None, typer.Option(help="Nothing begins after this time.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A tiny judge and few pairs: a dry run.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows as JSON.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all rows as JSON.")] = None,
 ) -> int:
     """Judge 270 edited pictures at batch 1, 2, 4, 8 and a budget of cells; say where the time goes.
 
@@ -355,7 +359,7 @@ def show_scoring_real(
     prompts: Annotated[int, typer.Option(help="Prompts in fp32.")] = 500,
     half_prompts: Annotated[int, typer.Option(help="Prompts in bf16.")] = 100,
     cells: Annotated[int, typer.Option(help="Most tokens of a batch.")] = 2048,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all rows as JSON.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all rows as JSON.")] = None,
 ) -> int:
     """Judge and generate for docstrings of Python itself, and count the answers that are those of one by one.
 

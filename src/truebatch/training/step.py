@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from truebatch.errors import BatchError, ConfigError
+from truebatch.errors import BatchError, ConfigError, MemoryLimitError
 from truebatch.objective import Objective, add_counts, divide_once, held_open
 from truebatch.tensors.microbatch import MicroBatch
 from truebatch.tensors.noise import noise_for
@@ -290,14 +290,22 @@ def _outcome(engine: Engine, sums: Mapping[str, Tensor], counts: Mapping[str, in
 
 
 def apply_update(engine: Engine, outcome: StepOutcome) -> bool:
-    """Clip and update every group; False if loss scaling skipped the update of some group, or no group got a gradient."""
+    """Clip and update every group; False if loss scaling skipped the update of some group, or no group got a gradient.
+
+    An update that does not fit into memory takes the gradients with it: they are clipped, and must not be once more.
+    """
     scale = engine.scaler.get_scale() if engine.scaler is not None else 1.0
     moved = _moved(engine)
     for group in moved:
         # Filled on the device: a number copied to it would be waited for.
         norm = torch.full((), outcome.grad_norm[group.name], dtype=torch.float32, device=engine.device)
         clip_group(group, norm)
-        update_steadily(group.optimiser, partial(_update, engine, group), device=engine.device)
+        update, is_first = partial(_update, engine, group), group is moved[0]
+        try:
+            update_steadily(group.optimiser, update, device=engine.device, is_first=is_first)
+        except MemoryLimitError:
+            clear_gradients(engine)
+            raise
     if engine.scaler is not None and moved:
         engine.scaler.update()
         return bool(engine.scaler.get_scale() >= scale)

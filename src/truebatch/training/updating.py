@@ -21,10 +21,13 @@ COUNTED = ("torch", "transformers", "accelerate", "truebatch")
 optimiser from elsewhere nobody can tell whether it has begun."""
 
 
-def update_steadily(optimiser: torch.optim.Optimizer, update: Callable[[], object], *, device: torch.device) -> None:
+def update_steadily(
+    optimiser: torch.optim.Optimizer, update: Callable[[], object], *, device: torch.device, is_first: bool = True
+) -> None:
     """Run `update`, which steps this optimiser; if memory runs out before anything changed, free some and run it again.
 
-    Raises `MemoryLimitError` when that does not help, or when the update was half done.
+    Raises `MemoryLimitError` when that does not help, or when the update was half done. `is_first`: no other optimiser of
+    the step was run before.
     """
     before, versions = _state_of(optimiser), _versions(optimiser)
     for _ in range(TRIES):
@@ -37,7 +40,11 @@ def update_steadily(optimiser: torch.optim.Optimizer, update: Callable[[], objec
             raise _does_not_fit(optimiser, said, "the update may be half done, so the model in memory is not usable")
         _put_back(optimiser, before)
         free_memory(device, said=said)
-    raise _does_not_fit(optimiser, said, "tried twice, the second time with memory freed")
+    if is_first:
+        raise _does_not_fit(optimiser, said, "tried twice, the second time with memory freed")
+    raise _does_not_fit(
+        optimiser, said, "another optimiser was updated before it, so the model in memory is not usable"
+    )
 
 
 def _try(update: Callable[[], object]) -> str:
