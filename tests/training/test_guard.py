@@ -359,6 +359,28 @@ def test_an_update_that_was_refused_leaves_no_half_made_state(monkeypatch):
     assert torch.equal(updated(engine, steps=1), expected)
 
 
+class Tallying(TextModel):
+    """Counts its samples, which is allowed only by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, batch):
+        self.seen += batch.num_samples
+        return super().forward(batch)
+
+
+@pytest.mark.parametrize("place", ["step.transfer:oom:3", "step.backward:oom:1", "step.accumulated:oom:2"])
+def test_a_broken_try_leaves_no_buffer_changed(place):
+    engine = engine_of(Tallying(), NextToken(), TEXT_FIELDS, changes_buffers=True)
+    samples = text_samples([5, 9, 3, 4, 8, 2])
+    with armed(place):
+        gradient(engine, [padded(samples, [i, i + 1], TEXT_FIELDS) for i in (0, 2, 4)])
+    assert engine.guard.recoveries == 1
+    assert int(engine.model.seen) == len(samples)
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_refused_update_is_not_applied_again_to_what_it_has_clipped_or_moved(monkeypatch, failing):
     torch.manual_seed(0)

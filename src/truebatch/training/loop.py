@@ -99,6 +99,7 @@ def train(
         stand_in=lambda: alone_of(data, epoch=0)(0),
         guard=guard,
         attendants=tuple(attendants),
+        changes_buffers=bool(config.allow),
     )
     num_steps = _num_steps(measured, plan_config, config)
     with opened_run(out, config) as run, catch_signals() as stop, _watched(config) as dog:

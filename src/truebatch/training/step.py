@@ -56,6 +56,8 @@ class Engine:
     """What is done when memory runs out; None lets the error through."""
     attendants: tuple[Attendant, ...] = ()
     """Told of every step; their states are saved with the weights."""
+    changes_buffers: bool = False
+    """A forward pass may change buffers (it is allowed to): a try that memory broke off leaves none changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,11 +194,19 @@ def accumulate(
     """
     if engine.guard is None:
         return _accumulate(engine, batches, counts, epoch)
+    buffers = [(b, b.clone()) for b in engine.model.buffers()] if engine.changes_buffers else []
+
+    def clear() -> None:
+        clear_gradients(engine)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
     return run_guarded(
         engine.guard,
         batches,
         lambda parts: _accumulate(engine, parts, counts, epoch),
-        clear=lambda: clear_gradients(engine),
+        clear=clear,
         device=engine.device,
         is_sharded=is_sharded(engine.model),
     )
