@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -191,6 +192,17 @@ def test_the_owner_is_free_again_after_an_error_at_any_place(tmp_path):
             pass
         with open_run(tmp_path / str(number), {"a": 1}):
             pass
+
+
+def test_the_owner_is_free_again_while_an_error_of_memory_is_still_looked_at(tmp_path):
+    with recorded() as visits, open_run(tmp_path / "quiet", {"a": 1}):
+        pass
+    for number, name in enumerate(visits):
+        opening = open_run(tmp_path / str(number), {"a": 1})
+        with armed(f"{name}:oom:1"), pytest.raises((MemoryError, torch.OutOfMemoryError)) as caught:
+            opening.__enter__()
+        with open_run(tmp_path / str(number), {"a": 1}):
+            assert caught.tb is not None  # and with it every frame of the start that failed
 
 
 # Status

@@ -151,13 +151,13 @@ def _acquire(folder: Path) -> FileLock:
         lock.acquire()
     except Timeout:
         _wait_for_dead_owner(folder, lock)
-    failpoint("run.locked")
     try:
+        failpoint("run.locked")
         write_json(folder / OWNER, _this_process())
+        failpoint("run.owner_written")
     except BaseException:
         lock.release()
         raise
-    failpoint("run.owner_written")
     return lock
 
 
