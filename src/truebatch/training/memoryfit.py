@@ -177,10 +177,12 @@ def solve_nonnegative(columns: Floats, wanted: Floats) -> Floats:
     number = columns.shape[1]
     best, least = np.zeros(number), float(wanted @ wanted)
     scale = np.linalg.norm(columns, axis=0)
+    useful = np.flatnonzero(scale).tolist()
     scale[scale == 0] = 1.0
-    for size in range(1, number + 1):
-        for chosen in combinations(range(number), size):
-            part, _, _, _ = np.linalg.lstsq((columns / scale)[:, chosen], wanted, rcond=None)
+    scaled = columns / scale
+    for size in range(1, len(useful) + 1):
+        for chosen in combinations(useful, size):
+            part, _, _, _ = np.linalg.lstsq(scaled[:, chosen], wanted, rcond=None)
             if (part < 0).any():
                 continue
             x = np.zeros(number)
