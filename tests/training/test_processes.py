@@ -53,6 +53,12 @@ def relative(a, b):
     return float((a - b).norm() / b.norm())
 
 
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="all tests run in one process")
+def test_tests_of_one_group_run_in_one_process(request):
+    """Otherwise every fixture that starts processes does so twice, and all tests take a minute longer."""
+    assert request.node.nodeid.endswith("@processes")
+
+
 @pytest.mark.parametrize("case", ["text", "sets"])
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_two_processes_take_the_gradient_of_one(two, case, layout):
