@@ -313,3 +313,19 @@ def test_rows_that_cannot_hold_the_longest_sample_are_refused():
     assert make_config(device="cpu", cells=4096).cells == 4096
     with pytest.raises(ConfigError, match="a row must hold the longest sample"):
         make_config(device="cpu", cells=100)
+
+
+def test_no_way_of_a_group_begins_when_the_time_is_over(fast_peak, monkeypatch):
+    begun, begin = [], training_measuring._Begun.__init__
+
+    def slow(self, prepared, way, config):
+        begin(self, prepared, way, config)
+        begun.append(way.name)
+        monkeypatch.setattr(training.time, "monotonic", lambda: 1e12)
+
+    monkeypatch.setattr(training_measuring._Begun, "__init__", slow)
+    config = TrainingBenchConfig(**SMALL, cases=(Case("qwen2-tiny", "chat"),), ways=("ours packed", "uniform"))
+    result = run_training(config, say=lambda _: None)
+    assert begun == ["ours packed"]
+    assert [row["way"] for row in result["rows"]] == ["ours packed"]
+    assert result["left_out"] == ["qwen2-tiny/chat: uniform: out of time"]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import weakref
+
 import pytest
 import torch
 import transformers
@@ -289,3 +293,24 @@ def test_lengths_of_a_table_are_not_remembered_beyond_its_change():
         segments_of_table(starts, shape=(1, 38), max_length=30)
         starts.copy_(torch.tensor([0, 30, 34, 38]))
         assert segments_of_table(starts, shape=(1, 38), max_length=30).lengths == (30, 4, 4)
+
+
+def test_a_model_is_let_go_after_packed_calls_whatever_its_forward_is(samples):
+    class Unhashable:
+        __hash__ = None
+
+        def __init__(self, model):
+            self.model = model
+
+        def __call__(self, *args, **kwargs):
+            return type(self.model).forward(self.model, *args, **kwargs)
+
+    for wrap in (lambda model: None, lambda model: functools.partial(type(model).forward, model), Unhashable):
+        model = build("llama")
+        model.forward = wrap(model) or model.forward
+        with use_packed_attention(model):
+            model(input_ids=packed_row(samples, TOKENS), **packed_inputs(packed_segments(LENGTHS)))
+        seen = weakref.ref(model)
+        del model
+        gc.collect()
+        assert seen() is None

@@ -125,3 +125,10 @@ def test_what_packed_attention_refuses_is_refused_with_compiled_layers_too(graph
     with pytest.raises(AttentionError, match="sliding-window"):
         HeadObjective(head=head).sums(model, batch)
     assert not graphs
+
+
+def test_layers_that_two_names_share_are_counted_once():
+    model = torch.nn.Module()
+    model.one = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    model.two = model.one
+    assert list(repeated_layers(model)) == list(model.one)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +19,7 @@ from tests.tiny import TEXT_FIELDS, Attention, NextToken, TextModel, text_sample
 from truebatch.errors import DataError, MemoryLimitError
 from truebatch.hf.heads import head_of
 from truebatch.hf.objectives import HeadObjective
+from truebatch.planning.measured import Measured
 from truebatch.planning.plan import build_plan
 from truebatch.planning.settings import PlanConfig
 from truebatch.tensors.field import Field
@@ -419,3 +421,106 @@ def test_a_fit_without_other_axes_has_no_price_for_them():
     fit = line(4000, 300, 7, 50)
     assert fit.per_other == 0.0
     assert fit.added(10, 100, 1, others=1000) == fit.added(10, 100, 1)
+
+
+PAIRED = (Field(name="ids"), Field(name="words", axis="targets"))
+
+
+def paired(number=40, *, longest=3):
+    return [{"ids": [1] * (4 + i % 3), "words": [2] * (1 + i % longest)} for i in range(number)]
+
+
+class Sums:
+    """Of what the model makes of both axes."""
+
+    def counts(self, batch):
+        return {"sum": batch.num_samples}
+
+    def sums(self, model, batch):
+        return {"sum": model(batch["ids"]).sum() + model(batch["words"]).square().sum()}
+
+
+def paired_engine():
+    model = nn.Embedding(5, 8)
+    groups = make_groups([default_group(model, TrainConfig())], model)
+    return Engine(model=model, objective=Sums(), groups=groups)
+
+
+def test_a_sample_without_its_target_is_named():
+    samples = paired()
+    del samples[33]["words"]
+    lengths = Measured(lengths=np.array([len(s["ids"]) for s in samples]))
+    with pytest.raises(DataError, match="sample 33 has no list 'words'"):
+        sizes_of(TrainData(samples=samples, fields=PAIRED, measured=lengths))
+
+
+@pytest.mark.parametrize("is_estimate", [False, True])
+def test_a_transform_that_draws_leaves_the_generators_as_they_were(is_estimate):
+    def draw(sample, sample_id, epoch):
+        torch.rand(1)
+        np.random.random()
+        return sample
+
+    engine = paired_engine()
+    before, numpys = torch.get_rng_state(), np.random.get_state()[1].copy()
+    data = TrainData(samples=paired(), fields=PAIRED, transform=draw)
+    fit_memory(engine, data, TrainConfig(), is_estimate=is_estimate)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (np.random.get_state()[1] == numpys).all()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        (Field(name="ids", axis="source"), Field(name="words", axis="targets")),
+        (Field(name="ids", kind="nested", inner="members"), Field(name="words", axis="targets")),
+        PAIRED,
+    ],
+)
+def test_every_axis_in_rows_beside_the_planned_one_is_counted(fields):
+    ids = [[[1], [2, 3]]] if fields[0].kind == "nested" else [[1, 2]]
+    data = TrainData(samples=[{"ids": ids[0], "words": [1, 2, 3]}], fields=fields)
+    (other,) = sizes_of(data).others
+    assert other.tolist() == [3]
+
+
+def test_a_fit_from_before_other_axes_were_counted_no_longer_holds(tmp_path):
+    engine, config = paired_engine(), TrainConfig(cells=100)
+    data = TrainData(samples=paired(), fields=PAIRED)
+    fit = fit_memory(engine, data, config)
+    save_fit(fit, tmp_path)
+    assert stale_fit_warnings(tmp_path, engine.model, config, device=CPU, fields=PAIRED) == []
+    facts = {name: fact for name, fact in fit.facts.items() if name != "other_axes"}
+    save_fit(replace(fit, facts=facts), tmp_path)
+    (said,) = stale_fit_warnings(tmp_path, engine.model, config, device=CPU, fields=PAIRED)
+    assert "other_axes was None, is ['targets']" in said
+    assert stale_fit_warnings(tmp_path, engine.model, config, device=CPU, fields=PAIRED[:1]) == []
+
+
+def test_long_targets_that_do_not_fit_do_not_make_the_longest_source_too_long(monkeypatch):
+    samples = [
+        {"ids": [1] * (400 if i % 10 == 0 else 8), "words": [2] * (900 if i % 10 == 5 else 3)} for i in range(60)
+    ]
+    data = TrainData(samples=samples, fields=PAIRED)
+    monkeypatch.setattr(
+        fitting, "_probe",
+        lambda _, batch: None if batch["words"].numel() > 5000 else 1000 + 8 * (batch["ids"].numel() + batch["words"].numel()),
+    )  # fmt: skip
+    fit = fit_memory(paired_engine(), data, TrainConfig())
+    assert fit.most_cells == 400
+    monkeypatch.setattr(
+        fitting, "_probe", lambda _, batch: None if batch["ids"].numel() > 300 else 1000 + batch["ids"].numel()
+    )
+    assert fit_memory(paired_engine(), data, TrainConfig()).most_cells == 360  # that one does not fit, alone as it is
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"per_other": None}, {"per_cell": "x"}, {"floor": True}, {"facts": []}, {"points": []}, {"uncertainty": []}],
+)
+def test_a_fit_with_something_else_than_numbers_is_damaged(tmp_path, damage):
+    save_fit(line(4000, 300, 7, 50), tmp_path)
+    file = tmp_path / "fit.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **damage}))
+    with pytest.raises(DataError, match="is not a memory fit"):
+        load_fit(tmp_path)

@@ -51,7 +51,7 @@ Say = Callable[[str], None]
 
 
 def run_training(config: TrainingBenchConfig, *, out: Path | None = None, say: Say) -> dict[str, Any]:
-    """Measure all cases; the result is written to `out` after every way, so that an interrupted run keeps its rows."""
+    """Measure all cases; the result is written to `out` after every way, or several that are timed in turns."""
     if config.device == "cpu":
         torch.set_num_threads(1)
     began = time.monotonic()
@@ -150,13 +150,16 @@ def _measure_case(
     if case.all_ways and not config.ways and "ours packed" in names:
         result["equality"] = compare_gradients(model, work, device)
     attempt = lambda work, name: _kept(work, result, name)  # noqa: E731
+
+    def is_late(way: str) -> bool:
+        if time.monotonic() - began > config.seconds:
+            result["left_out"].append(f"{case.name}: {way}: out of time")
+            return True
+        return False
+
     ways = _ways_of(prepared, config, result, names)
     for _, group in itertools.groupby(ways, key=lambda way: way.together or way.name):
-        together = list(group)
-        if time.monotonic() - began > config.seconds:
-            result["left_out"] += [f"{case.name}: {way.name}: out of time" for way in together]
-            continue
-        for found, seconds in measure_together(prepared, together, config, attempt):
+        for found, seconds in measure_together(prepared, list(group), config, attempt, is_late):
             about["seconds_of_ways"][found.way] = round(seconds, 1)
             found.share_of_peak = _share(prepared, found, result["peak_tflops"])
             yield found
@@ -181,7 +184,15 @@ def _kept(measure: Callable[[], Any], result: dict[str, Any], name: str = "atten
     """What was measured, or None with the reason in the result: one way that fails must not cost the others."""
     try:
         return measure()
-    except (RuntimeError, ValueError, TypeError, NotImplementedError, ImportError, AttributeError) as error:
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        NotImplementedError,
+        ImportError,
+        AttributeError,
+        AssertionError,
+    ) as error:
         result["left_out"].append(f"{name}: {type(error).__name__}: {str(error)[:300]} ... {str(error)[-1500:]}")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

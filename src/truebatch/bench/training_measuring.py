@@ -74,10 +74,17 @@ Attempt = Callable[[Callable[[], Any], str], Any]
 
 
 def measure_together(
-    prepared: Prepared, ways: Sequence[Way], config: TrainingBenchConfig, attempt: Attempt
+    prepared: Prepared,
+    ways: Sequence[Way],
+    config: TrainingBenchConfig,
+    attempt: Attempt,
+    is_late: Callable[[str], bool],
 ) -> Iterator[tuple[Measured, float]]:
-    """The row of every way, and the seconds it took."""
-    begun = [attempt(lambda way=way: _Begun(prepared, way, config), way.name) for way in ways]  # type: ignore[misc]
+    """The row of every way, and the seconds it took; ways for which it is too late are not begun."""
+    begun = [
+        attempt(lambda way=way: _Begun(prepared, way, config), way.name)  # type: ignore[misc]
+        for way in ways if not is_late(way.name)
+    ]  # fmt: skip
     running: list[_Begun] = [one for one in begun if one is not None]
     turns = TURNS if len(running) > 1 else 1
     for _ in range(turns):

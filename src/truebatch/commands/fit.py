@@ -167,8 +167,7 @@ def _advice(sizing: Sizing) -> list[str]:
     elif sizing.fit.uncertainty > UNSURE:
         lines.append(
             f"largest budget by this fit: train.cells={cells}; it errs by up to {sizing.fit.uncertainty:.0%}, so do not rely "
-            "on it: these samples take memory for what cells do not count, such as targets much longer than others; "
-            "begin with a fraction of it"
+            "on it: what these samples take is not a line through cells and pairs; begin with a fraction of it"
         )
     else:
         lines.append(

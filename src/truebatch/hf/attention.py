@@ -185,11 +185,16 @@ def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     open_run(run)  # first of all: `_end` closes it whatever happens
     if not torch.compiler.is_compiling():
         run.segments = _segments_of_call(args, kwargs, starts)
-    ask = _named_arguments if torch.compiler.is_compiling() else _known_arguments
-    accepted = ask(getattr(model.forward, "__func__", model.forward))
+    accepted = _named_by(model)
     if accepted is not None:
         kwargs = {name: value for name, value in kwargs.items() if name in accepted or name not in TABLE_WORDS}
     return args, kwargs
+
+
+def _named_by(model: nn.Module) -> frozenset[str] | None:
+    own = type(model).forward
+    is_own = getattr(model.forward, "__func__", None) is own  # others may hold a whole model
+    return _known_arguments(own) if is_own and not torch.compiler.is_compiling() else _named_arguments(model.forward)
 
 
 def _named_arguments(forward: Callable[..., Any]) -> frozenset[str] | None:

@@ -52,9 +52,11 @@ def has_compiled_layers(model: nn.Module) -> bool:
 
 def repeated_layers(model: nn.Module) -> Iterator[nn.Module]:
     """The members of the outermost module lists that hold two or more modules of one class."""
+    seen = set()
     for child in model._modules.values():  # not `children`: this is asked for every micro-batch
-        if child is None:
+        if child is None or id(child) in seen:
             continue
+        seen.add(id(child))
         if isinstance(child, nn.ModuleList) and len(child) > 1 and len({type(layer) for layer in child}) == 1:
             yield from child
         else:

@@ -1,8 +1,9 @@
 """The gradients of a micro-batch added to those of the micro-batches before it, all at once.
 
 autograd adds every parameter's as it comes, a kernel each, and a small model waits for its host to launch hundreds of them.
-Taken apart and added together they are a handful of launches. The sums are the same, bit by bit; until they are added, the
-gradients of one more micro-batch lie beside those of the step, so it is done for small models alone.
+Taken apart and added together they are a handful of launches. The sums are the same, bit by bit (but where reentrant
+checkpointing brings the parts of a shared parameter one after the other: those are then added in another order). Until they
+are added, the gradients of one more micro-batch lie beside those of the step, so it is done for small models alone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-MOST_BYTES = 2**30
+MOST_BYTES = 2**29
 """Of all gradients: what a larger model would need beside them is worth more than its host's time."""
 
 
@@ -24,13 +25,13 @@ def parameters_to_add(model: nn.Module, parameters: Sequence[nn.Parameter]) -> l
     trained = [p for p in parameters if p.requires_grad]
     if sum(p.numel() * p.element_size() for p in trained) > MOST_BYTES or _is_watched(model):
         return []
-    return [p for p in trained if p.is_cuda and type(p) is nn.Parameter and not _has_hooks(p)]
+    return [p for p in trained if p.is_cuda and not hasattr(p, "full_tensor") and not _has_hooks(p)]
 
 
 @contextmanager
 def added_together(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """While open, backward leaves its gradients of these parameters apart; then they are added to those that were there."""
-    held = [(p, p.grad) for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
+    held = [(p, p.grad) for p in dict.fromkeys(parameters) if p.grad is not None and p.grad.layout is torch.strided]
     for parameter, _ in held:
         parameter.grad = None
     try:

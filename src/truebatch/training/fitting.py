@@ -21,7 +21,7 @@ from truebatch.errors import ConfigError, MemoryLimitError
 from truebatch.planning.rows import Ints, Layout, Rows, packed_row, padded_rows
 from truebatch.tensors.collating import collate
 from truebatch.tensors.field import Field
-from truebatch.tensors.microbatch import CELLS, MicroBatch
+from truebatch.tensors.microbatch import MicroBatch
 from truebatch.tensors.splitting import cells_of
 from truebatch.training.budget import Shape, Sizes, largest_cells
 from truebatch.training.estimating import estimate_added
@@ -30,9 +30,9 @@ from truebatch.training.memoryfit import FIT, MemoryFit, Point, changed_facts, f
 from truebatch.training.outofmemory import free_memory, is_out_of_memory
 from truebatch.training.reducing import is_sharded
 from truebatch.training.settings import TrainConfig
-from truebatch.training.states import random_state, restore_random
+from truebatch.training.states import keep_buffers, random_state, restore_random
 from truebatch.training.step import Engine, accumulate
-from truebatch.training.task import TrainData, measure_by_reading
+from truebatch.training.task import TrainData, length_of, measure_by_reading, planned_field, read_sample
 
 _LOG = logging.getLogger(__name__)
 QUANTILES = (0.25, 0.75, 1.0)
@@ -48,8 +48,8 @@ MORE_SHARES, BENT = (0.7, 0.9), 0.03
 """Where points are as far from one line, its slope changes on the way to the limit: probes nearer to it."""
 BELOW_FAILED = 0.9
 """A budget stays this far below a probe that did not fit."""
-MOST_SAMPLES = 20_000
-"""Samples that are read for their lengths along other axes than the planned one."""
+MOST_SAMPLES = 4096
+"""Samples that are read for their lengths along other axes than the planned one; the longest is always among them."""
 STATES = {"AdamW": 2, "Adam": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad": 1, "RMSprop": 1}
 """Tensors an optimiser holds for each parameter; others are taken to hold 2."""
 
@@ -61,6 +61,7 @@ def fit_memory(
     *,
     limit_bytes: int | None = None,
     is_estimate: bool = False,
+    sizes: Sizes | None = None,
 ) -> MemoryFit:
     """What micro-batches of these samples take on the engine's device, in the layout and precision of `config`.
 
@@ -71,10 +72,11 @@ def fit_memory(
         limit_bytes: if given, more probes go half way to this limit, on a card nearly all of it, so that the line need not
             reach as far.
         is_estimate: run nothing; every probe is estimated from shapes (see `estimate_added`).
+        sizes: what `sizes_of` gives for the data, where somebody has it.
     """
     _refuse_sharded(engine.model)
-    sizes = sizes_of(data)
-    facts = fit_facts(engine.model, config, device=engine.device)
+    sizes = sizes_of(data) if sizes is None else sizes
+    facts = fit_facts(engine.model, config, device=engine.device, fields=data.fields)
     constant = constant_bytes(engine)
 
     def fitted(points: Sequence[Point], most_cells: int | None = None) -> MemoryFit:
@@ -82,10 +84,11 @@ def fit_memory(
         return replace(fit, is_estimate=is_estimate, most_cells=most_cells)
 
     if is_estimate:
-        return fitted(_estimate_all(engine, data, choose_probes(sizes), config.layout))
+        with _generators_kept():
+            return fitted(_estimate_all(engine, data, choose_probes(sizes), config.layout))
     with untouched(engine):
         points, failed = _probe_all(engine, data, choose_probes(sizes), config.layout)
-        fit = fitted(points, _below(failed))
+        fit = fitted(points, _below(failed, sizes))
         room = 0 if limit_bytes is None else limit_bytes - fit.constant_bytes
         near = () if engine.device.type == "cpu" else (*NEAR_SHARES, *MORE_SHARES)
         for share in (*SHARES, *near) if room > 0 else ():
@@ -95,13 +98,20 @@ def fit_memory(
             further = _further(fit, sizes, config.layout, limit)
             more, failed = _probe_all(engine, data, further, config.layout, is_first=False)
             points += more
-            fit = fitted(points, min((n for n in (fit.most_cells, _below(failed)) if n is not None), default=None))
+            most = [n for n in (fit.most_cells, _below(failed, sizes)) if n is not None]
+            fit = fitted(points, min(most, default=None))
     return fit
 
 
-def _below(failed: int | None) -> int | None:
-    """Cells that are safely fewer than those for which memory ran out."""
-    return None if failed is None else int(BELOW_FAILED * failed)
+def _below(failed: Shape | None, sizes: Sizes) -> int | None:
+    """Cells that are safely fewer than those for which memory ran out.
+
+    Where cells along other axes may have been the reason, the longest sample is not called too long for it.
+    """
+    if failed is None:
+        return None
+    least = int(sizes.lengths.max()) if failed.others and failed.samples > 1 else 0
+    return max(int(BELOW_FAILED * failed.cells), least)
 
 
 def _refuse_sharded(model: nn.Module) -> None:
@@ -119,26 +129,41 @@ def sizes_of(data: TrainData, ids: Ints | None = None) -> Sizes:
     Lengths along other axes than the planned one are read from the samples: of very many, some are drawn.
     """
     lengths = (data.measured or measure_by_reading(data.samples, data.fields)).lengths
-    keys = _other_keys(data.fields)
+    keys = list(_other_axes(data.fields).values())
     if keys and ids is None and len(lengths) > MOST_SAMPLES:
         drawn = np.random.default_rng(0).choice(len(lengths), MOST_SAMPLES - 1, replace=False)
         ids = np.append(drawn, lengths.argmax())
     places = np.arange(len(lengths)) if ids is None else ids
     if not keys:
         return Sizes(lengths[places], ids=places)
-    read = [_read_transformed(data, int(i)) for i in places]
-    others = tuple(np.array([len(sample[key]) for sample in read], dtype=np.int64) for key in keys)
-    return Sizes(lengths[places], others, places)
+    with _generators_kept():
+        found = [_lengths_along(_read_transformed(data, int(i)), keys, int(i)) for i in places]
+    return Sizes(lengths[places], tuple(np.array(found, dtype=np.int64).T), places)
 
 
-def _other_keys(fields: Sequence[Field]) -> list[str]:
-    """One field of every axis in rows beside the planned one."""
-    along = {field.axis: field.key for field in fields if field.kind == "along"}
-    return [key for axis, key in along.items() if axis != CELLS] if CELLS in along else []
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """A transform may draw; afterwards the random generators are as before."""
+    generators = random_state()
+    try:
+        yield
+    finally:
+        restore_random(generators)
+
+
+def _lengths_along(sample: Any, keys: Sequence[str], sample_id: int) -> list[int]:
+    return [length_of(sample, key, sample_id) for key in keys]
+
+
+def _other_axes(fields: Sequence[Field]) -> dict[str, str]:
+    """Axis -> a field along it, for every axis in rows beside the planned one."""
+    planned = planned_field(fields)
+    along = [field for field in fields if field.kind == "along" and planned is not None and field.axis != planned.axis]
+    return {field.axis: field.key for field in along}
 
 
 def _read_transformed(data: TrainData, sample_id: int) -> Any:
-    sample = data.samples[sample_id]
+    sample = read_sample(data.samples, sample_id)
     return sample if data.transform is None else data.transform(sample, sample_id, 0)
 
 
@@ -188,10 +213,10 @@ def _further(fit: MemoryFit, sizes: Sizes, layout: Layout, limit_bytes: int) -> 
 
 def _probe_all(
     engine: Engine, data: TrainData, probes: Sequence[Ints], layout: Layout, *, is_first: bool = True
-) -> tuple[list[Point], int | None]:
-    """What each takes, up to the first that does not fit; and the cells of that one."""
+) -> tuple[list[Point], Shape | None]:
+    """What each takes, up to the first that does not fit; and that one."""
     points: dict[Shape, Point] = {}
-    failed: int | None = None
+    failed: Shape | None = None
     for at, ids in enumerate(probes):
         batch, shape = make_batch(data, ids, layout)
         if shape in points:
@@ -200,7 +225,7 @@ def _probe_all(
             _probe(engine, batch)  # Workspaces that are made once, on first use, belong to no shape.
         num_bytes = _probe(engine, batch)
         if num_bytes is None:
-            failed = shape.cells
+            failed = shape
             break
         points[shape] = _point(shape, num_bytes)
     if is_first and probes and not points:
@@ -247,9 +272,9 @@ def make_batch(data: TrainData, ids: Ints, layout: Layout) -> tuple[MicroBatch, 
     """The micro-batch of these samples, and what its memory depends on."""
     samples = [_read_transformed(data, int(i)) for i in ids]
     lengths = measure_by_reading(samples, data.fields).lengths
-    others = tuple(
-        np.array([len(sample[key]) for sample in samples], dtype=np.int64) for key in _other_keys(data.fields)
-    )
+    keys = list(_other_axes(data.fields).values())
+    found = [_lengths_along(sample, keys, int(i)) for sample, i in zip(samples, ids, strict=True)]
+    others = tuple(np.array(found, dtype=np.int64).T)
     batch = collate(samples, _rows(ids, lengths, layout), data.fields)
     # As if every cell had a label: other samples may have more of them than these.
     return replace(batch, blanks={}), Sizes(lengths, others).shape(layout)
@@ -266,7 +291,7 @@ def untouched(engine: Engine) -> Iterator[None]:
     """While open, every trained parameter has a gradient to add to, as in the middle of a step; then all is as before."""
     trained = [p for group in engine.groups for p in group.parameters]
     gradients = [p.grad for p in trained]
-    buffers = [(buffer, buffer.clone()) for buffer in engine.model.buffers()]
+    put_back = keep_buffers(engine.model)
     generators = random_state()
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
@@ -275,9 +300,7 @@ def untouched(engine: Engine) -> Iterator[None]:
     finally:
         for parameter, gradient in zip(trained, gradients, strict=True):
             parameter.grad = gradient
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        put_back()
         restore_random(generators)
 
 
@@ -304,8 +327,11 @@ def _tensors_each(optimiser: torch.optim.Optimizer, part: dict[str, Any]) -> int
     return STATES.get(name, 2) + int(bool(part.get("amsgrad"))) + int(name == "RMSprop" and bool(part["momentum"]))
 
 
-def fit_facts(model: nn.Module, config: TrainConfig, *, device: torch.device) -> dict[str, Any]:
+def fit_facts(
+    model: nn.Module, config: TrainConfig, *, device: torch.device, fields: Sequence[Field] = ()
+) -> dict[str, Any]:
     """What a fit holds for. A fit made with other facts says nothing about this model."""
+    axes = sorted(_other_axes(fields))
     named = list(model.named_parameters())
     shapes = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in named]
     return {
@@ -317,15 +343,18 @@ def fit_facts(model: nn.Module, config: TrainConfig, *, device: torch.device) ->
         "layout": config.layout,
         "gradient_checkpointing": config.gradient_checkpointing,
         "device": device.type,
+        **({"other_axes": axes} if axes else {}),
     }
 
 
-def stale_fit_warnings(folder: Path, model: nn.Module, config: TrainConfig, *, device: torch.device) -> list[str]:
+def stale_fit_warnings(
+    folder: Path, model: nn.Module, config: TrainConfig, *, device: torch.device, fields: Sequence[Field] = ()
+) -> list[str]:
     """What to say at the start of a run that has a budget and a fit of something else; nothing if the fit holds."""
     fit = load_fit(folder) if config.cells is not None else None
     if fit is None:
         return []
-    changed = changed_facts(fit, fit_facts(model, config, device=device))
+    changed = changed_facts(fit, fit_facts(model, config, device=device, fields=fields))
     if not changed:
         return []
     return [f"the memory fit in {folder / FIT} no longer holds ({'; '.join(changed)}): run `truebatch fit` again"]

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from truebatch.errors import TruebatchError
 from truebatch.planning.plan import Plan, build_plan
 from truebatch.planning.rows import Layout, Rows
@@ -52,7 +54,8 @@ def foresee_run(
         found = {}
         for layout in layouts:
             train = replace(config.train, layout=layout)
-            is_known = fit is not None and not changed_facts(fit, fit_facts(engine.model, train, device=engine.device))
+            facts = fit_facts(engine.model, train, device=engine.device, fields=data.fields)
+            is_known = fit is not None and not changed_facts(fit, facts)
             found[layout] = _foresee(engine, data, train, fit if is_known else None)
     except TruebatchError as error:
         return f"{error.wrong} ({error.seen})"
@@ -76,6 +79,8 @@ def largest_micro_batches(plan: Plan, data: TrainData, layout: Layout) -> list[R
     """Those with most cells, most pairs, most samples and most cells along other axes, each once."""
     steps = range(min(plan.num_steps, MOST_STEPS))
     all_rows = [rows for step in steps for rows in plan.step(step)[0] if len(rows.ids)]
-    shapes = [sizes_of(data, rows.ids).shape(layout) for rows in all_rows]
+    ids = np.unique(np.concatenate([rows.ids for rows in all_rows]))
+    sizes = sizes_of(data, ids)
+    shapes = [sizes.take(np.searchsorted(ids, rows.ids)).shape(layout) for rows in all_rows]
     chosen = {max(range(len(shapes)), key=lambda at, part=part: shapes[at][part]) for part in range(4)}  # type: ignore[misc]
     return [all_rows[at] for at in sorted(chosen)]

@@ -208,7 +208,8 @@ def load_fit(folder: Path) -> MemoryFit | None:
         values = read_json(folder / FIT, max_bytes=1 << 20)
         optional = {"is_estimate", "samples_per_second", "most_cells", "per_other"}
         kept = {name: values[name] for name in MemoryFit.__dataclass_fields__ if name not in optional - set(values)}
-        return MemoryFit(**{**kept, "points": tuple(Point(**point) for point in kept["points"])})
+        fit = MemoryFit(**{**kept, "points": tuple(Point(**point) for point in kept["points"])})
+        return _with_numbers(fit)
     except (KeyError, TypeError, CheckpointError) as error:
         said = error.seen if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         raise DataError(
@@ -216,6 +217,22 @@ def load_fit(folder: Path) -> MemoryFit | None:
             seen=f"{folder / FIT}: {said}",
             do="delete the file, or measure again with `truebatch fit`",
         ) from error
+
+
+def _with_numbers(fit: MemoryFit) -> MemoryFit:
+    """The fit, if what should be numbers are such: whatever else a file holds would fail far from here."""
+    prices = {
+        name: getattr(fit, name) for name in ("floor", "fixed", "per_cell", "per_pair", "per_sample", "per_other")
+    }
+    numbers = {**prices, "uncertainty": fit.uncertainty, "resident_bytes": fit.resident_bytes}
+    numbers |= {"optimiser_bytes": fit.optimiser_bytes}
+    numbers |= {
+        f"points/{at}": value for at, point in enumerate(fit.points) for value in (*point.shape, point.num_bytes)
+    }
+    wrong = [name for name, value in numbers.items() if isinstance(value, bool) or not isinstance(value, int | float)]
+    if wrong or not isinstance(fit.facts, Mapping) or not fit.points:
+        raise TypeError(f"no number: {wrong[0]}" if wrong else "no points, or no facts by name")
+    return fit
 
 
 def changed_facts(fit: MemoryFit, facts: Mapping[str, Any]) -> list[str]:

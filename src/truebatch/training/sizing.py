@@ -133,16 +133,19 @@ def size_system(
         say("a run chooses its layout by running the model; estimated for padded rows")
     limits = {name: usable_bytes(limit, device) for name, limit in {HERE: free, **memory}.items()}
     reach = limits[HERE] if device.type == "cuda" else None
-    fit = fit_memory(engine, data, config.train, limit_bytes=reach, is_estimate=is_estimate)
     assert data.measured is not None
+    measured = sizes_of(data)
+    if len(measured) < len(data.measured.lengths):
+        say(f"cells along other axes: {len(measured):,} of {len(data.measured.lengths):,} samples were looked at")
+    fit = fit_memory(engine, data, config.train, limit_bytes=reach, is_estimate=is_estimate, sizes=measured)
     lengths, layout = data.measured.lengths, config.train.layout
     run = None if is_estimate else limits[HERE]
-    sizes = measure_sizes(engine, data, fit, layout=layout, limit_bytes=run)
+    sizes = measure_sizes(engine, data, fit, layout=layout, limit_bytes=run, sizes=measured)
     return Sizing(
         fit=replace(fit, samples_per_second=max((s.samples_per_second or 0.0 for s in sizes), default=0.0) or None),
         layout=layout,
         limits=limits,
-        cells=cells_by_limit(fit, sizes_of(data), layout, limits),
+        cells=cells_by_limit(fit, measured, layout, limits),
         sizes=sizes,
         longest=int(lengths.max()),
         shortest=max(1, int(lengths.min())),
@@ -194,7 +197,13 @@ def open_engine(system: System, config: Any, *, is_layout_open: bool, say: Calla
 
 
 def measure_sizes(
-    engine: Engine, data: TrainData, fit: MemoryFit, *, layout: Layout, limit_bytes: int | None
+    engine: Engine,
+    data: TrainData,
+    fit: MemoryFit,
+    *,
+    layout: Layout,
+    limit_bytes: int | None,
+    sizes: Sizes | None = None,
 ) -> list[BatchSize]:
     """Every power of two up to the number of samples: timed where it fits and does not take long, predicted always.
 
@@ -204,9 +213,10 @@ def measure_sizes(
     lengths = data.measured.lengths
     drawn = np.random.default_rng(0).permutation(len(lengths))
     numbers = [2**k for k in range(LARGEST_SIZE.bit_length()) if 2**k <= len(lengths)]
-    falling = sizes_of(data).longest_first
+    known = sizes_of(data) if sizes is None else sizes
+    falling, some = known.longest_first, np.random.default_rng(0).permutation(len(known))
     worst = {n: fit.predict_safely(*falling.take(np.arange(min(n, len(falling)))).shape(layout)) for n in numbers}
-    typical = {n: fit.predict(*sizes_of(data, drawn[:n]).shape(layout)) for n in numbers}
+    typical = {n: fit.predict(*known.take(some[:n]).shape(layout)) for n in numbers}
     speeds: dict[int, tuple[float, float]] = {}
     if limit_bytes is not None:
         with untouched(engine):

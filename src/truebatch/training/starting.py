@@ -85,7 +85,7 @@ def train_system(system: System, config: Any, start: Start) -> TrainResult:
         if rank() == 0:
             write_json(run.folder / ABOUT, {"system": lasting_target(start.target or system.name)})
         _say_where(run, say)
-        for line in stale_fit_warnings(run.folder, model, config.train, device=device):
+        for line in stale_fit_warnings(run.folder, model, config.train, device=device, fields=data.fields):
             say(line)
         objective = system.objective(config)
         result = train(

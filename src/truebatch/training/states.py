@@ -6,12 +6,12 @@ Parameters are known by name, never by position, so a reordered model still gets
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from truebatch.errors import CheckpointError
 from truebatch.training.sharding import deal_out
@@ -105,6 +105,24 @@ def restore_random(state: State) -> tuple[str, ...]:
     if saved == here or (saved == 0 and not _uses_cuda()):
         return ()
     return (f"random generators of {saved} CUDA devices were saved, {here} devices are here",)
+
+
+def keep_buffers(model: nn.Module) -> Callable[[], None]:
+    """Copies of a model's buffers; call it to put them back, written in place or replaced as they may have been since."""
+    kept = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+
+    def put_back() -> None:
+        with torch.no_grad():
+            for module, name, buffer, before in kept:
+                module._buffers[name] = buffer
+                buffer.copy_(before)
+
+    return put_back
 
 
 def _uses_cuda() -> bool:

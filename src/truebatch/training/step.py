@@ -34,6 +34,7 @@ from truebatch.training.reducing import (
     sum_numbers,
     sum_over_ranks,
 )
+from truebatch.training.states import keep_buffers
 from truebatch.training.updating import update_steadily
 
 
@@ -194,13 +195,12 @@ def accumulate(
     """
     if engine.guard is None:
         return _accumulate(engine, batches, counts, epoch)
-    buffers = [(b, b.clone()) for b in engine.model.buffers()] if engine.changes_buffers else []
+    put_back = keep_buffers(engine.model) if engine.changes_buffers else None
 
     def clear() -> None:
         clear_gradients(engine)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        if put_back is not None:
+            put_back()
 
     return run_guarded(
         engine.guard,

@@ -48,17 +48,22 @@ def measure_by_reading(samples: Dataset, fields: Sequence[Field], *, what: str =
         raise DataError(
             f"the {what} has no samples", seen=f"{number} samples" if number == 0 else "no len()", do="check its path"
         )
-    ragged = [f for f in fields if f.kind in ("along", "nested")] or [f for f in fields if f.kind == "flat"]
-    field = next((f for f in ragged if f.axis == CELLS), ragged[0] if ragged else None)
+    field = planned_field(fields)
     if field is None:
         return Measured(lengths=np.ones(number, dtype=np.int64), found="one cell a sample")
     lengths = np.fromiter(
-        (_length(_read(samples, i), field.key, i) for i in range(number)), dtype=np.int64, count=number
+        (length_of(read_sample(samples, i), field.key, i) for i in range(number)), dtype=np.int64, count=number
     )
     return Measured(lengths=lengths, found=f"length of field {field.key!r}")
 
 
-def _read(samples: Dataset, sample_id: int) -> Any:
+def planned_field(fields: Sequence[Field]) -> Field | None:
+    """The field whose lengths are planned; None where every sample is one cell."""
+    ragged = [f for f in fields if f.kind in ("along", "nested")] or [f for f in fields if f.kind == "flat"]
+    return next((f for f in ragged if f.axis == CELLS), ragged[0] if ragged else None)
+
+
+def read_sample(samples: Dataset, sample_id: int) -> Any:
     """A sample; what the dataset raises gets the sample's name."""
     try:
         return samples[sample_id]
@@ -72,7 +77,8 @@ def _read(samples: Dataset, sample_id: int) -> Any:
         ) from error
 
 
-def _length(sample: Any, key: str, sample_id: int) -> int:
+def length_of(sample: Any, key: str, sample_id: int) -> int:
+    """How long a list of a sample is."""
     try:
         return len(sample[key])
     except (KeyError, IndexError, TypeError) as error:

@@ -43,7 +43,7 @@ def update_steadily(
     if is_first:
         raise _does_not_fit(optimiser, said, "tried twice, the second time with memory freed")
     raise _does_not_fit(
-        optimiser, said, "another optimiser was updated before it, so the model in memory is not usable"
+        optimiser, said, "another optimiser was run before it, so the model in memory may be half updated"
     )
 
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.hf.finetuning.folders import chat, chats, model_folder, tokenizer, write_lines
 from truebatch.cli import run
+from truebatch.hf.finetuning import models
 from truebatch.hf.finetuning.encoding import Encoder, encode_file
 from truebatch.training.checkpoints import load_newest
 from truebatch.training.keeping import best_step
@@ -284,3 +285,15 @@ def test_lora_trains_and_saves_the_adapter_only(folder, task):
         assert torch.equal(base["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
         assert any("lora_B" in name and bool(value.any()) for name, value in base.items())
     assert train(task, *more) == 0
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "t5"])
+def test_a_sketch_has_the_parameters_of_the_model(kind):
+    sizes = {
+        "gpt2": ("causal_lm", transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2)),
+        "t5": ("seq2seq", transformers.T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2)),
+    }
+    task, config = sizes[kind]
+    real = getattr(transformers, models.CLASSES[task]).from_config(config)
+    sketch = models.sketch_model(config, task)
+    assert {n: p.shape for n, p in sketch.named_parameters()} == {n: p.shape for n, p in real.named_parameters()}

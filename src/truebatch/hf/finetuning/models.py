@@ -142,7 +142,9 @@ def sketch_model(config: Any, task: str) -> nn.Module:
     """A model of the same shapes whose weights hold nothing: no file is read, and memory nobody writes to is not taken."""
     with torch.device("meta"), without_chatter():
         model: nn.Module = _class_of(task).from_config(config, dtype=torch.float32)
-    return model.to_empty(device="cpu")
+    model = model.to_empty(device="cpu")
+    model.tie_weights()  # type: ignore[operator]  # each name of a tied weight got one of its own
+    return model
 
 
 def _class_of(task: str) -> Any:
