@@ -173,7 +173,11 @@ def _add_outlook(rows: dict[str, dict[str, Any]], foreseen: Any, config: Any) ->
 
     if isinstance(foreseen, str):
         return [f"memory is not known: {foreseen}"]
-    outlooks, free = foreseen
+    found, free = foreseen
+    outlooks = {layout: outlook for layout, outlook in found.items() if not isinstance(outlook, str)}
+    unknown = [f"memory of {layout} rows is not known: {why}" for layout, why in found.items() if isinstance(why, str)]
+    if not outlooks:
+        return unknown
     for layout, outlook in outlooks.items():
         rows[layout]["memory_gib"] = round(outlook.memory_bytes / 2**30, 3)
         if outlook.seconds is not None:
@@ -182,7 +186,7 @@ def _add_outlook(rows: dict[str, dict[str, Any]], foreseen: Any, config: Any) ->
     estimated = f"estimated, nothing was run (within {ESTIMATE_ERROR:.0%} where it was compared)"
     sources = {"fit": "measured by `truebatch fit`", "estimate": estimated}
     said = " and ".join(sources[how] for how in sorted(hows))
-    return [f"memory of one device at the peak of a step: {said}; {free / 2**30:.1f} GiB are free here"]
+    return [f"memory of one device at the peak of a step: {said}; {free / 2**30:.1f} GiB are free here", *unknown]
 
 
 def _figures(counted: dict[str, Any], config: Any) -> dict[str, Any]:

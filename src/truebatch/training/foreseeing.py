@@ -40,8 +40,9 @@ class Outlook:
 
 def foresee_run(
     system: System, config: Any, *, layouts: Sequence[Layout], folder: Path
-) -> tuple[dict[Layout, Outlook], int] | str:
-    """For each layout what a run would take, and the bytes that are free on its device; or why that is not known.
+) -> tuple[dict[Layout, Outlook | str], int] | str:
+    """For each layout what a run would take, and the bytes that are free on its device; or why that is not known, of one
+    layout or of all.
 
     By the fit in the run's folder where it holds for this model; else estimated, without running the model.
     """
@@ -51,15 +52,26 @@ def foresee_run(
         engine, config = open_engine(system, config, is_layout_open=False, say=lambda _line: None)
         free = free_bytes_of(engine.device)
         data, fit = system_data(system, config), load_fit(folder)
-        found = {}
+        found: dict[Layout, Outlook | str] = {}
         for layout in layouts:
             train = replace(config.train, layout=layout)
             facts = fit_facts(engine.model, train, device=engine.device, fields=data.fields)
             is_known = fit is not None and not changed_facts(fit, facts)
-            found[layout] = _foresee(engine, data, train, fit if is_known else None)
+            found[layout] = _foresee_or_say(engine, data, train, fit if is_known else None)
     except TruebatchError as error:
-        return f"{error.wrong} ({error.seen})"
+        return _reason(error)
     return found, free
+
+
+def _foresee_or_say(engine: Engine, data: TrainData, train: Any, fit: MemoryFit | None) -> Outlook | str:
+    try:
+        return _foresee(engine, data, train, fit)
+    except TruebatchError as error:  # one layout may be refused where the other is not
+        return _reason(error)
+
+
+def _reason(error: TruebatchError) -> str:
+    return f"{error.wrong} ({error.seen})"
 
 
 def _foresee(engine: Engine, data: TrainData, train: Any, fit: MemoryFit | None) -> Outlook:
