@@ -389,7 +389,10 @@ def test_targets_of_an_encoder_decoder_are_counted():
     assert fit.predict(*shape) == pytest.approx(real, rel=0.1)
     assert 0.6 * limit < real <= limit
     blind = fit_points(
-        [replace(p, others=0, pairs=p.cells) for p in fit.points], resident_bytes=0, optimiser_bytes=0, facts={}
+        [Point(p.cells, p.pairs, p.samples, p.num_bytes) for p in fit.points],
+        resident_bytes=0,
+        optimiser_bytes=0,
+        facts={},
     )
     assert blind.uncertainty > 0.3  # what such a budget was made of
 
@@ -404,8 +407,8 @@ def test_lengths_along_another_axis_come_from_the_samples_after_their_transform(
     data = TrainData(samples=samples, fields=fields, transform=grow)
     sizes = sizes_of(data)
     assert [part.tolist() for part in (sizes.lengths, *sizes.others)] == [[4, 2, 7, 5], [0, 1, 2, 3]]
-    assert sizes_of(data, np.array([3, 1])).shape("padded") == (10, 2 * (25 + 3 * (3 + 5)), 2, 6)
-    assert sizes_of(data, np.array([3, 1])).shape("packed") == (7, 25 + 4 + 3 * 8 + 1 * 3, 2, 4)
+    assert sizes_of(data, np.array([3, 1])).shape("padded") == (10, 50, 2, 6, 18, 30)
+    assert sizes_of(data, np.array([3, 1])).shape("packed") == (7, 29, 2, 4, 10, 17)
     batch, shape = make_batch(data, np.array([3, 1]), "padded")
     assert shape.others == batch["words"].numel()
     assert shape.cells == batch["ids"].numel()
@@ -420,7 +423,7 @@ def test_lengths_along_another_axis_come_from_the_samples_after_their_transform(
 def test_a_fit_without_other_axes_has_no_price_for_them():
     fit = line(4000, 300, 7, 50)
     assert fit.per_other == 0.0
-    assert fit.added(10, 100, 1, others=1000) == fit.added(10, 100, 1)
+    assert fit.added(10, 100, 1, 1000, 10_000, 10_000) == fit.added(10, 100, 1)
 
 
 PAIRED = (Field(name="ids"), Field(name="words", axis="targets"))

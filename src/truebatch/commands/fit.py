@@ -133,9 +133,9 @@ def _print(sizing: Sizing, lines: list[str], written: Path, following: str) -> N
         *lines,
         f"{fit.facts['parameters']:,} parameters, {sizing.layout} rows, {fit.facts['precision']} on "
         f"{fit.facts['device']}; samples of {sizing.shortest:,} to {sizing.longest:,} tokens",
-        f"model, gradients and optimiser: {gib(fit.constant_bytes)} GiB; a forward and backward pass adds "
-        f"{prices_in_words(fit)} "
-        f"(+-{fit.uncertainty:.1%}, from {len(fit.points)} probes{_said_estimated(sizing)})",
+        f"model, gradients and optimiser: {gib(fit.constant_bytes)} GiB",
+        prices_in_words(fit),
+        f"the fit is off by at most {fit.uncertainty:.1%} on its {len(fit.points)} probes{_said_estimated(sizing)}",
         "",
     ]
     say("\n".join(lines))

@@ -39,12 +39,15 @@ def gib(num_bytes: int) -> str:
 
 
 def prices_in_words(fit: MemoryFit) -> str:
-    """What a cell, a pair and a sample take; and a cell along another axis, where there are such."""
+    """What a cell, a pair and a sample take; and those along other axes, where there are such."""
     cell, pair, sample = f"{fit.per_cell:,.0f}", f"{fit.per_pair:,.2f}", f"{fit.per_sample:,.0f}"
     if not any(point.others for point in fit.points):
-        return f"{cell} bytes a cell, {pair} a pair, {sample} a sample"
-    other = f"{fit.per_other:,.0f}"
-    return f"{cell} bytes a cell, {other} a cell of another axis (such as targets), {pair} a pair, {sample} a sample"
+        return f"a forward and backward pass adds {cell} bytes a cell, {pair} a pair, {sample} a sample"
+    other, theirs, cross = f"{fit.per_other:,.0f}", f"{fit.per_other_pair:,.2f}", f"{fit.per_cross_pair:,.2f}"
+    return (
+        f"a forward and backward pass adds {cell} bytes a cell, {pair} a pair, {sample} a sample; of another axis (such as "
+        f"targets) {other} a cell, {theirs} a pair, {cross} a pair across"
+    )
 
 
 def fit_sections(run: Path) -> Iterator[Section]:
@@ -56,8 +59,8 @@ def fit_sections(run: Path) -> Iterator[Section]:
     cells = [float(point.cells) for point in points]
     fitted = [fit.added(*point.shape) / GIB for point in points]
     words = [
-        f"model, gradients and optimiser: {gib(fit.constant_bytes)} GiB; a forward and backward pass adds "
-        f"{prices_in_words(fit)}",
+        f"model, gradients and optimiser: {gib(fit.constant_bytes)} GiB",
+        prices_in_words(fit),
         f"the line is off by at most {fit.uncertainty:.1%} on the points it was made from"
         + ("; no probe was run: estimated from shapes" if fit.is_estimate else ""),
     ]

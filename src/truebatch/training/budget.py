@@ -34,6 +34,8 @@ class Shape(NamedTuple):
     samples: int
     others: int = 0
     """Cells along other axes."""
+    other_pairs: int = 0
+    cross_pairs: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,13 +67,13 @@ class Sizes:
 
     def shape(self, layout: Layout) -> Shape:
         """One micro-batch of all of them. Cells of other axes attend to themselves and to the planned ones."""
-        if layout == "packed":
-            own, *others = (int(part.sum()) for part in (self.lengths, *self.others))
-            pairs = np.square(self.lengths) + sum(other * (other + self.lengths) for other in self.others)
-            return Shape(own, int(pairs.sum()), len(self), sum(others))
-        width, *widths = (int(part.max()) for part in (self.lengths, *self.others))
-        pairs_each = width * width + sum(other * (other + width) for other in widths)
-        return Shape(len(self) * width, len(self) * pairs_each, len(self), len(self) * sum(widths))
+        number, own, others = len(self), self.lengths, self.others
+        if layout == "padded":
+            own = np.full(number, own.max())
+            others = tuple(np.full(number, other.max()) for other in others)
+        cells, pairs = int(own.sum()), int(np.square(own).sum())
+        apart = [(int(other.sum()), int(np.square(other).sum()), int((other * own).sum())) for other in others]
+        return Shape(cells, pairs, number, *(sum(part) for part in zip(*apart, strict=True)))
 
 
 def largest_cells(fit: MemoryFit, sizes: Sizes, *, layout: Layout, limit_bytes: int) -> int:

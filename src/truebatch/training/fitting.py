@@ -244,7 +244,8 @@ def _estimate_all(engine: Engine, data: TrainData, probes: Sequence[Ints], layou
 
 
 def _point(shape: Shape, num_bytes: int) -> Point:
-    return Point(shape.cells, shape.pairs, shape.samples, num_bytes, shape.others)
+    cells, pairs, samples, *others = shape
+    return Point(cells, pairs, samples, num_bytes, *others)
 
 
 def _probe(engine: Engine, batch: MicroBatch) -> int | None:

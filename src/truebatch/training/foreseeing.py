@@ -94,5 +94,5 @@ def largest_micro_batches(plan: Plan, data: TrainData, layout: Layout) -> list[R
     ids = np.unique(np.concatenate([rows.ids for rows in all_rows]))
     sizes = sizes_of(data, ids)
     shapes = [sizes.take(np.searchsorted(ids, rows.ids)).shape(layout) for rows in all_rows]
-    chosen = {max(range(len(shapes)), key=lambda at, part=part: shapes[at][part]) for part in range(4)}  # type: ignore[misc]
+    chosen = {max(range(len(shapes)), key=lambda at, part=part: shapes[at][part]) for part in range(6)}  # type: ignore[misc]
     return [all_rows[at] for at in sorted(chosen)]

@@ -40,11 +40,15 @@ class Point:
     num_bytes: int
     others: int = 0
     """Cells along other axes than the planned one, such as the targets of an encoder-decoder."""
+    other_pairs: int = 0
+    """Pairs of theirs."""
+    cross_pairs: int = 0
+    """Pairs of one of them and one along the planned axis."""
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         """What `MemoryFit.added` takes."""
-        return self.cells, self.pairs, self.samples, self.others
+        return self.cells, self.pairs, self.samples, self.others, self.other_pairs, self.cross_pairs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,23 +78,30 @@ class MemoryFit:
     """Of the fastest batch size, forward and backward alone, where it was timed."""
     per_other: float = 0.0
     """Bytes of a cell along another axis than the planned one."""
+    per_other_pair: float = 0.0
+    per_cross_pair: float = 0.0
 
-    def added(self, cells: int, pairs: int, samples: int, others: int = 0) -> float:
-        """Bytes that forward and backward of a micro-batch add, without a margin."""
-        return max(self.floor, self.fixed + self.varying(cells, pairs, samples, others))
+    def added(self, *shape: int) -> float:
+        """Bytes that forward and backward of a micro-batch add, without a margin; `shape` as of a `Point`."""
+        return max(self.floor, self.fixed + self.varying(*shape))
 
-    def varying(self, cells: int, pairs: int, samples: int, others: int = 0) -> float:
+    def varying(self, *shape: int) -> float:
         """The part of the line that depends on the micro-batch."""
-        line = self.per_cell * cells + self.per_pair * pairs + self.per_sample * samples
-        return line + self.per_other * others
+        return sum(price * number for price, number in zip(self.prices, shape, strict=False))  # what is absent is 0
 
-    def predict(self, cells: int, pairs: int, samples: int, others: int = 0) -> int:
+    @property
+    def prices(self) -> tuple[float, ...]:
+        """Of every number of a shape."""
+        own = (self.per_cell, self.per_pair, self.per_sample)
+        return (*own, self.per_other, self.per_other_pair, self.per_cross_pair)
+
+    def predict(self, *shape: int) -> int:
         """Bytes at the peak of a step with this micro-batch, model and optimiser included, without a margin."""
-        return math.ceil(self.constant_bytes + self.added(cells, pairs, samples, others))
+        return math.ceil(self.constant_bytes + self.added(*shape))
 
-    def predict_safely(self, cells: int, pairs: int, samples: int, others: int = 0) -> int:
+    def predict_safely(self, *shape: int) -> int:
         """As `predict`, with what a micro-batch adds raised by the uncertainty."""
-        return math.ceil(self.constant_bytes + (1 + self.uncertainty) * self.added(cells, pairs, samples, others))
+        return math.ceil(self.constant_bytes + (1 + self.uncertainty) * self.added(*shape))
 
     @property
     def constant_bytes(self) -> int:
@@ -108,7 +119,7 @@ class MemoryFit:
         return hashlib.blake2b(json.dumps(dict(self.facts), sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def _repr_html_(self) -> str:
-        header = ("cells", "pairs", "samples", "other cells", "bytes measured", "off by")
+        header = ("cells", "pairs", "samples", "other cells", "their pairs", "cross pairs", "bytes measured", "off by")
         points = zip(self.points, self.residuals, strict=True)
         rows = [(*p.shape, p.num_bytes, f"{error:+.1%}") for p, error in points]
         title = f"{self.fixed:,.0f} bytes, {self.per_cell:,.1f} a cell, {self.per_pair:,.2f} a pair, +-{self.uncertainty:.1%}"
@@ -132,10 +143,11 @@ def fit_points(
     for least in (ABOVE_FLOOR * floor, *(largest / span for span in LARGE_SPANS)):
         above = [point for point in points if point.num_bytes > least]
         kept = above if len(above) >= LEAST_POINTS else list(points)
-        fixed, per_cell, per_pair, per_sample, per_other = _solve(kept)
+        fixed, per_cell, per_pair, per_sample, per_other, per_other_pair, per_cross_pair = _solve(kept)
         fit = MemoryFit(
             points=tuple(points), floor=float(floor), fixed=fixed, per_cell=per_cell, per_pair=per_pair,
-            per_sample=per_sample, per_other=per_other, uncertainty=0.0, resident_bytes=resident_bytes,
+            per_sample=per_sample, per_other=per_other, per_other_pair=per_other_pair,
+            per_cross_pair=per_cross_pair, uncertainty=0.0, resident_bytes=resident_bytes,
             optimiser_bytes=optimiser_bytes, facts=dict(facts),
         )  # fmt: skip
         fits.append(replace(fit, uncertainty=max(LEAST_UNCERTAINTY, *_errors(fit, kept))))
@@ -166,7 +178,7 @@ def _solve(points: Sequence[Point]) -> tuple[float, ...]:
 
 
 def _columns(points: Sequence[Point]) -> Floats:
-    return np.array([[1, *p.shape] for p in points], dtype=np.float64)  # [points, 5]
+    return np.array([[1, *p.shape] for p in points], dtype=np.float64)  # [points, 7]
 
 
 def solve_nonnegative(columns: Floats, wanted: Floats) -> Floats:
@@ -206,7 +218,7 @@ def load_fit(folder: Path) -> MemoryFit | None:
         return None
     try:
         values = read_json(folder / FIT, max_bytes=1 << 20)
-        optional = {"is_estimate", "samples_per_second", "most_cells", "per_other"}
+        optional = {"is_estimate", "samples_per_second", "most_cells", "per_other", "per_other_pair", "per_cross_pair"}
         kept = {name: values[name] for name in MemoryFit.__dataclass_fields__ if name not in optional - set(values)}
         fit = MemoryFit(**{**kept, "points": tuple(Point(**point) for point in kept["points"])})
         return _with_numbers(fit)
@@ -221,15 +233,11 @@ def load_fit(folder: Path) -> MemoryFit | None:
 
 def _with_numbers(fit: MemoryFit) -> MemoryFit:
     """The fit, if what should be numbers are such: whatever else a file holds would fail far from here."""
-    prices = {
-        name: getattr(fit, name) for name in ("floor", "fixed", "per_cell", "per_pair", "per_sample", "per_other")
-    }
-    numbers = {**prices, "uncertainty": fit.uncertainty, "resident_bytes": fit.resident_bytes}
-    numbers |= {"optimiser_bytes": fit.optimiser_bytes}
-    numbers |= {
-        f"points/{at}": value for at, point in enumerate(fit.points) for value in (*point.shape, point.num_bytes)
-    }
-    wrong = [name for name, value in numbers.items() if isinstance(value, bool) or not isinstance(value, int | float)]
+    names = ("floor", "fixed", "uncertainty", "resident_bytes", "optimiser_bytes")
+    numbers = [(name, getattr(fit, name)) for name in names]
+    numbers += [("prices", price) for price in fit.prices]
+    numbers += [("points", value) for point in fit.points for value in (*point.shape, point.num_bytes)]
+    wrong = [name for name, value in numbers if isinstance(value, bool) or not isinstance(value, int | float)]
     if wrong or not isinstance(fit.facts, Mapping) or not fit.points:
         raise TypeError(f"no number: {wrong[0]}" if wrong else "no points, or no facts by name")
     return fit
