@@ -45,8 +45,8 @@ STAGES = ((*OWN, TRL, TITAN), LIGER, UNSLOTH)
 """Ways that share models; the later ones leave something behind in the process, the last so much that they get their own."""
 APART_S = 120.0
 """A process of its own may take so much longer than its time: reading a model and the last way count."""
-
-
+FAILURES = (RuntimeError, ValueError, TypeError, ImportError, AttributeError, AssertionError)
+"""What a library that does not go with a model or with this torch raises."""
 Say = Callable[[str], None]
 
 
@@ -184,15 +184,7 @@ def _kept(measure: Callable[[], Any], result: dict[str, Any], name: str = "atten
     """What was measured, or None with the reason in the result: one way that fails must not cost the others."""
     try:
         return measure()
-    except (
-        RuntimeError,
-        ValueError,
-        TypeError,
-        NotImplementedError,
-        ImportError,
-        AttributeError,
-        AssertionError,
-    ) as error:
+    except FAILURES as error:
         result["left_out"].append(f"{name}: {type(error).__name__}: {str(error)[:300]} ... {str(error)[-1500:]}")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

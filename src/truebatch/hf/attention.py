@@ -192,6 +192,7 @@ def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
 
 
 def _named_by(model: nn.Module) -> frozenset[str] | None:
+    """The names that a model's forward pass takes; None if it takes any."""
     own = type(model).forward
     is_own = getattr(model.forward, "__func__", None) is own  # others may hold a whole model
     return _known_arguments(own) if is_own and not torch.compiler.is_compiling() else _named_arguments(model.forward)

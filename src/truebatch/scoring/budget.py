@@ -127,8 +127,7 @@ def _probe_all(
         if added < 0:  # outside of the except block: a live traceback would hold the tensors
             free_memory(device, said=said)
             break
-        shape = Sizes(lengths[ids]).shape("padded")
-        points.append(Point(shape.cells, shape.pairs, shape.samples, added))
+        points.append(Point.of(Sizes(lengths[ids]).shape("padded"), added))
     return points
 
 

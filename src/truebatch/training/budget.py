@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from truebatch.planning.plan import build_plan
 from truebatch.planning.rows import Ints, Layout
 from truebatch.planning.settings import PlanConfig
-from truebatch.training.memoryfit import MemoryFit
+from truebatch.training.memoryfit import MemoryFit, Shape
 
 MOST_SAMPLES = 20_000
 """Plans are tried with so many samples, drawn from all; the longest is always among them."""
@@ -24,18 +23,6 @@ FLAT = 0.05
 was seen: then nothing larger than that probe is promised."""
 STEPS = 8
 """Every plan is tried with all samples as one step, and with this many steps, which are cut less evenly."""
-
-
-class Shape(NamedTuple):
-    """What the memory of a micro-batch depends on."""
-
-    cells: int
-    pairs: int
-    samples: int
-    others: int = 0
-    """Cells along other axes."""
-    other_pairs: int = 0
-    cross_pairs: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +41,13 @@ class Sizes:
         """Those at some places."""
         ids = places if self.ids is None else self.ids[places]
         return Sizes(self.lengths[places], tuple(other[places] for other in self.others), ids)
+
+    def drawn(self, most: int) -> Sizes:
+        """So many of them at the most, the longest always among them."""
+        if len(self) <= most:
+            return self
+        drawn = np.random.default_rng(0).choice(len(self), most - 1, replace=False)
+        return self.take(np.append(drawn, self.lengths.argmax()))
 
     @property
     def totals(self) -> Ints:
@@ -91,7 +85,7 @@ def _largest_by_line(fit: MemoryFit, sizes: Sizes, *, layout: Layout, limit_byte
     left = (limit_bytes - fit.constant_bytes) / (1 + fit.uncertainty) - fit.fixed
     if left <= 0 or left + fit.fixed < fit.floor:
         return 0
-    drawn = _drawn(sizes)
+    drawn = sizes.drawn(MOST_SAMPLES)
     longest, most = max(int(drawn.lengths.max()), 1), int(drawn.lengths.sum()) // 2
     price = max(_price_alone(fit, drawn, length) for length in (longest, max(int(drawn.lengths.min()), 1)))
     largest = max(fit.points, key=lambda point: point.cells)
@@ -116,13 +110,6 @@ def _price_alone(fit: MemoryFit, sizes: Sizes, length: int) -> float:
     """Bytes a cell of a sample of this length that is as long along other axes as any."""
     others = tuple(np.array([int(other.max())]) for other in sizes.others)
     return fit.varying(*Sizes(np.array([length]), others).shape("padded")) / length
-
-
-def _drawn(sizes: Sizes) -> Sizes:
-    if len(sizes) <= MOST_SAMPLES:
-        return sizes
-    drawn = np.random.default_rng(0).choice(len(sizes), MOST_SAMPLES - 1, replace=False)
-    return sizes.take(np.append(drawn, sizes.lengths.argmax()))
 
 
 def _shapes(sizes: Sizes, layout: Layout, cells: int) -> list[Shape]:

@@ -23,10 +23,10 @@ from truebatch.tensors.collating import collate
 from truebatch.tensors.field import Field
 from truebatch.tensors.microbatch import MicroBatch
 from truebatch.tensors.splitting import cells_of
-from truebatch.training.budget import Shape, Sizes, largest_cells
+from truebatch.training.budget import Sizes, largest_cells
 from truebatch.training.estimating import estimate_added
 from truebatch.training.memory import added_bytes, held_bytes
-from truebatch.training.memoryfit import FIT, MemoryFit, Point, changed_facts, fit_points, load_fit
+from truebatch.training.memoryfit import FIT, MemoryFit, Point, Shape, changed_facts, fit_points, load_fit
 from truebatch.training.outofmemory import free_memory, is_out_of_memory
 from truebatch.training.reducing import is_sharded
 from truebatch.training.settings import TrainConfig
@@ -48,7 +48,7 @@ MORE_SHARES, BENT = (0.7, 0.9), 0.03
 """Where points are as far from one line, its slope changes on the way to the limit: probes nearer to it."""
 BELOW_FAILED = 0.9
 """A budget stays this far below a probe that did not fit."""
-MOST_SAMPLES = 4096
+MOST_READ = 4096
 """Samples that are read for their lengths along other axes than the planned one; the longest is always among them."""
 STATES = {"AdamW": 2, "Adam": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adagrad": 1, "RMSprop": 1}
 """Tensors an optimiser holds for each parameter; others are taken to hold 2."""
@@ -130,15 +130,16 @@ def sizes_of(data: TrainData, ids: Ints | None = None) -> Sizes:
     """
     lengths = (data.measured or measure_by_reading(data.samples, data.fields)).lengths
     keys = list(_other_axes(data.fields).values())
-    if keys and ids is None and len(lengths) > MOST_SAMPLES:
-        drawn = np.random.default_rng(0).choice(len(lengths), MOST_SAMPLES - 1, replace=False)
-        ids = np.append(drawn, lengths.argmax())
-    places = np.arange(len(lengths)) if ids is None else ids
+    planned = Sizes(lengths, ids=np.arange(len(lengths)))
+    if ids is not None:
+        planned = planned.take(ids)
     if not keys:
-        return Sizes(lengths[places], ids=places)
+        return planned
+    chosen = planned.drawn(MOST_READ) if ids is None else planned
+    assert chosen.ids is not None
     with _generators_kept():
-        found = [_lengths_along(_read_transformed(data, int(i)), keys, int(i)) for i in places]
-    return Sizes(lengths[places], tuple(np.array(found, dtype=np.int64).T), places)
+        found = [_lengths_along(_read_transformed(data, int(i)), keys, int(i)) for i in chosen.ids]
+    return replace(chosen, others=tuple(np.array(found, dtype=np.int64).T))
 
 
 @contextmanager
@@ -227,7 +228,7 @@ def _probe_all(
         if num_bytes is None:
             failed = shape
             break
-        points[shape] = _point(shape, num_bytes)
+        points[shape] = Point.of(shape, num_bytes)
     if is_first and probes and not points:
         raise MemoryLimitError(
             "not even the shortest samples can be trained on this device",
@@ -240,12 +241,7 @@ def _probe_all(
 def _estimate_all(engine: Engine, data: TrainData, probes: Sequence[Ints], layout: Layout) -> list[Point]:
     made = {shape: batch for batch, shape in (make_batch(data, ids, layout) for ids in probes)}
     added = estimate_added(engine, list(made.values()))
-    return [_point(shape, num_bytes) for shape, num_bytes in zip(made, added, strict=True)]
-
-
-def _point(shape: Shape, num_bytes: int) -> Point:
-    cells, pairs, samples, *others = shape
-    return Point(cells, pairs, samples, num_bytes, *others)
+    return [Point.of(shape, num_bytes) for shape, num_bytes in zip(made, added, strict=True)]
 
 
 def _probe(engine: Engine, batch: MicroBatch) -> int | None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,14 +30,12 @@ ABOVE_FLOOR, LARGE_SPANS, LEAST_POINTS = 3.0, (5.0, 2.5, 1.5), 6
 """Where the line is what shows: well above the floor, or near the largest; and how many points there must be for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One micro-batch that was run, and the bytes its forward and backward added to what was there."""
+class Shape(NamedTuple):
+    """What the memory of a micro-batch depends on."""
 
     cells: int
     pairs: int
     samples: int
-    num_bytes: int
     others: int = 0
     """Cells along other axes than the planned one, such as the targets of an encoder-decoder."""
     other_pairs: int = 0
@@ -45,10 +43,28 @@ class Point:
     cross_pairs: int = 0
     """Pairs of one of them and one along the planned axis."""
 
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One micro-batch that was run, and the bytes its forward and backward added to what was there; flat, as it is kept."""
+
+    cells: int
+    pairs: int
+    samples: int
+    num_bytes: int
+    others: int = 0
+    other_pairs: int = 0
+    cross_pairs: int = 0
+
+    @classmethod
+    def of(cls, shape: Shape, num_bytes: int) -> Point:
+        """What a micro-batch of this shape took."""
+        return cls(num_bytes=num_bytes, **shape._asdict())
+
     @property
-    def shape(self) -> tuple[int, ...]:
-        """What `MemoryFit.added` takes."""
-        return self.cells, self.pairs, self.samples, self.others, self.other_pairs, self.cross_pairs
+    def shape(self) -> Shape:
+        """What it was."""
+        return Shape(self.cells, self.pairs, self.samples, self.others, self.other_pairs, self.cross_pairs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +98,7 @@ class MemoryFit:
     per_cross_pair: float = 0.0
 
     def added(self, *shape: int) -> float:
-        """Bytes that forward and backward of a micro-batch add, without a margin; `shape` as of a `Point`."""
+        """Bytes that forward and backward of a micro-batch add, without a margin; a `Shape`."""
         return max(self.floor, self.fixed + self.varying(*shape))
 
     def varying(self, *shape: int) -> float:
