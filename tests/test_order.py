@@ -59,6 +59,7 @@ ORDER = [
     "tensors.kernels",
     "tensors.scores",
     "tensors.segments",
+    "tensors.together",
     "tensors.microbatch",
     "tensors.noise",
     "tensors.values",

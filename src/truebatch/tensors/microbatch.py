@@ -5,7 +5,7 @@ Shapes: B rows, T cells a row, N samples, n tokens of all samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from truebatch.errors import BatchError
 from truebatch.tensors.segments import Segments
+from truebatch.tensors.together import lay_together, send_together
 
 _Move = Callable[[Tensor], Tensor]
 
@@ -112,6 +113,8 @@ class MicroBatch:
     """Of every field that has one: its `blank`."""
     filled: Mapping[str, Filled] = field(default_factory=dict)
     """Of those that lie on a device: what `filled_cells` gives."""
+    held: Tensor | None = None
+    """The page-locked memory that its small tensors lie in, if they do: they go to a device by one copy."""
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.fields:
@@ -202,11 +205,16 @@ class MicroBatch:
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MicroBatch:
         """The same micro-batch on another device."""
-        return _map(self, lambda t: t.to(device, non_blocking=non_blocking))
+        place = torch.device(device)
+        sent = {}
+        if self.held is not None and place.type != "cpu":
+            sent = send_together(self.held, _tensors(self), place, non_blocking=non_blocking)
+        return _map(self, lambda t: sent[id(t)] if id(t) in sent else t.to(place, non_blocking=non_blocking))
 
     def pin_memory(self) -> MicroBatch:
         """The same micro-batch in page-locked memory; loaders call it."""
-        return _map(self, lambda t: t.pin_memory())
+        held, laid = lay_together(_tensors(self))
+        return replace(_map(self, lambda t: laid[id(t)] if id(t) in laid else t.pin_memory()), held=held)
 
 
 def _checked(values: Tensor, leading: tuple[int, ...], axis: str) -> Tensor:
@@ -228,6 +236,17 @@ def _cells_other_than(values: Tensor, blank: float) -> Tensor | None:
     return torch.from_numpy(np.flatnonzero(values.numpy() != whole))  # in a third of the time
 
 
+def _tensors(batch: MicroBatch) -> Iterator[Tensor]:
+    """All that `_map` moves, but what it finds on the way."""
+    for axis in batch.axes.values():
+        if isinstance(axis, FlatAxis):
+            yield from (axis.starts, axis.owner)
+        else:
+            yield from (axis.segments.starts, axis.segments.is_real)
+            yield from (axis.segment_ids, axis.positions, axis.cell_of_token)
+    yield from (values for name, values in batch.fields.items() if name not in batch.host)
+
+
 def _map(batch: MicroBatch, move: _Move) -> MicroBatch:
     axes: dict[str, Axis] = {}
     for name, axis in batch.axes.items():
@@ -243,7 +262,7 @@ def _map(batch: MicroBatch, move: _Move) -> MicroBatch:
                 cell_of_token=move(axis.cell_of_token),
             )
     fields = {k: v if k in batch.host else move(v) for k, v in batch.fields.items()}
-    return replace(batch, fields=fields, axes=axes, filled=_moved_filled(batch, fields, move))
+    return replace(batch, fields=fields, axes=axes, filled=_moved_filled(batch, fields, move), held=None)
 
 
 def _moved_filled(batch: MicroBatch, fields: Mapping[str, Tensor], move: _Move) -> dict[str, Filled]:
