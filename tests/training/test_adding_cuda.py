@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.training.test_step import CASES, CUTS, gradient
 from truebatch.training import step
@@ -27,23 +28,25 @@ def test_a_step_has_the_same_gradient(monkeypatch, case, cut):
         engine = Engine(model=model, objective=objective(), groups=groups, device=torch.device("cuda"), seed=3)
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
-            found.append(gradient(engine, CUTS[cut](samples, fields))[1])
+            with sdpa_kernel(SDPBackend.MATH):  # the others do not always add in the same order
+                found.append(gradient(engine, CUTS[cut](samples, fields))[1])
         finally:
             torch.use_deterministic_algorithms(False)
     assert torch.equal(*found)
 
 
-def test_it_takes_a_few_launches_and_no_copies(monkeypatch):
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
+def test_it_takes_a_few_launches_and_no_copies():
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(40))).cuda()
     parameters = parameters_to_add(model, list(model.parameters()))
     assert len(parameters) == 80
     x = torch.randn(4, 16, device="cuda")
-    model(x).sum().backward()
+    model(x).square().sum().backward()
     with (
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
         step.added_together(parameters),
     ):
-        model(x).sum().backward()
+        model(x).square().sum().backward()
     counts = {event.key: event.count for event in profile.key_averages()}
     assert counts["aten::_foreach_add_"] == 1
     assert counts.get("aten::add_", 0) == 0

@@ -112,6 +112,7 @@ def test_routes_are_chosen_from_what_the_host_knows():
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_on_a_card_no_micro_batch_synchronises():
     model = tiny_model("llama").to("cuda", torch.bfloat16)
     head, samples = head_of(model), make_samples(model, LENGTHS)
