@@ -17,6 +17,7 @@ import torch
 from truebatch.bench.training_settings import Case, TrainingBenchConfig
 from truebatch.bench.training_timing import (
     GIB,
+    median_host_seconds,
     num_compilations,
     peak_gib,
     pin_batch,
@@ -56,6 +57,9 @@ class Measured:
     updating_each: float = 0.0
     """Tokens per second with one update for every micro-batch."""
     compilations: int = 0
+    host_seconds: float = 0.0
+    """On a card, of our ways and even rows: what the host needs to launch one micro-batch, the card idle before. Where that
+    is about as long as the card needs for it, the card waits, and what is measured is the host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -106,7 +110,7 @@ class _Begun:
         epoch = list(way.parts())
         if not epoch:
             raise ValueError(f"no micro-batch for {way.name}")
-        self.timed, others = typical_parts(epoch, _round_size(epoch, way, config))
+        self.timed, others = typical_parts(epoch, _round_size(epoch, way, prepared.case, config))
         self.batches, fresh = (
             [pin_batch(part.make(), self.device) for part in parts] for parts in (self.timed, others)
         )
@@ -125,6 +129,7 @@ class _Begun:
             self.new_shapes = new_tokens / first
             if fresh:
                 time_rounds(way, self.batches, self.device, seconds=0.0, least=1)
+            self.host_seconds = median_host_seconds(way, self.batches, self.device)
             self.compilations += num_compilations() - frames
             self.peak_gib = max(peak_gib(self.device) - way.held_apart / GIB, 0.0)
         self.seconds = time.monotonic() - began
@@ -158,12 +163,14 @@ class _Begun:
             pairs_per_token=pairs_per_token(self.timed), share_of_peak=0.0, seconds_per_update=update,
             micro_batches=len(self.batches), rounds=[tokens / t for t in self.rounds], new_shapes=self.new_shapes,
             updating_each=tokens / (took + update * len(self.batches)), compilations=self.compilations,
+            host_seconds=self.host_seconds,
         )  # fmt: skip
 
 
-def _round_size(parts: Sequence[Part], way: Way, config: TrainingBenchConfig) -> int:
+def _round_size(parts: Sequence[Part], way: Way, case: Case, config: TrainingBenchConfig) -> int:
     """How many micro-batches are timed together."""
-    if not config.round_tokens:
+    tokens = config.step_tokens if case.whole_steps and not way.is_other else config.round_tokens
+    if not tokens:
         return max(way.most // config.thinned, 1)
     each = sum(part.tokens for part in parts) / len(parts)
-    return max(math.ceil(config.round_tokens / config.thinned / each), 1)
+    return max(math.ceil(tokens / config.thinned / each), 1)

@@ -25,7 +25,11 @@ class Case:
     """False leaves out what the first case has shown."""
     cells: int | None = None
     """Of its rows, if they are not those of the benchmark: a small model needs more cells to fill a card, and still less
-    than half of the memory that padding takes."""
+    than half of the memory that padding takes. The encoder's are no multiple of 256: there torch 2.11 takes a kernel for
+    the gradient of a layer norm that needs a tenth longer."""
+    whole_steps: bool = False
+    """A round of our ways and of even rows has the tokens of a step: of a small model the card waits for the host where a
+    round begins, as it does where a step begins, and with shorter rounds it would count more than in training."""
 
     @property
     def name(self) -> str:
@@ -35,7 +39,7 @@ class Case:
 
 FULL = (
     Case("llama-1.1b", "chat", True), Case("llama-1.1b", "patient"), Case("llama-1.1b", "bimodal"),
-    Case("qwen2-0.5b", "chat"), Case("bert-110m", "chat", cells=24576),
+    Case("qwen2-0.5b", "chat"), Case("bert-110m", "chat", cells=24448, whole_steps=True),
 )  # fmt: skip
 TINY = (
     Case("llama-tiny", "chat", True), Case("llama-tiny", "patient"), Case("qwen2-tiny", "chat"),

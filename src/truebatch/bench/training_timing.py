@@ -14,6 +14,8 @@ import torch
 from truebatch.bench.training_ways import Way
 
 GIB = 2**30
+HOST_LOOKS = 3
+"""Micro-batches of which the host's time is the median."""
 
 
 def time_rounds(
@@ -45,6 +47,20 @@ def time_once(work: Callable[[], Any], device: torch.device) -> float:
     last.record()
     torch.cuda.synchronize()
     return float(first.elapsed_time(last)) / 1e3
+
+
+def median_host_seconds(way: Way, batches: Sequence[Any], device: torch.device) -> float:
+    """What the host needs to launch one micro-batch of ours, the card idle before; 0 where there is no card."""
+    if device.type != "cuda" or way.is_other:
+        return 0.0
+    took = []
+    for batch in batches[:HOST_LOOKS]:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        way.run(batch)
+        took.append(time.perf_counter() - began)
+    torch.cuda.synchronize()
+    return statistics.median(took)
 
 
 def time_update(model: Any, device: torch.device) -> float:

@@ -149,9 +149,7 @@ class Work:
     def rows(self) -> list[Rows]:
         config = PlanConfig(layout="packed", cells=self.cells, rows_per_step=1)
         plan = build_plan(self.lengths, config)
-        found = [plan.step(i)[0][0] for i in range(plan.num_steps)]
-        tokens = [int(self.lengths[rows.ids].sum()) for rows in found]
-        return [rows for rows, n in zip(found, tokens, strict=True) if n > 0.9 * self.cells] or found
+        return [plan.step(i)[0][0] for i in range(plan.num_steps)]
 
     def packed(self, *, is_static: bool) -> list[Part]:
         """Packed rows of `cells` cells as the loader lays them; with a segment table of one shape for all if static."""
