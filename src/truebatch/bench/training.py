@@ -67,13 +67,17 @@ def run_training(config: TrainingBenchConfig, *, out: Path | None = None, say: S
         result["rows"].append(asdict(row))
         say(f"{row.case}: {row.way}: {row.tokens_per_second:,.0f} tokens/s, {row.peak_gib:.1f} GiB; "
             f"{time.monotonic() - began:.0f} s")  # fmt: skip
-        keep_result(result, out)
-    result["ratios"] = ratios(result["rows"])
-    result["seconds"] = time.monotonic() - began
-    keep_result(result, out)
+        _keep(result, out, began)
+    _keep(result, out, began)
     for line in table(result):
         say(line)
     return result
+
+
+def _keep(result: dict[str, Any], out: Path | None, began: float) -> None:
+    """With the ratios of what there is so far: a run may be ended from outside."""
+    result |= {"ratios": ratios(result["rows"]), "seconds": time.monotonic() - began}
+    keep_result(result, out)
 
 
 def _measure_all(config: TrainingBenchConfig, result: dict[str, Any], began: float) -> Iterator[Measured]:

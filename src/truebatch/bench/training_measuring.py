@@ -59,7 +59,8 @@ class Measured:
     compilations: int = 0
     host_seconds: float = 0.0
     """On a card, of our ways and even rows: what the host needs to launch one micro-batch, the card idle before. Where that
-    is about as long as the card needs for it, the card waits, and what is measured is the host."""
+    is about as long as the card needs for it, the card waits, and what is measured is the host. (Of a large model the host
+    waits in turn, for room among what the card was given to do.)"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
