@@ -69,6 +69,7 @@ ORDER = [
     "tensors.cudnnplans",
     "tensors.operators",
     "tensors.fixedtable",
+    "tensors.hosttable",
     "tensors.shortsamples",
     "tensors.planned",
     "tensors.sending",

@@ -446,15 +446,33 @@ def test_what_is_not_compiled_is_refused(text):
         model_backend(*text, TWO, Limits(cells=1024, level="shape"), compiled=True)
 
 
-def test_compiled_layers_without_an_operator_that_notes_keys_say_so(text, monkeypatch):
+def test_compiled_layers_read_prompts_of_texts_as_written_ones_do(text, monkeypatch):
     monkeypatch.setattr(packedreading, "PREFIX_SHARE", 2.0)
     monkeypatch.setattr("truebatch.tensors.compiling.BACKEND", "eager")
+    asked = list(read_asked(questions(6)))
+    plain = model_backend(*text, TEXT, Limits(cells=4096))
+    want = [plain.judge([one])[0] for one in _prepared(text, asked)]
+    compiled = model_backend(*text, TEXT, Limits(cells=1024), compiled=True)
+    try:
+        found = compiled.judge([compiled.prepare(one) for one in asked])
+    finally:
+        compiled.close()
+    assert compiled.decoder.is_equal, compiled.decoder.why
+    assert found == want
+
+
+def test_compiled_layers_without_an_operator_that_notes_keys_say_so(text, monkeypatch):
+    torch.compiler.reset()
+    monkeypatch.setattr(packedreading, "PREFIX_SHARE", 2.0)
+    monkeypatch.setattr("truebatch.tensors.compiling.BACKEND", "eager")
+    monkeypatch.setattr("truebatch.tensors.attention.can_attend_on_host", lambda *_: False)
     backend = model_backend(*text, TEXT, Limits(cells=1024), compiled=True)
     try:
         with pytest.raises(ConfigError, match="hand no keys on"):
             backend.judge([backend.prepare(one) for one in read_asked(questions(3))])
     finally:
         uncompile_layers(backend.model)
+        torch.compiler.reset()  # nobody else gets what was compiled here
 
 
 def test_a_run_says_which_quick_way_its_model_does_not_allow_and_why(text, monkeypatch, tmp_path):

@@ -13,6 +13,7 @@ from torch import Tensor
 from truebatch.errors import AttentionError
 from truebatch.tensors.cudnnplans import plans_are_possible
 from truebatch.tensors.fixedtable import bounds_of
+from truebatch.tensors.hosttable import attend_on_host, can_attend_on_host
 from truebatch.tensors.kernels import AMPERE, Facts, Kernel, choose_kernel
 from truebatch.tensors.planned import attend_rows_by_plan, can_attend_rows
 from truebatch.tensors.scores import Rule, band_of, softmax_attention
@@ -85,7 +86,19 @@ def attend_table(
     chosen = choose_kernel(facts)
     if chosen in TABLE_KERNELS:
         return _varlen_table(query, key, value, starts, rule, max_length=max_length, planned=chosen == "planned")
-    return _block_table(query, key, value, starts, rule) if facts.compiling else None
+    if not facts.compiling:
+        return None
+    if _is_bare(rule) and can_attend_on_host(query, key, value):
+        scale = query.shape[-1] ** -0.5 if rule.scale is None else rule.scale
+        found = attend_on_host(_flat(query), _flat(key), _flat(value), starts, causal=rule.causal, scale=scale)
+        return _unflat(found, query.shape[0])
+    return _block_table(query, key, value, starts, rule)
+
+
+def _is_bare(rule: Rule) -> bool:
+    """True where nothing but order decides what a query sees, and nothing is done to its scores."""
+    asks_for_more = rule.bias is not None or rule.softcap is not None or rule.sinks is not None
+    return rule.window is None and rule.dropout == 0 and not asks_for_more
 
 
 def _in_one_dtype(*parts: Tensor) -> tuple[Tensor, ...]:
