@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from dataclasses import fields as dataclass_fields
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 
 from truebatch.errors import BatchError
 from truebatch.tensors.segments import Segments
-from truebatch.tensors.together import lay_together, send_together
+from truebatch.tensors.together import Moved, Piece, lay_together, send_together
 
 _Move = Callable[[Tensor], Tensor]
 
@@ -113,8 +116,9 @@ class MicroBatch:
     """Of every field that has one: its `blank`."""
     filled: Mapping[str, Filled] = field(default_factory=dict)
     """Of those that lie on a device: what `filled_cells` gives."""
-    held: Tensor | None = None
-    """The page-locked memory that its small tensors lie in, if they do: they go to a device by one copy."""
+    pieces: tuple[Piece, ...] = ()
+    """Memory that several of its small tensors share, once it was pinned: they go to a device by one copy. Whoever keeps one
+    of them for long should keep a clone."""
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.fields:
@@ -206,15 +210,22 @@ class MicroBatch:
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MicroBatch:
         """The same micro-batch on another device."""
         place = torch.device(device)
-        sent = {}
-        if self.held is not None and place.type != "cpu":
-            sent = send_together(self.held, _tensors(self), place, non_blocking=non_blocking)
-        return _map(self, lambda t: sent[id(t)] if id(t) in sent else t.to(place, non_blocking=non_blocking))
+        pieces, sent = send_together(self.pieces, place, non_blocking=non_blocking)
+        return replace(_map(self, sent, lambda t: t.to(place, non_blocking=non_blocking)), pieces=pieces)
 
     def pin_memory(self) -> MicroBatch:
         """The same micro-batch in page-locked memory; loaders call it."""
-        held, laid = lay_together(_tensors(self))
-        return replace(_map(self, lambda t: laid[id(t)] if id(t) in laid else t.pin_memory()), held=held)
+        pieces, laid = lay_together(_tensors(self))
+        return replace(_map(self, laid, lambda t: t.pin_memory()), pieces=pieces)
+
+    def __getstate__(self) -> list[Any]:
+        """What is saved or sent: every tensor by itself, none with the memory of its neighbours."""
+        whole = _map(self, Moved(), torch.clone) if self.pieces else self
+        return [() if part.name == "pieces" else getattr(whole, part.name) for part in dataclass_fields(self)]
+
+    def __setstate__(self, state: list[Any]) -> None:
+        for part, value in zip(dataclass_fields(self), state, strict=True):
+            object.__setattr__(self, part.name, value)
 
 
 def _checked(values: Tensor, leading: tuple[int, ...], axis: str) -> Tensor:
@@ -228,6 +239,8 @@ def _checked(values: Tensor, leading: tuple[int, ...], axis: str) -> Tensor:
 
 
 def _cells_other_than(values: Tensor, blank: float) -> Tensor | None:
+    if detect_fake_mode() is not None:
+        return None  # shapes stand for values, and numpy would look behind a null pointer
     if values.is_floating_point() or type(values) is not Tensor:
         is_filled = values.reshape(-1) != blank
         has_values = type(is_filled) is Tensor  # shapes alone, for an estimate of memory, have none
@@ -247,22 +260,28 @@ def _tensors(batch: MicroBatch) -> Iterator[Tensor]:
     yield from (values for name, values in batch.fields.items() if name not in batch.host)
 
 
-def _map(batch: MicroBatch, move: _Move) -> MicroBatch:
+def _map(batch: MicroBatch, moved: Moved, move: _Move) -> MicroBatch:
+    """The same with every tensor moved; some have been, together."""
+
+    def to(tensor: Tensor) -> Tensor:
+        found = moved.take(tensor)
+        return move(tensor) if found is None else found
+
     axes: dict[str, Axis] = {}
     for name, axis in batch.axes.items():
         if isinstance(axis, FlatAxis):
-            axes[name] = replace(axis, starts=move(axis.starts), owner=move(axis.owner))
+            axes[name] = replace(axis, starts=to(axis.starts), owner=to(axis.owner))
         else:
-            table = replace(axis.segments, starts=move(axis.segments.starts), is_real=move(axis.segments.is_real))
+            table = replace(axis.segments, starts=to(axis.segments.starts), is_real=to(axis.segments.is_real))
             axes[name] = replace(
                 axis,
                 segments=table,
-                segment_ids=move(axis.segment_ids),
-                positions=move(axis.positions),
-                cell_of_token=move(axis.cell_of_token),
+                segment_ids=to(axis.segment_ids),
+                positions=to(axis.positions),
+                cell_of_token=to(axis.cell_of_token),
             )
-    fields = {k: v if k in batch.host else move(v) for k, v in batch.fields.items()}
-    return replace(batch, fields=fields, axes=axes, filled=_moved_filled(batch, fields, move), held=None)
+    fields = {k: v if k in batch.host else to(v) for k, v in batch.fields.items()}
+    return replace(batch, fields=fields, axes=axes, filled=_moved_filled(batch, fields, move), pieces=())
 
 
 def _moved_filled(batch: MicroBatch, fields: Mapping[str, Tensor], move: _Move) -> dict[str, Filled]:

@@ -20,6 +20,6 @@ def send(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     if any(part.dtype != first.dtype for part in parts):
         return torch.cat(list(parts)).pin_memory().to(device, non_blocking=True)
     cells = sum(len(part) for part in parts)
-    held = torch.empty((cells, *first.shape[1:]), dtype=first.dtype, pin_memory=True)
+    held = torch.empty((cells, *first.shape[1:]), dtype=first.dtype, device="cpu", pin_memory=True)
     torch.cat(list(parts), out=held)
     return held.to(device, non_blocking=True)

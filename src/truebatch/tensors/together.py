@@ -1,61 +1,110 @@
-"""Small tensors in one piece of page-locked memory: a card gets them all by one copy.
+"""Small tensors of one kind in one piece of page-locked memory: a card gets them all by one copy.
 
-tensors of the host -> one piece of memory, and each of them in it -> the piece on the card, and each of them in it there
+tensors of the host -> pieces of memory, and each of them in its piece -> the pieces on the card, and each of them there
 
-A copy takes the host some fifty microseconds, however small it is, and a micro-batch has ten tensors beside its large ones.
+A copy takes the host some fifty microseconds, however small it is, and of a micro-batch's tensors most say something of
+every cell in int64. What shares a piece shares its memory and nothing else: see `Piece`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 MOST_BYTES = 2**20
 """Larger tensors are copied by themselves: laid together they would have to find room as one."""
+LEAST_SHARE = 8
+"""A tensor that is so many times smaller than the largest of its kind is copied by itself too: whoever keeps it, such as one
+number a sample, would keep the memory of all."""
 ALIGNED = 128
 """Bytes: every tensor begins at a multiple, as kernels that read many at a time like it."""
 
 
-def lay_together(tensors: Iterable[Tensor], *, pin: bool = True) -> tuple[Tensor | None, dict[int, Tensor]]:
-    """One piece of page-locked memory, and by their `id` those of the tensors that were copied into it: not those that
-    are large, empty, or more than plain numbers in a row. None where there are not even two. Without `pin` it is plain
-    memory, of machines without a card."""
-    small = {id(tensor): tensor for tensor in tensors if _is_small(tensor)}
-    if len(small) < 2:
-        return None, {}
-    places, end = {}, 0
-    for number, tensor in small.items():
-        places[number] = end
-        end += -(-tensor.nbytes // ALIGNED) * ALIGNED
-    held = torch.empty(end, dtype=torch.uint8, pin_memory=pin)
-    laid = {}
-    for number, tensor in small.items():
-        place = held[places[number] : places[number] + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        laid[number] = place.copy_(tensor).data  # counts writes of its own: see `send_together`
-    return held, laid
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Tensors that lie in one memory. Each counts its own writes: of views of one tensor, a write into one would count as a
+    write into all. Whoever keeps one of them keeps the memory of all."""
+
+    memory: Tensor
+    """One-dimensional."""
+    members: tuple[Tensor, ...]
+
+
+class Moved:
+    """Tensors in their new place, by the tensors they were. Those are kept until it is forgotten: what knows an object by
+    its number has to keep it."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def put(self, old: Tensor, new: Tensor) -> None:
+        """`new` is what `old` became."""
+        self._found[id(old)] = old, new
+
+    def take(self, old: Tensor) -> Tensor | None:
+        """What it became, and None if it was not moved, or was asked for before: two places never get one tensor."""
+        found = self._found.pop(id(old), None)
+        return None if found is None else found[1]
+
+
+def lay_together(tensors: Iterable[Tensor], *, pin: bool = True) -> tuple[tuple[Piece, ...], Moved]:
+    """Those of the tensors that are small and plain, copied into page-locked pieces; a kind of which there is only one is
+    left out. Without `pin` it is plain memory, of machines without a card."""
+    kinds: dict[torch.dtype, dict[int, Tensor]] = {}
+    for tensor in tensors:
+        if _is_small(tensor):
+            kinds.setdefault(tensor.dtype, {})[id(tensor)] = tensor
+    pieces, moved = [], Moved()
+    for dtype, found in kinds.items():
+        largest = max(tensor.nbytes for tensor in found.values())
+        some = [tensor for tensor in found.values() if tensor.nbytes * LEAST_SHARE >= largest]
+        if len(some) < 2:
+            continue
+        places, end = [], 0
+        for tensor in some:
+            places.append(end)
+            end += -(-tensor.nbytes // ALIGNED) * ALIGNED // dtype.itemsize
+        memory = torch.empty(end, dtype=dtype, device="cpu", pin_memory=pin)
+        members = []
+        for tensor, place in zip(some, places, strict=True):
+            member = memory[place : place + tensor.numel()].view(tensor.shape).copy_(tensor).data
+            members.append(member)
+            moved.put(tensor, member)
+        pieces.append(Piece(memory, tuple(members)))
+    return tuple(pieces), moved
 
 
 def send_together(
-    held: Tensor, tensors: Iterable[Tensor], device: torch.device, *, non_blocking: bool
-) -> dict[int, Tensor]:
-    """By their `id`, those of the tensors that lie in `held`, on a device. They share memory and nothing else: of views of
-    one tensor, a write into one would count as a write into all."""
-    address = held.data_ptr()
-    inside = [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() == address]
-    if len(inside) < 2:
-        return {}
-    there = held.to(device, non_blocking=non_blocking)
-    kinds = {dtype: there.view(dtype) for dtype in {tensor.dtype for tensor in inside}}
-    return {
-        id(tensor): kinds[tensor.dtype].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).data
-        for tensor in inside
-    }
+    pieces: Sequence[Piece], device: torch.device, *, non_blocking: bool
+) -> tuple[tuple[Piece, ...], Moved]:
+    """The pieces on a device, and each of their members there. One that was made something else since, such as a leaf with
+    a gradient, is left out."""
+    there, moved = [], Moved()
+    for piece in pieces:
+        memory = piece.memory.to(device, non_blocking=non_blocking)
+        if memory is piece.memory:
+            there.append(piece)
+            continue
+        members = []
+        for member in piece.members:
+            if _lies_in(member, piece.memory):
+                new = memory.as_strided(member.shape, member.stride(), member.storage_offset()).data
+                members.append(new)
+                moved.put(member, new)
+        there.append(Piece(memory, tuple(members)))
+    return tuple(there), moved
 
 
 def _is_small(tensor: Tensor) -> bool:
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return False
-    is_plain = tensor.is_contiguous() and not tensor.requires_grad and not tensor.is_quantized
-    return is_plain and 0 < tensor.nbytes <= MOST_BYTES
+    is_plain = tensor.is_contiguous() and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj())
+    return is_plain and not tensor.is_neg() and 0 < tensor.nbytes <= MOST_BYTES
+
+
+def _lies_in(member: Tensor, memory: Tensor) -> bool:
+    is_there = member.dtype == memory.dtype and member.untyped_storage().data_ptr() == memory.data_ptr()
+    return is_there and not member.requires_grad

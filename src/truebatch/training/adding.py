@@ -54,7 +54,8 @@ def _add(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def _has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether somebody is called when its gradient is there, and would find that of one micro-batch."""
+    """Whether somebody is called when its gradient is there, and would find that of one micro-batch. Hooks on the node that
+    adds gradients, as they were set before torch had these, are not seen: they find that of one micro-batch."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
