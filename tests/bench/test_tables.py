@@ -72,6 +72,12 @@ def test_memory_that_was_not_taken_is_not_shown():
     assert "peak gib" in page({"x": {"rows": [*rows, {"way": "b", "tokens_per_second": 5.0, "peak_gib": 2.0}]}})
 
 
+def test_ratios_of_which_there_are_none_make_no_table():
+    made = page({"x": {"ratios": {"a case": {}}, "rows": [{"way": "a", "speed": 1.5}]}})
+    assert "|  |" not in made
+    assert "1.5" in made
+
+
 def test_a_bar_or_a_line_break_in_a_value_does_not_break_the_table():
     made = page({"x": {"rows": [{"way": "a | b\nc", "seconds": 1}]}})
     assert "| a \\| b c | 1 |" in made

@@ -100,6 +100,10 @@ def test_the_parts_that_are_timed_are_like_the_epoch():
     timed, others = typical_parts([long, mixed, short], 2)
     assert {*timed, *others} == {long, mixed, short}
     assert others == [mixed]  # the two that are timed come first
+    full, rest = part_of(4, 4, 4, 4), part_of(4, cells=16)
+    for epoch in ([full, full, rest], [rest, full, full]):
+        timed, _ = typical_parts(epoch, 1)
+        assert timed == [full]  # the epoch's last row may be what is left for new shapes
 
 
 def test_timed_rows_have_the_pairs_of_all_rows():

@@ -39,7 +39,7 @@ from truebatch.bench.stitched_llm_work import (
 )
 from truebatch.bench.training_timing import GIB, forget_models, peak_gib, pin_batch, reset_peak_memory, time_once
 from truebatch.bench.training_ways import Way, all_ways
-from truebatch.bench.training_work import Part, Work
+from truebatch.bench.training_work import Part, Work, typical_parts
 from truebatch.errors import ConfigError
 from truebatch.hf.attention import use_packed_attention
 from truebatch.hf.objectives import HeadObjective
@@ -151,7 +151,7 @@ def _try(bench: Bench, way: Way, samples_per_step: int) -> Row | None:
 
 
 def _measure(bench: Bench, way: Way, samples_per_step: int) -> Row:
-    parts = way.parts()[: way.most]
+    parts, _ = typical_parts(way.parts(), way.most)
     batches = [pin_batch(part.make(), bench.device) for part in parts]
     trained = [p for p in bench.model.parameters() if p.requires_grad]
     optimiser = torch.optim.AdamW(trained, lr=0.0, fused=bench.device.type == "cuda")
@@ -187,14 +187,14 @@ def _note_way(bench: Bench, alone: Way) -> Way:
     work = bench.work
     return replace(
         alone, name=f"the note: batch 1, accumulation 4, padded to {longest}, checkpointing", most=16,
-        parts=lambda: [work.part(padded_rows(np.array([i]), longest)) for i in range(16)],
+        parts=lambda: [work.part(padded_rows(np.array([i]), longest)) for i in range(len(work.lengths))],
         around=lambda: _checkpointing(bench.model),
     )  # fmt: skip
 
 
 def _same_step_way(bench: Bench, packed: Way) -> Way:
     work, number = bench.work, NOTE_SAMPLES
-    groups = [np.arange(i, i + number) for i in range(0, 16 * number, number)]
+    groups = [np.arange(i, i + number) for i in range(0, len(work.lengths) - number + 1, number)]
     return replace(
         packed, name="packed, the note's own steps of 4 samples", most=16,
         parts=lambda: [work.part(packed_row(ids, int(work.lengths[ids].sum()))) for ids in groups],

@@ -143,6 +143,8 @@ def _part(key: str, value: Any) -> Iterable[str]:
     elif isinstance(value, Mapping) and all(isinstance(one, Mapping) for one in value.values()):
         rows = [{_words(key): name, **one} for name, one in value.items() if one]
         is_even = len({tuple(row)[1:] for row in rows}) == 1
+        if not rows:
+            return
         yield _rows(rows if is_even else _turned(_words(key), {name: _flat(one) for name, one in value.items()}))
     elif isinstance(value, Sequence) and value and all(isinstance(one, Mapping) for one in value):
         yield f"{_words(key)}:"

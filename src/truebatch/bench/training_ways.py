@@ -36,6 +36,10 @@ EVERY_CASE = (
 """The ways that every case has; the first case has all."""
 
 
+EVEN = 64
+"""Micro-batches of even rows that an epoch has: all the same, and enough for a round of whole steps."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Way:
     """One row of the table."""
@@ -63,7 +67,7 @@ def all_ways(model: Any, work: Work, *, device: torch.device, backend: str) -> l
     vocabulary = model.config.vocab_size
     packed: dict[str, Any] = {"around": lambda: use_packed_attention(model), "together": "as written"}
     uniform: dict[str, Any] = {
-        "parts": lambda: [work.uniform(vocabulary)] * 8, "run": _uniform_step(model, device),
+        "parts": lambda: [work.uniform(vocabulary)] * EVEN, "run": _uniform_step(model, device),
     }  # fmt: skip
     other: dict[str, Any] = {"run": theirs, "is_other": True}
     compiled: dict[str, Any] = {"compiled": True, "together": "compiled"}
@@ -76,11 +80,11 @@ def all_ways(model: Any, work: Work, *, device: torch.device, backend: str) -> l
         Way(name="ours padded", parts=work.budgeted, run=ours),
         Way(name="ours packed", parts=lambda: work.packed(is_static=False), run=ours, **packed),
         Way(name="uniform", together="as written", **uniform),
-        Way(name="uniform, our kernel", parts=lambda: [work.even_packed(is_static=False)] * 8, run=ours, **packed),
+        Way(name="uniform, our kernel", parts=lambda: [work.even_packed(is_static=False)] * EVEN, run=ours, **packed),
         Way(name="ours packed, compiled", parts=lambda: work.packed(is_static=True), run=ours, **both),
         Way(name="uniform, compiled", around=lambda: _compiled(model, backend), **uniform, **compiled),
         Way(
-            name="uniform, our kernel, compiled", parts=lambda: [work.even_packed(is_static=True)] * 8, run=ours,
+            name="uniform, our kernel, compiled", parts=lambda: [work.even_packed(is_static=True)] * EVEN, run=ours,
             **both,
         ),
     ]  # fmt: skip

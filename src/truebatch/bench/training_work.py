@@ -56,7 +56,7 @@ def pairs_per_token(parts: Sequence[Part]) -> float:
 
 
 def typical_parts(parts: Sequence[Part], number: int) -> tuple[list[Part], list[Part]]:
-    """`number` parts, and as many others if there are so many, that are each like the whole epoch.
+    """`number` parts, and as many others if there are so many, that are each like the whole epoch; those more like it first.
 
     Like it in what decides the time of a token: parts, cells and pairs for each. The first few parts of ragged data may
     have a third more pairs than the epoch, or a third fewer, and a ratio of two ways would then be one of two works. The
@@ -72,25 +72,27 @@ def typical_parts(parts: Sequence[Part], number: int) -> tuple[list[Part], list[
     drawn = drawn[(np.diff(np.sort(drawn, axis=1)) > 0).all(1)]  # none twice
     if len(drawn) == 0:
         drawn = random.permutation(len(parts))[None, :wanted]
-    best = drawn[_distances(costs[drawn], number, whole).argmin()]
+    best = drawn[_distances(costs[drawn], number, whole).sum(1).argmin()]
     order = np.concatenate([best, np.setdiff1d(np.arange(len(parts)), best)])
-    nearest = _distances(costs[order[None, :wanted]], number, whole)[0]
+    nearest = _distances(costs[order[None, :wanted]], number, whole).sum()
     for at, other in zip(
         random.integers(wanted, size=EXCHANGES), random.integers(len(parts), size=EXCHANGES), strict=True
     ):
         changed = order.copy()
         changed[[at, other]] = order[[other, at]]
-        far = _distances(costs[changed[None, :wanted]], number, whole)[0]
+        far = _distances(costs[changed[None, :wanted]], number, whole).sum()
         if far < nearest:
             order, nearest = changed, far
-    chosen = [parts[i] for i in order[: 2 * number]]
-    return chosen[:number], chosen[number:]
+    timed, others = order[:number], order[number : 2 * number]
+    if len(others) == number and np.diff(_distances(costs[order[None, :wanted]], number, whole)[0]) < 0:
+        timed, others = others, timed
+    return [parts[i] for i in timed], [parts[i] for i in others]
 
 
 def _distances(costs: Floats, number: int, whole: Floats) -> Floats:
-    """[K, parts, costs] of K choices -> how far its groups are from the whole: squared logarithms of ratios, added up."""
+    """[K, parts, costs] of K choices -> [K, groups]: how far each is from the whole, squared logarithms of ratios added up."""
     sums = costs.reshape(len(costs), -1, number, costs.shape[2]).sum(2)
-    found: Floats = np.square(np.log(sums[..., 1:] / sums[..., :1] / whole)).sum((1, 2))
+    found: Floats = np.square(np.log(sums[..., 1:] / sums[..., :1] / whole)).sum(2)
     return found
 
 
