@@ -3,25 +3,27 @@
 import json
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
 
-from truebatch.bench import training, training_measuring
+from truebatch.bench import training, training_measuring, training_timing
 from truebatch.bench.processes import Ended
 from truebatch.bench.training import run_training
-from truebatch.bench.training_measuring import Measured
+from truebatch.bench.training_measuring import Measured, mixed_speed
 from truebatch.bench.training_peers import LIGER, MAKERS, PEERS, TITAN, TRL, UNSLOTH, WAYS, titan_ways, unsloth_ways
 from truebatch.bench.training_settings import Case, TrainingBenchConfig, make_config
 from truebatch.bench.training_table import ratios, table
 from truebatch.bench.training_ways import EVERY_CASE, OWN, all_ways, compare_gradients
-from truebatch.bench.training_work import Part, make_work, pairs_per_token, typical_parts
+from truebatch.bench.training_work import Part, make_work, new_share, pairs_per_token, typical_parts
 from truebatch.errors import ConfigError
 from truebatch.hf.heads import head_of
 from truebatch.hf.shapes import SHAPES, build_model, matrix_flops_per_token
 
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 SIZES = {"longest": 60, "cells": 200, "slots": 64}
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -138,6 +140,24 @@ def test_one_case_is_measured_written_and_shown(tmp_path):
     assert found["ours packed / one by one"] > 0
     assert any("ours packed, compiled" in line for line in lines)
     assert all(row["compilations"] == 0 for row in result["rows"])  # nothing compiles after the warm-up
+
+
+def test_threads_are_those_of_a_cpu():
+    assert make_config(device="cpu").threads == 1
+    assert make_config(device="cpu", threads=2).threads == 2
+    with pytest.raises(ConfigError, match="one or more"):
+        make_config(device="cpu", threads=0)
+
+
+@pytest.mark.parametrize(("threads", "took"), [(1, 3.0), (2, 5.0)])
+def test_one_thread_is_timed_in_cpu_seconds_and_several_by_the_clock(monkeypatch, threads, took):
+    now = {"process_time": 10.0, "perf_counter": 20.0}
+    for name in now:
+        monkeypatch.setattr(training_timing.time, name, lambda name=name: now[name])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert (
+        training_timing.time_once(lambda: now.update(process_time=13.0, perf_counter=25.0), torch.device("cpu")) == took
+    )
 
 
 SMALL = {
@@ -276,7 +296,7 @@ def test_ratios_are_of_what_they_say():
     speeds = {"one by one": 1.0, "HF default, 8": 5.0, "ours packed": 40.0, "uniform": 50.0}
     rows = [
         {"case": "a/b", "way": way, "tokens_per_second": speed, "peak_gib": 80.0 / speed, "share_of_peak": 0.5,
-         "fill": 1.0, "compilations": 0, "updating_each": speed / 2, "new_shapes": speed}
+         "fill": 1.0, "compilations": 0, "updating_each": speed / 2, "new_shapes": speed, "first_epoch": speed**2}
         for way, speed in speeds.items()
     ]  # fmt: skip
     found = ratios(rows)
@@ -287,12 +307,50 @@ def test_ratios_are_of_what_they_say():
             "ours packed / one by one": 40.0,
             "new shapes: ours packed / HF default, 8": 8.0,
             "new shapes: ours packed / one by one": 40.0,
+            "first epoch: ours packed / HF default, 8": 64.0,
+            "first epoch: ours packed / one by one": 1600.0,
             "one update a micro-batch: ours packed / HF default, 8": 8.0,
             "one update a micro-batch: ours packed / one by one": 40.0,
             "memory, ours packed / HF default, 8": 0.125,
         }
     }
     assert table({"ratios": found, "rows": rows, "left_out": []})[2] == "     0.800  ours packed / uniform"
+
+
+def test_a_first_epoch_meets_some_shapes_for_the_first_time():
+    assert new_share([part_of(4, cells=8), part_of(5, cells=8), part_of(4), part_of(2, 2)]) == 0.5
+    assert mixed_speed(100.0, 10.0, 0.0) == 100.0
+    assert mixed_speed(100.0, 10.0, 1.0) == 10.0
+    assert mixed_speed(100.0, 50.0, 0.5) == pytest.approx(2 / (1 / 100 + 1 / 50))
+
+
+def test_the_first_epochs_of_the_lab_page_follow_from_the_kept_rows_of_the_card():
+    """Rows that were kept before the benchmark computed them itself."""
+    kept = json.loads((RESULTS / "training_cuda.json").read_text())
+    shape, sizes = SHAPES["llama-tiny"], kept["config"]
+    head = head_of(build_model(shape, longest=sizes["longest"], device="cpu", dtype=torch.float32))
+    named: dict[str, list[str]] = {other: [] for other in ("HF default, 8", "HF group_by_length, 8", "one by one")}
+    for case in sizes["cases"]:
+        cells = case["cells"] or sizes["cells"]
+        work = make_work(
+            head, shape, case["lengths"], num=sizes["samples"], longest=sizes["longest"], cells=cells, slots=2048
+        )
+        parts = {
+            "one by one": work.chunks(1, by_length=False), "HF default, 8": work.chunks(8, by_length=False),
+            "HF group_by_length, 8": work.chunks(8, by_length=True),
+            "ours packed, compiled": work.packed(is_static=True),
+        }  # fmt: skip
+        name = f"{case['shape']}/{case['lengths']}"
+        rows = {row["way"]: row for row in kept["rows"] if row["case"] == name}
+        speeds = {
+            way: mixed_speed(rows[way]["tokens_per_second"], rows[way]["new_shapes"], new_share(epoch))
+            for way, epoch in parts.items()
+        }
+        for other, found in named.items():
+            found.append(f"{speeds['ours packed, compiled'] / speeds[other]:.1f}")
+    lab = (RESULTS.parent / "lab.md").read_text()
+    for other, found in named.items():
+        assert f"| first epoch, computed: ours packed, compiled / {other} | {' | '.join(found)} |" in lab
 
 
 def test_operations_are_counted_from_the_weights():

@@ -257,19 +257,11 @@ def _time_all(
             if time.monotonic() - began > config.seconds:
                 result["left_out"].append(f"{name}: round {number} of {way[0]}, {way[1]}: out of time")
                 continue
-            seconds = _time(lambda steps=steps: _run(engine, steps), engine.device, config)  # type: ignore[misc]
+            seconds = time_once(lambda steps=steps: _run(engine, steps), engine.device)  # type: ignore[misc]
             took[way] += [seconds] if number else []  # The first round warms up.
     is_by_clock = config.device == "cpu" and config.threads > 1
     pick: Callable[[list[float]], float] = min if is_by_clock else statistics.median
     return {way: pick(all_) for way, all_ in took.items() if all_}
-
-
-def _time(work: Callable[[], None], device: torch.device, config: GPTBenchConfig) -> float:
-    if device.type == "cuda" or config.threads == 1:
-        return time_once(work, device)
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 def _run(engine: Engine, steps: Sequence[Sequence[MicroBatch]]) -> None:

@@ -47,7 +47,7 @@ FIGURES: tuple[Figure, ...] = (
         "training speed on ragged data against even data, on a card", "training --device cuda",
         ("training_cuda*",),
     ),
-    Figure("the same on a CPU", "training", ("training_cpu",)),
+    Figure("the same on one core and on both of a CPU", "training --threads 2", ("training_cpu*",)),
     Figure("memory that `fit` foresees beside the real peak, 500 steps at its budget", "fit_cuda", ("fit_cuda*",)),
     Figure("memory estimated without running a model", "estimate", ("estimate",)),
     Figure("out-of-memory errors on a card", "oom_cuda", ("oom_cuda",)),

@@ -182,8 +182,8 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _was_measured(name: str, rows: Sequence[Mapping[str, Any]]) -> bool:
-    """A peak of memory that is zero everywhere was not taken: CPUs keep no such account."""
-    return name not in ("peak_gib", "card_gib") or any(row.get(name) for row in rows)
+    """What is zero everywhere was not taken: CPUs keep no account of memory, and have no host to wait for."""
+    return name not in ("peak_gib", "card_gib", "host_seconds") or any(row.get(name) for row in rows)
 
 
 def _is_single(value: Any) -> bool:

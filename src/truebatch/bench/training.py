@@ -3,12 +3,12 @@
     python -m truebatch.bench.training --device cpu --out docs/results/training_cpu.json
     PYTHONPATH=src python -m truebatch.bench.training --device cuda --out training_cuda.json     (no installation needed)
 
-Forward and backward are timed over the same micro-batches again and again, packed rows and even ones in turns, and the
-median round counts; "new shapes" is one round over micro-batches that were not run before, as an epoch meets them. Of
-every way those are timed that are most like its whole epoch in cells, pairs and micro-batches for a token; memory is that
-of the epoch's widest. The optimiser's update is timed apart and added once for every `step_tokens` real tokens, so that all
-ways have equal steps; "update each" adds it for every micro-batch instead. On a CPU one thread runs, and its CPU seconds
-count.
+Forward and backward are timed over the same micro-batches again and again, packed rows and even ones in turns (on a CPU all
+ways), and the median round counts; "new shapes" is one round over micro-batches that were not run before, as an epoch meets
+them. Of every way those are timed that are most like its whole epoch in cells, pairs and micro-batches for a token; memory
+is that of the epoch's widest. The optimiser's update is timed apart and added once for every `step_tokens` real tokens, so
+that all ways have equal steps; "update each" adds it for every micro-batch instead. On a CPU one thread runs and its CPU
+seconds count; with `--threads 2` and more the clock does.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Say = Callable[[str], None]
 def run_training(config: TrainingBenchConfig, *, out: Path | None = None, say: Say) -> dict[str, Any]:
     """Measure all cases; the result is written to `out` after every way, or several that are timed in turns."""
     if config.device == "cpu":
-        torch.set_num_threads(1)
+        torch.set_num_threads(config.threads)
     began = time.monotonic()
     result: dict[str, Any] = {"rows": [], "left_out": [], "attention": [], **_environment(config)}
     result["peak_tflops"] = measure_peak(config.device)
@@ -226,12 +226,13 @@ def main() -> None:
     parser.add_argument("--only", default="", help="cases such as llama-1.1b/chat, with commas")
     parser.add_argument("--ways", default="", help="ways such as 'ours packed,uniform', with commas")
     parser.add_argument("--cells", type=int, default=None, help="of a packed row, and the budget of padded ones")
+    parser.add_argument("--threads", type=int, default=None, help="of a CPU; one counts CPU seconds, more the clock")
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
     parser.add_argument("--quick", action="store_true", help="few and short rounds: a dry run")
     args = parser.parse_args()
     config = make_config(
         device=args.device, only=args.only, ways=args.ways, seconds=args.seconds, quick=args.quick,
-        profile=args.profile, cells=args.cells,
+        profile=args.profile, cells=args.cells, threads=args.threads,
     )  # fmt: skip
     run_training(config, out=args.out, say=_say)
 

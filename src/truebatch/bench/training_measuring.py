@@ -26,7 +26,7 @@ from truebatch.bench.training_timing import (
     time_rounds,
 )
 from truebatch.bench.training_ways import Way
-from truebatch.bench.training_work import Part, Work, pairs_per_token, typical_parts
+from truebatch.bench.training_work import Part, Work, new_share, pairs_per_token, typical_parts
 
 TURNS = 3
 """So often ways that are timed together take turns: a host or a card that is slower for a while is so for all of them."""
@@ -54,6 +54,10 @@ class Measured:
     """Tokens per second of every round, forward and backward alone."""
     new_shapes: float = 0.0
     """Tokens per second over micro-batches that were not run before: what it costs to meet a shape is in it."""
+    new_share: float = 0.0
+    """Of the micro-batches of the epoch, those whose shape none before them had."""
+    first_epoch: float = 0.0
+    """Tokens per second of an epoch in which so many shapes are new: computed from both speeds, not run."""
     updating_each: float = 0.0
     """Tokens per second with one update for every micro-batch."""
     compilations: int = 0
@@ -111,6 +115,7 @@ class _Begun:
         epoch = list(way.parts())
         if not epoch:
             raise ValueError(f"no micro-batch for {way.name}")
+        self.new_share = new_share(epoch)
         self.timed, others = typical_parts(epoch, _round_size(epoch, way, prepared.case, config))
         self.batches, fresh = (
             [pin_batch(part.make(), self.device) for part in parts] for parts in (self.timed, others)
@@ -157,15 +162,26 @@ class _Begun:
         """What was measured."""
         update, tokens = self.prepared.update, sum(part.tokens for part in self.timed)
         took = statistics.median(self.rounds)
-        step = self.config.step_tokens / (tokens / took) + update
         return Measured(
-            case=self.prepared.case.name, way=self.way.name, tokens_per_second=self.config.step_tokens / step,
+            case=self.prepared.case.name, way=self.way.name, tokens_per_second=self._with_updates(tokens / took),
             peak_gib=self.peak_gib, fill=tokens / sum(part.cells for part in self.timed),
             pairs_per_token=pairs_per_token(self.timed), share_of_peak=0.0, seconds_per_update=update,
             micro_batches=len(self.batches), rounds=[tokens / t for t in self.rounds], new_shapes=self.new_shapes,
+            new_share=self.new_share,
+            first_epoch=self._with_updates(mixed_speed(tokens / took, self.new_shapes, self.new_share)),
             updating_each=tokens / (took + update * len(self.batches)), compilations=self.compilations,
             host_seconds=self.host_seconds,
         )  # fmt: skip
+
+    def _with_updates(self, tokens_per_second: float) -> float:
+        """The same with an update for every `step_tokens` of them."""
+        whole = self.config.step_tokens
+        return whole / (whole / tokens_per_second + self.prepared.update)
+
+
+def mixed_speed(known: float, new: float, share: float) -> float:
+    """Tokens per second where that share of the micro-batches runs at the speed of new shapes."""
+    return 1 / (share / new + (1 - share) / known)
 
 
 def _round_size(parts: Sequence[Part], way: Way, case: Case, config: TrainingBenchConfig) -> int:

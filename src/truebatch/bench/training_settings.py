@@ -68,6 +68,8 @@ class TrainingBenchConfig:
     """A round of every way has at least so many real tokens, if it is not 0; otherwise a number set for each way."""
     thinned: int = 1
     """A round has this many times fewer micro-batches: for trying the benchmark out."""
+    threads: int = 1
+    """Of a CPU."""
     backend: str = "inductor"
     """The compiler of compiled ways."""
     profile: bool = False
@@ -102,7 +104,7 @@ TINY_SIZES: dict[str, Any] = {
 
 def make_config(
     *, device: str, only: str = "", ways: str = "", seconds: float | None = None, quick: bool = False,
-    profile: bool = False, cells: int | None = None,
+    profile: bool = False, cells: int | None = None, threads: int | None = None,
 ) -> TrainingBenchConfig:  # fmt: skip
     """Full sizes for a card and tiny ones for a CPU; `only` names cases and `ways` ways, with commas."""
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
@@ -112,6 +114,13 @@ def make_config(
         raise ConfigError("a time is a number of seconds above 0", seen=f"seconds={seconds}", do="for example 480")
     if seconds is not None:
         sizes["seconds"] = seconds
+    if threads is not None:
+        if device != "cpu" or threads < 1:
+            raise ConfigError(
+                "threads are those of a CPU, one or more", seen=f"threads={threads}, device={device!r}",
+                do="leave --threads out on a card, or set it to 1 or more",
+            )  # fmt: skip
+        sizes["threads"] = threads
     if cells is not None:
         sizes |= {"cells": cells, "cases": tuple(replace(case, cells=None) for case in sizes["cases"])}
     if quick:

@@ -23,9 +23,11 @@ def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
                   ("HF default, 8", "HF group_by_length, 8", "one by one", "HF packed, sdpa")]  # fmt: skip
         pairs += [(best, other) for other in PEERS]
         here = {f"{a} / {b}": speed[a] / speed[b] for a, b in pairs if a in speed and b in speed}
-        for name, kind in (("new shapes", "new_shapes"), ("one update a micro-batch", "updating_each")):
+        for name, kind in (
+            ("new shapes", "new_shapes"), ("first epoch", "first_epoch"), ("one update a micro-batch", "updating_each")
+        ):  # fmt: skip
             for other in ("HF default, 8", "HF group_by_length, 8", "one by one"):
-                if best in of and other in of:
+                if of.get(best, {}).get(kind) and of.get(other, {}).get(kind):
                     here[f"{name}: {best} / {other}"] = of[best][kind] / of[other][kind]
         if best in of and "HF default, 8" in of and of["HF default, 8"]["peak_gib"]:
             here[f"memory, {best} / HF default, 8"] = of[best]["peak_gib"] / of["HF default, 8"]["peak_gib"]

@@ -35,11 +35,13 @@ def _run_all(way: Way, batches: Sequence[Any]) -> None:
 
 
 def time_once(work: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one run of `work`: by events on a card, in CPU seconds elsewhere."""
+    """Seconds of one run of `work`: by events on a card, of one thread in CPU seconds, of several by the clock."""
     if device.type != "cuda":
-        began = time.process_time()  # CPU seconds: other work on the machine does not count
+        # CPU seconds leave out other work on the machine; of several threads they would count waiting for each other.
+        now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        began = now()
         work()
-        return time.process_time() - began
+        return now() - began
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     first.record()

@@ -55,6 +55,11 @@ def pairs_per_token(parts: Sequence[Part]) -> float:
     return sum(part.pairs for part in parts) / max(sum(part.tokens for part in parts), 1)
 
 
+def new_share(parts: Sequence[Part]) -> float:
+    """Of the micro-batches of an epoch, those with a number of cells that none before them had."""
+    return len({part.cells for part in parts}) / len(parts)
+
+
 def typical_parts(parts: Sequence[Part], number: int) -> tuple[list[Part], list[Part]]:
     """`number` parts, and as many others if there are so many, that are each like the whole epoch; those more like it first.
 

@@ -81,7 +81,10 @@ def show_census(
 
 @bench_app.command("training", short_help="Training speed on ragged data, ours and others', against even data.")
 def show_training(
-    device: Annotated[str, typer.Option(help="cpu (tiny models, one thread) or cuda (full sizes).")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu (tiny models) or cuda (full sizes).")] = "cpu",
+    threads: Annotated[
+        int | None, typer.Option(help="Of a CPU; one counts CPU seconds, more the clock.", show_default="1")
+    ] = None,
     only: Annotated[str, typer.Option(help="Only these cases, such as llama-1.1b/chat; several with commas.")] = "",
     ways: Annotated[str, typer.Option(help="Only these ways, such as 'ours packed,uniform'.")] = "",
     seconds: Annotated[float | None, typer.Option(help="Nothing begins after this time.")] = None,
@@ -107,7 +110,7 @@ def show_training(
     from truebatch.bench.training_settings import make_config
 
     config = make_config(
-        device=device, only=only, ways=ways, seconds=seconds, quick=quick, profile=profile, cells=cells
+        device=device, only=only, ways=ways, seconds=seconds, quick=quick, profile=profile, cells=cells, threads=threads
     )
     run_training(config, out=json_file, say=typer.echo)
     return 0
