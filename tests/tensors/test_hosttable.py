@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from truebatch.tensors import attention
+from truebatch.tensors import attention, hosttable
 from truebatch.tensors.attention import attend, attend_table
 from truebatch.tensors.fixedtable import kept_keys
 from truebatch.tensors.hosttable import attend_on_host, can_attend_on_host
@@ -43,7 +43,9 @@ def one_by_one(parts, lengths, causal, scale=None):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("scale", [None, 0.3])
-def test_output_and_gradients_are_those_of_one_sample_at_a_time(heads, key_heads, causal, scale):
+@pytest.mark.parametrize("shares", sorted({False, hosttable.SHARES_HEADS}), ids=lambda one: f"shares_heads={one}")
+def test_output_and_gradients_are_those_of_one_sample_at_a_time(heads, key_heads, causal, scale, shares, monkeypatch):
+    monkeypatch.setattr(hosttable, "SHARES_HEADS", shares)
     segments = packed_segments(LENGTHS, slots=11)
     parts = make(segments, heads, key_heads)
     compiled = torch.compile(attend_table, backend="aot_eager", fullgraph=True, dynamic=False)
@@ -57,9 +59,10 @@ def test_output_and_gradients_are_those_of_one_sample_at_a_time(heads, key_heads
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_it_is_the_kernel_that_is_called_as_written(dtype):
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_it_is_the_kernel_that_is_called_as_written(dtype, key_heads):
     segments = packed_segments(LENGTHS)
-    parts = make(segments, dtype=dtype)
+    parts = make(segments, 4, key_heads, dtype=dtype)
     as_written = attend(*parts, segments, causal=True, kernel="per_segment")
     compiled = torch.compile(attend_table, backend="aot_eager", fullgraph=True, dynamic=False)
     found = compiled(*parts, segments.starts, Rule(causal=True), max_length=9)

@@ -1,6 +1,6 @@
 """Attention inside the segments of a table that lies on the host, as an operator that compiled models may call on a CPU.
 
-[cells, H, D] + table -> one call of torch's kernel for the samples of each length -> output and statistics, or gradients
+[cells, H, D] + table -> one call of torch's kernel for neighbours of one length -> output and statistics, or gradients
 
 A compiled model cannot walk through lengths that change from row to row: it would compile again for each of them, or look
 at all pairs of a row through a mask. Inside an operator it walks, by the kernel that is called as written too.
@@ -9,14 +9,16 @@ at all pairs of a row through a mask. Inside an operator it walks, by the kernel
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from typing import Any
+from itertools import groupby, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from truebatch.tensors.fixedtable import define_attention, keep_keys
 
+SHARES_HEADS = torch.__version__ >= "2.13"  # compared as versions, not as texts
+"""Whether torch's kernel takes keys with fewer heads than queries have; given to an older one they would be read wrongly."""
 KINDS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """What torch's kernel takes."""
 
@@ -35,13 +37,37 @@ def can_attend_on_host(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return is_there and query.dtype in KINDS and query.shape[-1] == value.shape[-1]
 
 
-def _groups(starts: Tensor) -> Iterator[tuple[int, list[int]]]:
-    """The lengths of a table, and where the segments of each length begin."""
-    groups: dict[int, list[int]] = {}
-    for first, end in pairwise(starts.tolist()):
-        if end > first:
-            groups.setdefault(end - first, []).append(first)
-    yield from groups.items()
+class _Run(NamedTuple):
+    """Segments of one length that lie side by side."""
+
+    first: int
+    number: int
+    length: int
+
+    def take(self, part: Tensor) -> Tensor:
+        """[cells, H, ...] -> [n, H, L, ...], a view."""
+        return part[self.cells].view(self.number, self.length, *part.shape[1:]).transpose(1, 2)
+
+    def put(self, part: Tensor, found: Tensor) -> None:
+        """The way back, into `part`."""
+        part[self.cells].view(self.number, self.length, *part.shape[1:]).copy_(found.transpose(1, 2))
+
+    @property
+    def cells(self) -> slice:
+        return slice(self.first, self.first + self.number * self.length)
+
+
+def _runs(starts: Tensor, wholes: Sequence[Tensor]) -> Iterator[_Run]:
+    """The segments of a table; rows have their longest samples first, so that those of one length are neighbours. Cells of
+    `wholes` that it leaves out become zero."""
+    bounds = starts.tolist()
+    for whole in wholes:
+        whole[: bounds[0]] = 0
+        whole[bounds[-1] :] = 0
+    spans = [(end - first, first) for first, end in pairwise(bounds) if end > first]
+    for length, some in groupby(spans, key=lambda span: span[0]):
+        firsts = [first for _, first in some]
+        yield _Run(firsts[0], len(firsts), length)
 
 
 def _in_a_row(*parts: Tensor) -> list[Tensor]:
@@ -49,21 +75,17 @@ def _in_a_row(*parts: Tensor) -> list[Tensor]:
     return [part if part.stride(-1) == 1 else part.contiguous() for part in parts]
 
 
-def _take(part: Tensor, firsts: Sequence[int], length: int) -> Tensor:
-    """[cells, H, ...] -> [n, H, L, ...]: segments of one length."""
-    pieces = [part[first : first + length] for first in firsts]
-    return (pieces[0][None] if len(pieces) == 1 else torch.stack(pieces)).transpose(1, 2)
+def _for_all_heads(part: Tensor, heads: int) -> Tensor:
+    """[cells, Hkv, D] -> [cells, H, D], where the kernel wants as many heads of keys as of queries."""
+    if SHARES_HEADS or part.shape[1] == heads:
+        return part
+    return part.repeat_interleave(heads // part.shape[1], dim=1)
 
 
-def _put(part: Tensor, firsts: Sequence[int], found: Tensor) -> None:
-    """The way back, into `part`."""
-    for first, piece in zip(firsts, found.transpose(1, 2).unbind(0), strict=True):
-        part[first : first + len(piece)] = piece
-
-
-def _repeated(part: Tensor, share: int) -> Tensor:
-    """[n, Hkv, L, D] -> [n, H, L, D]: the kernel wants as many heads of keys as of queries."""
-    return part if share == 1 else part.repeat_interleave(share, dim=1)
+def _of_own_heads(grad: Tensor, part: Tensor) -> Tensor:
+    """The way back for gradients: those of heads that share a key are added up."""
+    cells, heads, width = part.shape
+    return grad if grad.shape[1] == heads else grad.view(cells, heads, -1, width).sum(2)
 
 
 def _forward(
@@ -71,22 +93,20 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     keep_keys(key, value)
     out, lse = _forward_shapes(query)
-    query, key, value = _in_a_row(query, key, value)
-    share = query.shape[1] // key.shape[1]
-    for length, firsts in _groups(starts):
-        q, k, v = (_take(part, firsts, length) for part in (query, key, value))
+    parts = _in_a_row(query, *(_for_all_heads(part, query.shape[1]) for part in (key, value)))
+    for run in _runs(starts, (out, lse)):
         found, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, _repeated(k, share), _repeated(v, share), 0.0, bool(rule[0]), scale=rule[1]
+            *map(run.take, parts), 0.0, bool(rule[0]), scale=rule[1]
         )
-        _put(out, firsts, found)
-        _put(lse, firsts, sums)
+        run.put(out, found)
+        run.put(lse, sums)
     return out, lse
 
 
 def _forward_shapes(query: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
-    """Output, and the log of the softmax's denominator [cells, H]; zeros in cells that the table leaves out."""
+    """Output, and the log of the softmax's denominator [cells, H]."""
     exact = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return query.new_zeros(query.shape), query.new_zeros(query.shape[:2], dtype=exact)
+    return query.new_empty(query.shape), query.new_empty(query.shape[:2], dtype=exact)
 
 
 def _backward(
@@ -100,18 +120,16 @@ def _backward(
     _bounds: Tensor,
     rule: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grads = [part.new_zeros(part.shape) for part in (query, key, value)]
-    grad, query, key, value, out = _in_a_row(grad, query, key, value, out)
-    share = query.shape[1] // key.shape[1]
-    for length, firsts in _groups(starts):
-        g, q, k, v, o, sums = (_take(part, firsts, length) for part in (grad, query, key, value, out, lse))
-        of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            g, q, _repeated(k, share), _repeated(v, share), o, sums, 0.0, bool(rule[0]), scale=rule[1]
+    keys, values = (_for_all_heads(part, query.shape[1]) for part in (key, value))
+    parts = _in_a_row(grad, query, keys, values, out)
+    grads = [part.new_empty(part.shape) for part in (query, keys, values)]
+    for run in _runs(starts, grads):
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *map(run.take, (*parts, lse)), 0.0, bool(rule[0]), scale=rule[1]
         )
-        _put(grads[0], firsts, of_query)
-        for part, found in zip(grads[1:], (of_key, of_value), strict=True):
-            _put(part, firsts, found if share == 1 else found.unflatten(1, (-1, share)).sum(2))
-    return grads[0], grads[1], grads[2]
+        for whole, part in zip(grads, found, strict=True):
+            run.put(whole, part)
+    return grads[0], _of_own_heads(grads[1], key), _of_own_heads(grads[2], value)
 
 
 _attend = define_attention("attend_on_host", _forward, _backward, shapes=_forward_shapes)
