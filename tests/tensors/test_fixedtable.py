@@ -13,15 +13,13 @@ from hypothesis import strategies as st
 from truebatch.tensors import fixedtable
 from truebatch.tensors.attention import attend
 from truebatch.tensors.fixedtable import (
-    SHORT,
     attend_fixed_table,
     keep_keys,
     kept_keys,
     no_kept_keys,
     read_bounds,
-    table_bounds,
 )
-from truebatch.tensors.segments import packed_segments
+from truebatch.tensors.segments import SHORT, packed_segments
 from truebatch.tensors.varlen import call_varlen
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=12)
@@ -102,7 +100,7 @@ def count_compilations(options):
     for lengths in ([50, 20, 3, 1], [60, 1], [9, 9, 9, 9, 9]):
         segments = packed_segments(lengths, cells=80, slots=20)
         parts = make(80)
-        table = (segments.starts, table_bounds(segments))
+        table = (segments.starts, segments.bounds_tensor)
         torch.testing.assert_close(compiled(*parts, *table), run(*parts, *table))
     return len(graphs)
 
@@ -116,7 +114,7 @@ def count_compilations(options):
 def test_bounds_are_of_the_segments_that_are_there(lengths, extra, empty):
     cells = sum(lengths) + extra
     segments = packed_segments(lengths, cells=cells, slots=len(lengths) + 2 + empty)
-    found = read_bounds(table_bounds(segments))
+    found = read_bounds(segments.bounds_tensor)
     assert int(segments.starts[found.used]) == cells
     assert found.longest == max([*lengths, min(extra, max(*lengths, 256))])
     assert (segments.starts[: found.used + 1].diff() > 0).all()
@@ -130,7 +128,7 @@ def test_samples_without_cells_leave_no_segment_behind():
     """Kernels are given as many segments as there are; an empty one among them would hide the last."""
     segments = packed_segments([5, 0, 3, 0], cells=10, slots=8)
     assert segments.starts.tolist() == [0, 5, 8, 10, 10, 10, 10, 10, 10]
-    assert read_bounds(table_bounds(segments)).used == 3
+    assert read_bounds(segments.bounds_tensor).used == 3
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -141,7 +139,7 @@ def test_attention_from_a_fixed_table_is_attention_inside_segments(kernel, lengt
         segments,
         causal,
         lambda parts: attend_fixed_table(
-            *parts, segments.starts, table_bounds(segments), (-1, 0 if causal else -1), 0.4
+            *parts, segments.starts, segments.bounds_tensor, (-1, 0 if causal else -1), 0.4
         ),
     )
 
@@ -153,7 +151,7 @@ def test_one_compilation_serves_every_row_of_one_shape(kernel):
 def test_the_operators_are_registered_as_torch_wants_them(kernel):
     segments = packed_segments([9, 8, 1], slots=8)
     parts = [part.detach() for part in make(18)]  # a function of autograd ties them together
-    table = (segments.starts, table_bounds(segments), [-1, 0, 0.5])
+    table = (segments.starts, segments.bounds_tensor, [-1, 0, 0.5])
     torch.library.opcheck(torch.ops.truebatch.attend_fixed_table.default, (*parts, *table))
     results = torch.ops.truebatch.attend_fixed_table(*parts, *table)
     torch.library.opcheck(torch.ops.truebatch.attend_fixed_table_backward.default, (parts[0], *parts, *results, *table))

@@ -156,3 +156,26 @@ def test_values_of_another_width_or_precision_go_through_a_mask():
     assert not can_attend_on_host(query, key, value[..., :4])
     assert not can_attend_on_host(query, key, value.double())
     assert not can_attend_on_host(query.to("meta"), key.to("meta"), value.to("meta"))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_compiled_attend_reads_no_length_and_lets_nothing_out_of_padding(window):
+    compiled = torch.compile(
+        lambda q, k, v, s: attend(q, k, v, s, causal=True, window=window),
+        backend="aot_eager", fullgraph=True, dynamic=False,
+    )  # fmt: skip
+    before = num_compilations()
+    for lengths in ([5, 4], [9], [1] * 9, [3, 2], [2, 6, 1], [4, 1, 1]):
+        segments = packed_segments(lengths, cells=12, slots=14)
+        parts, used = make(segments), sum(lengths)
+        with torch.no_grad():
+            for part in parts:
+                part[:, :, used:] = float("nan")
+        found = compiled(*parts, segments)[:, :, :used]
+        wanted = attend(*parts, segments, causal=True, window=window, kernel="per_segment")[:, :, :used]
+        torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
+        grad = torch.randn_like(found)
+        pairs = zip(torch.autograd.grad(found, parts, grad), torch.autograd.grad(wanted, parts, grad), strict=True)
+        for one, other in pairs:
+            torch.testing.assert_close(one[:, :, :used], other[:, :, :used], atol=1e-12, rtol=1e-12)
+    assert num_compilations() == before + 1

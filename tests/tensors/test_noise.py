@@ -1,8 +1,11 @@
 """Noise belongs to the sample, whatever its micro-batch."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tests.tiny import SETS_FIELDS, TEXT_FIELDS, packed, padded, set_samples, text_samples
 from truebatch.errors import BatchError
@@ -131,3 +134,53 @@ def test_two_dropouts_of_a_model_have_masks_of_their_own():
 def test_keyed_noise_outside_a_micro_batch_is_refused():
     with pytest.raises(BatchError, match="outside a micro-batch"):
         KeyedDropout(0.5)(torch.ones(1, 2, 3))
+
+
+def in_another_thread(work):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
+
+
+def test_layers_that_backward_recomputes_in_a_thread_of_its_own_draw_the_same():
+    """As on a card, whose backward pass torch runs in another thread."""
+    batch, drop = packed(SAMPLES, [5, 0, 2], TEXT_FIELDS), KeyedDropout(0.5, purpose="a")
+    grads = []
+    for run in (lambda loss: loss.backward(), lambda loss: in_another_thread(loss.backward)):
+        x = torch.ones(*batch.segments.shape, 4, requires_grad=True)
+        with noise_for(batch, seed=1):
+            run(checkpoint(lambda x: drop(x).square(), x, use_reentrant=False).sum())
+        grads.append(x.grad)
+    assert grads[0].eq(0).any()
+    assert torch.equal(*grads)
+
+
+def test_a_thread_that_runs_no_backward_pass_of_the_batch_has_no_noise():
+    batch, drop = packed(SAMPLES, [5, 0, 2], TEXT_FIELDS), KeyedDropout(0.5, purpose="a")
+    with noise_for(batch, seed=1), pytest.raises(BatchError, match="outside a micro-batch"):
+        in_another_thread(lambda: drop(torch.ones(*batch.segments.shape, 4)))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("axis", ["cells", "samples"])
+def test_compiled_dropout_has_the_masks_of_the_written_one_and_one_graph_for_all_purposes(axis):
+    torch.compiler.reset()
+    graphs = []
+
+    def count(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    for number in range(12):  # more than torch compiles one function for
+        batch, drop = packed(SAMPLES, [5, 0, 2 + number % 2], TEXT_FIELDS), KeyedDropout(0.3, axis=axis)
+        drop.purpose = f"layers.{number}"
+        shape = (3,) if axis == "samples" else (1, 60)
+        if axis == "cells":
+            batch = packed(SAMPLES, [5, 0, 2 + number % 2], TEXT_FIELDS, extra=60 - sum(batch.rows().lengths))
+        x = torch.randn(*shape, 4, requires_grad=True)
+        with noise_for(batch, seed=number):
+            written = drop(x)
+            drop.compile(backend=count, fullgraph=True, dynamic=False)
+            found = drop(x)
+        assert torch.equal(found, written)
+        assert torch.equal(*(torch.autograd.grad(one.square().sum(), x)[0] for one in (found, written)))
+    assert len(graphs) == 1

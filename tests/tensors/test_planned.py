@@ -17,9 +17,9 @@ from truebatch.errors import AttentionError
 from truebatch.tensors import attention, cudnnplans, planned
 from truebatch.tensors.attention import attend
 from truebatch.tensors.cudnnplans import backward_plan, fill_slots, forward_plan, plans_are_possible, shape_of
-from truebatch.tensors.fixedtable import SHORT, KernelCall, read_bounds, table_bounds
+from truebatch.tensors.fixedtable import KernelCall, read_bounds
 from truebatch.tensors.planned import attend_by_plan, attend_rows_by_plan
-from truebatch.tensors.segments import packed_segments, stack_rows, table_segments
+from truebatch.tensors.segments import SHORT, packed_segments, stack_rows, table_segments
 
 
 class StandIn:
@@ -81,7 +81,7 @@ def by_rows(parts, starts, bounds, *, causal, rows=1):
 @pytest.mark.parametrize("way", ["operator", "as written"])
 def test_attention_by_plan_is_attention_inside_segments(kernel, lengths, causal, way):
     segments = packed_segments(lengths, cells=sum(lengths) + 7, slots=24)
-    table = (segments.starts, table_bounds(segments))
+    table = (segments.starts, segments.bounds_tensor)
     ways = {
         "operator": lambda parts: attend_by_plan(*parts, *table, causal=causal, scale=0.4),
         "as written": lambda parts: by_rows(parts, *table, causal=causal),
@@ -91,7 +91,7 @@ def test_attention_by_plan_is_attention_inside_segments(kernel, lengths, causal,
 
 def test_several_rows_are_attended_as_written(kernel):
     segments = stack_rows([packed_segments([9, 1], cells=12), packed_segments([12], cells=12)])
-    table = (segments.starts, table_bounds(segments))
+    table = (segments.starts, segments.bounds_tensor)
     assert_inside_segments(segments, True, lambda parts: by_rows(parts, *table, causal=True, rows=2))
 
 
@@ -147,7 +147,7 @@ def test_short_samples_behind_the_long_ones_have_kernels_of_their_own(
     monkeypatch.setattr(planned, "_short_kernels", lambda device: kernels)
     monkeypatch.setattr(planned, "LEAST_SHORT_WORK", 1)
     segments = packed_segments(lengths, cells=sum(lengths) + 7, slots=24)
-    table = (segments.starts, table_bounds(segments))
+    table = (segments.starts, segments.bounds_tensor)
 
     def run(parts):
         if not compiled:
@@ -176,7 +176,7 @@ def test_where_triton_does_not_work_long_kernels_serve_all_and_it_is_said_once(k
     try:
         for _ in range(2):
             assert_inside_segments(
-                segments, True, lambda parts: by_rows(parts, segments.starts, table_bounds(segments), causal=True)
+                segments, True, lambda parts: by_rows(parts, segments.starts, segments.bounds_tensor, causal=True)
             )
     finally:
         planned._short_kernels.cache_clear()
@@ -191,7 +191,7 @@ def test_few_short_samples_are_not_worth_a_launch(kernel, monkeypatch):
     assert_inside_segments(
         segments,
         True,
-        lambda parts: attend_by_plan(*parts, segments.starts, table_bounds(segments), causal=True, scale=0.4),
+        lambda parts: attend_by_plan(*parts, segments.starts, segments.bounds_tensor, causal=True, scale=0.4),
     )
     assert kernels.served == []
 
@@ -208,17 +208,17 @@ def test_what_is_made_of_a_table_is_made_once_and_again_when_the_table_has_chang
         attend_by_plan(*parts, starts, bounds, causal=True, scale=0.4)
 
     for _ in range(3):
-        attend_now(table_bounds(segments))
+        attend_now(segments.bounds_tensor)
     once = len(made)
     starts.copy_(packed_segments([3, 5, 10]).starts)
-    attend_now(table_bounds(packed_segments([3, 5, 10])))
+    attend_now(packed_segments([3, 5, 10]).bounds_tensor)
     assert once <= 1
     assert len(made) == 2 * once
     with torch.inference_mode():
         starts = starts.clone()  # has no version: never taken for known
-        attend_now(table_bounds(packed_segments([3, 5, 10])))
+        attend_now(packed_segments([3, 5, 10]).bounds_tensor)
         starts.copy_(packed_segments([9, 8, 1]).starts)
-        attend_now(table_bounds(segments))
+        attend_now(segments.bounds_tensor)
     assert len(made) == 4 * once
 
 
@@ -227,7 +227,6 @@ def test_a_row_met_in_inference_mode_first_is_trained_afterwards(kernel):
     lengths = [11, 7, 3]
     with torch.inference_mode():
         attend(*(torch.randn(1, 2, 21, 8) for _ in range(3)), packed_segments(lengths), causal=True, kernel="planned")
-        table_bounds(packed_segments(lengths))
     for width in (8, 10):  # as written, and through the operator
         parts = [torch.randn(1, 2, 21, width, requires_grad=True) for _ in range(3)]
         attend(*parts, packed_segments(lengths), causal=True, kernel="planned").sum().backward()
@@ -267,7 +266,7 @@ def test_different_precisions_are_refused(kernel):
 def test_a_gradient_of_a_gradient_is_refused_rather_than_wrong(kernel):
     segments = packed_segments([9, 8, 1])
     parts = make(18)
-    out = by_rows(parts, segments.starts, table_bounds(segments), causal=True)
+    out = by_rows(parts, segments.starts, segments.bounds_tensor, causal=True)
     (first,) = torch.autograd.grad(out.sin().sum(), parts[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate"):
         first.sin().sum().backward()
@@ -294,7 +293,7 @@ def test_a_compiled_model_may_ask_whether_plans_are_possible():
 def test_the_operators_are_registered_as_torch_wants_them(kernel):
     segments = packed_segments([9, 8, 1], slots=8)
     parts = [part.detach() for part in make(18)]  # a function of autograd ties them together
-    table = (segments.starts, table_bounds(segments), [1.0, 0.5])
+    table = (segments.starts, segments.bounds_tensor, [1.0, 0.5])
     torch.library.opcheck(torch.ops.truebatch.attend_by_plan.default, (*parts, *table))
     results = torch.ops.truebatch.attend_by_plan(*parts, *table)
     torch.library.opcheck(torch.ops.truebatch.attend_by_plan_backward.default, (parts[0], *parts, *results, *table))

@@ -9,7 +9,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from truebatch.tensors import planned
 from truebatch.tensors.attention import attend
 from truebatch.tensors.cudnnplans import plans_are_possible
-from truebatch.tensors.fixedtable import table_bounds
 from truebatch.tensors.planned import attend_by_plan
 from truebatch.tensors.segments import packed_segments
 
@@ -64,7 +63,7 @@ def test_rows_as_written(monkeypatch, heads, key_heads, causal, fused, least):
 @pytest.mark.parametrize("causal", [True, False])
 def test_the_operator_as_written_and_compiled(causal, compiled):
     segments = packed_segments(LENGTHS, slots=32).to("cuda")
-    bounds, starts = table_bounds(segments), segments.starts
+    bounds, starts = segments.bounds_tensor, segments.starts
 
     def way(*parts):
         flat = (part.transpose(1, 2).flatten(0, 1) for part in parts)

@@ -10,6 +10,9 @@ from truebatch.hf.heads import head_of
 from truebatch.hf.objectives import HeadObjective
 from truebatch.hf.tiny import tiny_model
 from truebatch.planning.rows import packed_row
+from truebatch.systems.chinese_gpt.model import ChineseGPT, ModelShape
+from truebatch.systems.chinese_gpt.objective import NextToken
+from truebatch.systems.chinese_gpt.samples import FIELDS
 from truebatch.tensors import compiling
 from truebatch.tensors.collating import collate
 from truebatch.tensors.compiling import compile_layers, has_compiled_layers, repeated_layers, uncompile_layers
@@ -64,6 +67,31 @@ def test_ragged_rows_compile_once_and_train_as_written_layers_do(graphs):
     assert len({record["fill"] for record in result.records}) > 1
     for (name, one), other in zip(model.named_parameters(), written.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def run_own(*, compiled, dropout, layers=10):
+    """A model that calls `attend` itself, with dropout that belongs to samples."""
+    shape = ModelShape(
+        vocabulary=50, embedding_dim=16, heads=2, hidden_dim=32, layers=layers, max_seq_len=CELLS, dropout=dropout
+    )
+    model = ChineseGPT(shape)
+    samples = [{**s, "labels": s["input_ids"]} for s in samples_of(50)]
+    data = TrainData(samples=samples, fields=FIELDS, validation=samples[:5])
+    config = TrainConfig(
+        layout="packed", cells=CELLS, samples_per_step=8, epochs=2, learning_rate=1e-2, compile=compiled
+    )
+    return model, train(model, NextToken(), data, config)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_a_model_of_ones_own_compiles_once_too(graphs, dropout):
+    written, plain = run_own(compiled=False, dropout=dropout)
+    assert not graphs
+    model, result = run_own(compiled=True, dropout=dropout)
+    assert len(graphs) == 1
+    assert [record["loss"] for record in result.records] == pytest.approx([r["loss"] for r in plain.records], rel=1e-5)
+    for (name, one), other in zip(model.named_parameters(), written.named_parameters(), strict=True):
+        torch.testing.assert_close(one, other[1], rtol=1e-4, atol=1e-4, msg=name)
 
 
 def test_comparing_with_one_by_one_does_not_compile_every_sample(graphs):

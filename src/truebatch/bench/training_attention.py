@@ -14,7 +14,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from truebatch.planning.distributions import example_lengths
 from truebatch.tensors.cudnnplans import plans_are_possible
-from truebatch.tensors.fixedtable import table_bounds
 from truebatch.tensors.segments import Segments, packed_segments
 from truebatch.tensors.varlen import call_varlen
 
@@ -55,7 +54,7 @@ def _one_table(name: str, segments: Segments) -> dict[str, Any]:
 
 def _with_bounds(name: str, segments: Segments, *, planned: bool = False) -> dict[str, Any]:
     parts, table = _parts(segments.num_cells), segments.to("cuda")
-    bounds = table_bounds(segments)
+    bounds = segments.bounds_tensor
     run = lambda: _varlen(parts, table, bounds, planned=planned)  # noqa: E731
     row = _row(name, run, parts)
     return row if row["ms"] is None else {**row, "difference": _difference(parts, segments, run)}

@@ -101,7 +101,7 @@ def packed_inputs(
 ) -> dict[str, Any]:
     """Keyword arguments that tell a model of its packed rows: positions that restart, and the segment table.
 
-    `positions` are made here unless somebody has them. With `bounds` (see `table_bounds`) no number that changes from
+    `positions` are made here unless somebody has them. With `bounds` (`Segments.bounds_tensor`) no number that changes from
     row to row is handed over as a Python integer, so that compiled layers never compile again.
     """
     remember_lengths(segments)

@@ -18,7 +18,6 @@ from truebatch.hf.attention import packed_inputs
 from truebatch.hf.blockmask import block_mask_inputs
 from truebatch.hf.rowrotary import begin_call
 from truebatch.tensors.compiling import has_compiled_layers
-from truebatch.tensors.fixedtable import table_bounds
 from truebatch.tensors.microbatch import MicroBatch, RowAxis
 
 ONE_AT_A_TIME = RLock()
@@ -87,7 +86,7 @@ def row_inputs(model: nn.Module, border: Border, batch: MicroBatch, route: Route
         out["position_ids"] = axis.positions + border.first_position
     elif route == "packed":
         _refuse_own_positions(model, border)
-        bounds = table_bounds(axis.segments) if has_compiled_layers(model) else None
+        bounds = axis.segments.bounds_tensor if has_compiled_layers(model) else None
         out |= packed_inputs(axis.segments, positions=axis.positions, bounds=bounds)
     elif route == "block":
         out |= block_mask_inputs(language_model(model), axis.segments)

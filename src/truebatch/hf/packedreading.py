@@ -32,7 +32,7 @@ from truebatch.hf.inputs import ONE_AT_A_TIME, language_model
 from truebatch.hf.prefixes import LEAST, common_beginning
 from truebatch.hf.rowinputs import row_inputs
 from truebatch.tensors.compiling import as_written, compile_layers, has_compiled_layers
-from truebatch.tensors.fixedtable import kept_keys, table_bounds
+from truebatch.tensors.fixedtable import kept_keys
 from truebatch.tensors.segments import packed_segments
 from truebatch.tensors.sending import send
 
@@ -156,7 +156,7 @@ class PackedDecoder:
         is_compiled = has_compiled and self.cells is not None
         written = as_written() if has_compiled and not is_compiled else nullcontext()
         inputs = row_inputs(self.plain, prompts, alone, cells, device)
-        bounds = table_bounds(segments) if is_compiled else None
+        bounds = segments.bounds_tensor if is_compiled else None
         inputs |= packed_inputs(segments, positions=inputs["position_ids"], bounds=bounds)
         cache = DynamicCache(config=self.plain.model.config) if keeps and not is_compiled else None
         nothing: AbstractContextManager[list[Pair]] = nullcontext([])

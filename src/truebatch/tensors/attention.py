@@ -12,7 +12,6 @@ from torch import Tensor
 
 from truebatch.errors import AttentionError
 from truebatch.tensors.cudnnplans import plans_are_possible
-from truebatch.tensors.fixedtable import bounds_of
 from truebatch.tensors.hosttable import attend_on_host, can_attend_on_host
 from truebatch.tensors.kernels import AMPERE, Facts, Kernel, choose_kernel
 from truebatch.tensors.planned import attend_rows_by_plan, can_attend_rows
@@ -67,6 +66,10 @@ def attend_by(
     if segments.num_cells == 0:
         return query.sum(-1, keepdim=True).expand(*query.shape[:-1], value.shape[-1])
     query, key, value = _in_one_dtype(query, key, value)
+    if torch.compiler.is_compiling() and kernel is None and segments.layout == "packed":
+        # By tensors alone: whoever reads a length here has the model compiled again for every row.
+        found = _by_operator(query, key, value, segments.starts, rule, max_length=segments.bounds_tensor)
+        return _block(query, key, value, segments, rule) if found is None else found
     rule = _without_idle_window(rule, segments.max_length)
     chosen = kernel or _choose(query, value, segments, rule)
     return _KERNELS[chosen](query, key, value, segments, rule)
@@ -78,21 +81,29 @@ def attend_table(
     """Attention from a table on the device alone, never waiting for it; None when the kernel of choice needs more.
 
     Shapes and code path depend on no length, so that a compiled model with a fixed number of slots compiles once.
-    `max_length` may be the host tensor of `table_bounds`, whose values a compiled model does not depend on.
+    `max_length` may be `Segments.bounds_tensor`, whose values a compiled model does not depend on.
     """
     query, key, value = _in_one_dtype(query, key, value)
     rule = rule if isinstance(max_length, Tensor) else _without_idle_window(rule, max_length)
+    found = _by_operator(query, key, value, starts, rule, max_length=max_length)
+    if found is None and torch.compiler.is_compiling():
+        return _block_table(query, key, value, starts, rule)
+    return found
+
+
+def _by_operator(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, rule: Rule, *, max_length: int | Tensor
+) -> Tensor | None:
+    """Attention by a kernel that reads the table, where there is one; on a CPU for compiled models alone."""
     facts = call_facts(query, value, rule)
     chosen = choose_kernel(facts)
     if chosen in TABLE_KERNELS:
         return _varlen_table(query, key, value, starts, rule, max_length=max_length, planned=chosen == "planned")
-    if not facts.compiling:
+    if not (facts.compiling and _is_bare(rule) and can_attend_on_host(query, key, value)):
         return None
-    if _is_bare(rule) and can_attend_on_host(query, key, value):
-        scale = query.shape[-1] ** -0.5 if rule.scale is None else rule.scale
-        found = attend_on_host(_flat(query), _flat(key), _flat(value), starts, causal=rule.causal, scale=scale)
-        return _unflat(found, query.shape[0])
-    return _block_table(query, key, value, starts, rule)
+    scale = query.shape[-1] ** -0.5 if rule.scale is None else rule.scale
+    found = attend_on_host(_flat(query), _flat(key), _flat(value), starts, causal=rule.causal, scale=scale)
+    return _unflat(found, query.shape[0])
 
 
 def _is_bare(rule: Rule) -> bool:
@@ -188,8 +199,7 @@ def _may_attend_table(starts: Tensor, shape: tuple[int, int], *, causal: bool, w
 def _planned(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Tensor:
     if can_attend_rows(query, key, value):
         scale = query.shape[-1] ** -0.5 if rule.scale is None else rule.scale
-        bounds = bounds_of(segments)
-        return attend_rows_by_plan(query, key, value, segments.starts, bounds, causal=rule.causal, scale=scale)
+        return attend_rows_by_plan(query, key, value, segments.starts, segments.bounds, causal=rule.causal, scale=scale)
     return _varlen_table(query, key, value, segments.starts, rule, max_length=segments.max_length, planned=True)
 
 
@@ -283,8 +293,8 @@ def _unflat(out: Tensor, rows: int) -> Tensor:
 
 def _empty_padding(part: Tensor, segments: Segments) -> Tensor:
     """Zeros in padding: whatever lies there, NaN too, then reaches no sample, and no gradient comes back from it."""
-    if all(segments.is_sample):
-        return part
+    if not torch.compiler.is_compiling() and all(segments.is_sample):
+        return part  # compiled code would be made again for every row that is asked
     return torch.where(segments.is_real[:, None, :, None], part, 0)
 
 

@@ -9,7 +9,6 @@ there, because the kernel starts a block of work for every piece of the longest 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -19,45 +18,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from truebatch.tensors.operators import define_operator
-from truebatch.tensors.segments import Segments
-
-SHORT = 256
-"""Samples of up to so many cells are short: kernels for long ones give each of them tiles that it does not fill."""
-
-
-class Bounds(NamedTuple):
-    """What the host knows of a table."""
-
-    used: int
-    """Segments that are not empty; they come first."""
-    longest: int
-    long: int
-    """Of them, those up to the last sample that is not short. What follows is short samples and padding."""
-    long_cells: int
-
-
-def table_bounds(segments: Segments) -> Tensor:
-    """[4] int32 on the host: the `Bounds` of a table, for compiled models."""
-    return torch.tensor(bounds_of(segments), dtype=torch.int32, device="cpu")
-
-
-def bounds_of(segments: Segments) -> Bounds:
-    """What the host knows of a table."""
-    return _bounds(segments.lengths, segments.is_sample)
-
-
-@functools.lru_cache(maxsize=64)  # asked by every layer
-def _bounds(lengths: tuple[int, ...], is_sample: tuple[bool, ...]) -> Bounds:
-    used = long = long_cells = cells = 0
-    for length, is_real in zip(lengths, is_sample, strict=True):
-        used, cells = used + (length > 0), cells + length
-        if is_real and length > SHORT:
-            long, long_cells = used, cells
-    return Bounds(used, max(lengths, default=0), long, long_cells)
+from truebatch.tensors.segments import Bounds
 
 
 def read_bounds(bounds: Tensor) -> Bounds:
-    """The numbers of `table_bounds`."""
+    """The numbers of `Segments.bounds_tensor`."""
     return Bounds(*bounds.tolist())
 
 

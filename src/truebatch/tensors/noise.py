@@ -6,8 +6,10 @@ Whole-number arithmetic only, so every device gives the same bits.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from truebatch.errors import BatchError
 from truebatch.planning.keyed import keyed_hash
 from truebatch.tensors.microbatch import CELLS, SAMPLES, FlatAxis, MicroBatch
+from truebatch.tensors.operators import define_operator
 
 _FIRST, _SECOND, _STRIDE = (
     -0x40A7B892E31B1A47,
@@ -41,6 +44,8 @@ class NoiseKeys:
 
 
 _current: ContextVar[NoiseKeys | None] = ContextVar("truebatch_noise", default=None)
+_open: list[tuple[int, NoiseKeys]] = []
+"""Of all threads, the innermost last: a card's backward pass runs in a thread of torch's own, which has no context."""
 
 
 @contextmanager
@@ -50,16 +55,18 @@ def noise_for(batch: MicroBatch, *, seed: int, epoch: int = 0) -> Iterator[Noise
     bits = keyed_hash(seed, epoch, "noise", ids).view(np.int64)
     device = next((t.device for k, t in batch.fields.items() if k not in batch.host), torch.device("cpu"))
     keys = NoiseKeys(batch, torch.from_numpy(bits.copy()).to(device, non_blocking=True))
-    token = _current.set(keys)
+    token, here = _current.set(keys), (threading.get_ident(), keys)
+    _open.append(here)
     try:
         yield keys
     finally:
+        _open.remove(here)
         _current.reset(token)
 
 
 def current_noise() -> NoiseKeys:
     """The samples noise is drawn for; an error outside `noise_for`."""
-    found = _current.get()
+    found = _current.get() or _of_backward()
     if found is None:
         raise BatchError(
             "keyed noise was asked for outside a micro-batch",
@@ -69,11 +76,17 @@ def current_noise() -> NoiseKeys:
     return found
 
 
+def _of_backward() -> NoiseKeys | None:
+    """What is open around a backward pass that recomputes layers; None where several threads have opened some."""
+    is_inside = torch._C._current_graph_task_id() != -1
+    return _open[-1][1] if is_inside and len({thread for thread, _ in _open}) == 1 else None
+
+
 def keyed_uniform(
     width: tuple[int, ...], purpose: str, *, axis: str = CELLS, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Uniform numbers in [0, 1): [B, T, *width] along a row axis, [n, *width] along a flat one, [N, *width] a sample."""
-    return _numbers(width, purpose, axis).to(torch.float32).mul_(2.0**-_NUMBER_BITS).to(dtype)
+    return _numbers(width, _word(purpose), axis).to(torch.float32).mul_(2.0**-_NUMBER_BITS).to(dtype)
 
 
 def keyed_normal(
@@ -85,10 +98,15 @@ def keyed_normal(
     return ((-2.0 * torch.log1p(-radius)).sqrt() * torch.cos(2 * torch.pi * angle)).to(dtype)
 
 
-def _numbers(width: tuple[int, ...], purpose: str, axis: str) -> Tensor:
+@functools.lru_cache(maxsize=4096)
+def _word(purpose: str) -> int:
+    """What tells the numbers of one purpose from those of another."""
+    return int.from_bytes(hashlib.blake2b(purpose.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _numbers(width: tuple[int, ...], word: int, axis: str) -> Tensor:
     """Whole numbers (int64) of 24 bits, every one equally likely; exact in fp32."""
     keys, places = _keys_and_places(current_noise(), axis)  # the key and the place of every entry
-    word = int.from_bytes(hashlib.blake2b(purpose.encode(), digest_size=8).digest(), "little", signed=True)
     entries = torch.arange(int(np.prod(width, dtype=np.int64)), device=keys.device)
     # counter = place * entries + entry; multiplied by the stride in two parts, of which neither is full-sized.
     first = _mix(keys ^ word) + places * max(entries.numel(), 1) * _STRIDE
@@ -157,6 +175,22 @@ def _mix_in_place(value: Tensor) -> Tensor:
     return value
 
 
+def _is_kept(x: Tensor, word: int, axis: str, p: float) -> Tensor:
+    """Bool, like `x`: True in all but the share `p`."""
+    leading = _keys_and_places(current_noise(), axis)[0].ndim
+    numbers = _numbers(tuple(x.shape[leading:]), word, axis)
+    # As `keyed_uniform(...) >= p` in fp32, without the way through floating point.
+    return numbers.ge(math.ceil(float(np.float32(p)) * 2**_NUMBER_BITS))
+
+
+_kept_operator = define_operator(
+    "keyed_kept(Tensor x, Tensor word, str axis, float p) -> Tensor",
+    lambda x, word, axis, p: _is_kept(x, int(word), axis, p),
+    shapes=lambda x, _word, _axis, _p: x.new_empty(x.shape, dtype=torch.bool),
+)
+"""The same for compiled layers, which cannot ask whose noise it is: the operator does when it is called."""
+
+
 class KeyedDropout(nn.Module):
     """Dropout whose mask belongs to the sample, so that cutting a step differently does not change it.
 
@@ -175,14 +209,25 @@ class KeyedDropout(nn.Module):
             raise BatchError("dropout needs a rate from 0 up to 1", seen=f"p={p}", do="give for example p=0.1")
         self.p, self.purpose, self.axis = p, purpose, axis
 
+    @property
+    def purpose(self) -> str:
+        """What its masks are for: those of two purposes have nothing in common."""
+        return self._purpose
+
+    @purpose.setter
+    def purpose(self, purpose: str) -> None:
+        self._purpose = purpose
+        # Of a number every layer would be compiled by itself, of a tensor the values do not count.
+        self._word = torch.tensor(_word(purpose or "dropout"), device="cpu")
+
     def forward(self, x: Tensor) -> Tensor:
         """Zero entries at the rate `p` and scale the others up."""
         if not self.training or self.p == 0:
             return x
-        leading = len(_keys_and_places(current_noise(), self.axis)[0].shape)
-        numbers = _numbers(tuple(x.shape[leading:]), self.purpose or "dropout", self.axis)
-        # As `keyed_uniform(...) >= p` in fp32, without the way through floating point.
-        is_kept = numbers >= math.ceil(float(np.float32(self.p)) * 2**_NUMBER_BITS)
+        if torch.compiler.is_compiling():
+            is_kept = _kept_operator(x.detach(), self._word, self.axis, self.p)
+        else:
+            is_kept = _is_kept(x, _word(self.purpose or "dropout"), self.axis, self.p)
         out: Tensor = x * is_kept.to(x.dtype) / (1 - self.p)
         return out
 

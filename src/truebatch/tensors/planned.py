@@ -36,7 +36,6 @@ from truebatch.tensors.cudnnplans import (
     table_of,
 )
 from truebatch.tensors.fixedtable import (
-    Bounds,
     KernelCall,
     define_attention,
     flash_backward,
@@ -45,6 +44,7 @@ from truebatch.tensors.fixedtable import (
     keys_are_kept,
     read_bounds,
 )
+from truebatch.tensors.segments import Bounds
 
 _LOG = logging.getLogger(__name__)
 HEAD_STEP = 8
@@ -57,7 +57,7 @@ a nanosecond each, and take the host a fifth of a millisecond."""
 def attend_by_plan(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, bounds: Tensor, *, causal: bool, scale: float
 ) -> Tensor:
-    """[cells, H, D] attention inside each segment; `bounds` of `table_bounds`."""
+    """[cells, H, D] attention inside each segment; `bounds` is `Segments.bounds_tensor`."""
     parts = (part.contiguous() for part in (query, key, value))
     return _attend_operator(*parts, starts, bounds, causal, scale)
 

@@ -8,9 +8,10 @@ several short segments: attention costs the square of a segment, and nobody read
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,31 @@ Lengths = Sequence[int] | npt.NDArray[np.integer] | Tensor
 
 PADDING_PIECE = 256
 """Cells of one padding segment at least (where there are so many), so that short samples do not make a long table."""
+
+
+SHORT = 256
+"""Samples of up to so many cells are short: kernels for long ones give each of them tiles that it does not fill."""
+
+
+class Bounds(NamedTuple):
+    """What the host knows of a table."""
+
+    used: int
+    """Segments that are not empty; they come first."""
+    longest: int
+    long: int
+    """Of them, those up to the last sample that is not short. What follows is short samples and padding."""
+    long_cells: int
+
+
+@functools.lru_cache(maxsize=64)  # asked by every layer
+def _bounds(lengths: tuple[int, ...], is_sample: tuple[bool, ...]) -> Bounds:
+    used = long = long_cells = cells = 0
+    for length, is_real in zip(lengths, is_sample, strict=True):
+        used, cells = used + (length > 0), cells + length
+        if is_real and length > SHORT:
+            long, long_cells = used, cells
+    return Bounds(used, max(lengths, default=0), long, long_cells)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -46,6 +72,25 @@ class Segments:
     """`padded`: one sample a row. `packed`: samples end to end."""
     side: Side = "right"
     """Where the padding of a row lies."""
+    bounds_tensor: Tensor = field(init=False, repr=False)
+    """[4] int32, always on the host: `bounds` for compiled models, which guard the shape of a tensor and never its values."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bounds_tensor", torch.tensor(self.bounds, dtype=torch.int32, device="cpu"))
+
+    def __getstate__(self) -> list[Any]:
+        """All that is not made anew: every tensor that goes from process to process takes time."""
+        return [getattr(self, part.name) for part in fields(self) if part.init]
+
+    def __setstate__(self, state: list[Any]) -> None:
+        for part, value in zip((part for part in fields(self) if part.init), state, strict=True):
+            object.__setattr__(self, part.name, value)
+        self.__post_init__()
+
+    @property
+    def bounds(self) -> Bounds:
+        """What the host knows of the table."""
+        return _bounds(self.lengths, self.is_sample)
 
     @property
     def shape(self) -> tuple[int, int]:

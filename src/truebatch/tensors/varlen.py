@@ -46,7 +46,7 @@ def call_varlen(
     """[cells, H, D] attention inside each segment of `starts`; key and value keep their own (fewer) heads.
 
     The kernel wants equal head sizes in steps of eight: zeros are added and cut off again, which changes nothing.
-    `max_length` may be the host tensor of `table_bounds`, for compiled models and tables with empty entries. `planned`:
+    `max_length` may be `Segments.bounds_tensor`, for compiled models and tables with empty entries. `planned`:
     through cuDNN instead of torch's own kernel.
     """
     width, out_width = query.shape[-1], value.shape[-1]
