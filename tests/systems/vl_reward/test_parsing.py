@@ -22,6 +22,7 @@ NUMBERS = [
     ("评分：8.5", 8.5),
     ("最终得分：９", 9.0),
     ("得分为 4.5。", 4.5),
+    ("4.5.", 4.5),
     ("1. colours 2. shape 3. light\nScore: 7.0", 7.0),
     ("naturalness score: 7\nartifact score: 9\nOverall score: 8", 8.0),
     ("7 / 10", 7.0),

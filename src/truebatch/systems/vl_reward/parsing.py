@@ -145,7 +145,7 @@ def _from_words(text: str) -> Parsed:
 def _from_text(text: str, scale: Scale) -> Parsed:
     bare = re.sub(r"^[\s\"'*`]+|[\s\"'*`]+$", "", text).removesuffix("。").removesuffix("分").strip()
     if re.fullmatch(rf"{_NUMBER}\.?", bare):
-        return _judged({float(bare)}, scale)
+        return _judged({float(bare.removesuffix("."))}, scale)
     if any(float(match["most"]) != scale.most for match in _FULL_MARKS.finditer(text)):
         return Parsed("parse_error", why="the answer is on another scale")
     labelled = [match for match in _LABELLED.finditer(text) if _is_ours(match, scale)]
