@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from truebatch.errors import AttentionError
+from truebatch.tensors import attention
 from truebatch.tensors.attention import attend, attend_table, gather_facts
 from truebatch.tensors.kernels import choose_kernel
 from truebatch.tensors.scores import Rule
@@ -235,3 +236,17 @@ def test_a_bias_may_be_all_that_has_a_gradient():
         attend(query, key, value, segments, causal=True, bias=bias, kernel=kernel).square().sum().backward()
         grads.append(bias.grad)
     torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_card_can_do_is_known_before_its_layers_are_compiled(monkeypatch):
+    asked = []
+    monkeypatch.setattr(attention, "_capabilities", {})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked.append(device) or (9, 0))
+    attention.know_card(torch.device("cpu"))
+    assert asked == []
+    card = torch.device("cuda", 1)
+    attention.know_card(card)
+    attention.know_card(card)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert attention._capability(card) == (9, 0)
+    assert asked == [card]

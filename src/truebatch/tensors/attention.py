@@ -154,7 +154,13 @@ def call_facts(query: Tensor, value: Tensor, rule: Rule) -> Facts:
 
 
 _capabilities: dict[int, tuple[int, int]] = {}
-"""Device number -> compute capability. Filled by calls as written: a compiled model can look it up, but not ask."""
+"""Device number -> compute capability. A compiled model can look it up, but not ask."""
+
+
+def know_card(device: torch.device) -> None:
+    """Ask what a card can do, before layers are compiled for it: the first call as written does so too."""
+    if device.type == "cuda":
+        _capability(device)
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

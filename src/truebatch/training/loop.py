@@ -28,6 +28,7 @@ from truebatch.objective import Objective
 from truebatch.planning.measured import Measured
 from truebatch.planning.plan import Plan, build_plan
 from truebatch.planning.settings import PlanConfig
+from truebatch.tensors.attention import know_card
 from truebatch.tensors.compiling import as_written, compile_layers
 from truebatch.tensors.loader import LoadedStep, LoaderConfig, load_steps
 from truebatch.tensors.noise import name_purposes
@@ -83,6 +84,7 @@ def train(
     place = find_place(config)
     move_model(model, place, config)
     if config.compile:
+        know_card(place.device)
         compile_layers(model)
     name_purposes(model)
     data = first_samples(data, config.limit)
