@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 
 from tests.hf.tiny_models import TABLE, alone, assert_equal_gradients, build, draw_tokens, gradients, weigh
+from tests.tiny import counting_backend
 from truebatch.errors import AttentionError
 from truebatch.hf.attention import packed_inputs, use_packed_attention
 from truebatch.hf.runs import packed_rows, segments_of_table
@@ -260,12 +261,7 @@ def test_attention_dropout_is_drawn_in_packed_training_too(samples):
 def test_a_compiled_model_compiles_once_for_every_packed_row_of_one_shape(name, samples):
     torch.compiler.reset()
     model = build(name)
-    traces = []
-
-    def count(graph, example_inputs):
-        traces.append(graph)
-        return graph.forward
-
+    traces, count = counting_backend()
     compiled = torch.compile(model, backend=count, dynamic=False, fullgraph=True)
     for lengths in (LENGTHS, [10, 10, 10], [1, 29]):
         own = draw_tokens(lengths)

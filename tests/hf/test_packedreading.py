@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.generation.toys import make_prompts
 from tests.hf.tiny_models import CONFIGS
+from tests.tiny import counting_backend
 from truebatch.bench.scoring_work import make_qwen, picture_prompts
 from truebatch.errors import BatchError, ConfigError
 from truebatch.generation.decoding import collect, generate_tokens
@@ -115,12 +116,7 @@ def test_a_long_common_beginning_is_left_to_the_decoder_that_reads_it_once():
 
 @torch.inference_mode()
 def test_rows_of_fixed_length_are_compiled_once_for_each_of_two_lengths():
-    graphs = []
-
-    def count(graph, example_inputs):
-        graphs.append(graph)
-        return graph.forward
-
+    graphs, count = counting_backend()
     plain = hf_decoder(make("qwen3"))
     prompts = make_prompts(TEXTS)
     want = torch.cat([plain.start([one])[0] for one in prompts])

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from tests.scoring.judges import VISION, awake, make_tokenizer, picture_questions, questions, text_judge, text_sizes
+from tests.tiny import counting_backend
 from truebatch.errors import ConfigError, LawError, RunError
 from truebatch.generation.settings import Generation
 from truebatch.hf import packedreading
@@ -414,12 +415,7 @@ def test_compiled_layers_read_labels_as_written_ones_do(text, monkeypatch):
 
 def test_layers_compiled_for_one_backend_run_as_written_for_another_and_after_it(text, monkeypatch):
     monkeypatch.setattr(packedreading, "PREFIX_SHARE", 2.0)
-    graphs = []
-
-    def count(graph, example_inputs):
-        graphs.append(graph)
-        return graph.forward
-
+    graphs, count = counting_backend()
     monkeypatch.setattr("truebatch.tensors.compiling.BACKEND", count)
     model = text[0]
     asked = list(read_asked(questions(6)))

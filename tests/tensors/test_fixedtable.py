@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tiny import counting_backend
 from truebatch.tensors import fixedtable
 from truebatch.tensors.attention import attend
 from truebatch.tensors.fixedtable import (
@@ -86,11 +87,7 @@ def assert_inside_segments(segments, causal, attend_quickly):
 def count_compilations(options):
     """How often variable-length attention is compiled for three rows of one shape; results are those as written."""
     torch.compiler.reset()
-    graphs = []
-
-    def count(graph, example_inputs):
-        graphs.append(graph)
-        return graph.forward
+    graphs, count = counting_backend()
 
     def run(query, key, value, starts, bounds):
         rule = {"causal": True, "window": None, "scale": None, **options}

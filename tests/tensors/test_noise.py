@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tests.tiny import SETS_FIELDS, TEXT_FIELDS, packed, padded, set_samples, text_samples
+from tests.tiny import SETS_FIELDS, TEXT_FIELDS, counting_backend, packed, padded, set_samples, text_samples
 from truebatch.errors import BatchError
 from truebatch.planning.keyed import keyed_hash
 from truebatch.tensors.noise import KeyedDropout, keyed_normal, keyed_uniform, name_purposes, noise_for
@@ -164,12 +164,7 @@ def test_a_thread_that_runs_no_backward_pass_of_the_batch_has_no_noise():
 @pytest.mark.parametrize("axis", ["cells", "samples"])
 def test_compiled_dropout_has_the_masks_of_the_written_one_and_one_graph_for_all_purposes(axis):
     torch.compiler.reset()
-    graphs = []
-
-    def count(graph, example_inputs):
-        graphs.append(graph)
-        return graph.forward
-
+    graphs, count = counting_backend()
     for number in range(12):  # more than torch compiles one function for
         batch, drop = packed(SAMPLES, [5, 0, 2 + number % 2], TEXT_FIELDS), KeyedDropout(0.3, axis=axis)
         drop.purpose = f"layers.{number}"

@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tests.tiny import counting_backend
 from truebatch.errors import AttentionError, ConfigError
 from truebatch.hf.heads import head_of
 from truebatch.hf.objectives import HeadObjective
@@ -30,12 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:
 @pytest.fixture
 def graphs(monkeypatch):
     torch.compiler.reset()
-    seen = []
-
-    def count(graph, example_inputs):
-        seen.append(graph)
-        return graph.forward
-
+    seen, count = counting_backend()
     monkeypatch.setattr(compiling, "BACKEND", count)
     return seen
 
