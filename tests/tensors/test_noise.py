@@ -1,6 +1,9 @@
 """Noise belongs to the sample, whatever its micro-batch."""
 
+import _thread
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -141,17 +144,67 @@ def in_another_thread(work):
         return pool.submit(work).result()
 
 
+def in_a_thread_that_python_did_not_make(work):
+    """As torch's own: Python's list of threads has none such."""
+    done, problems = threading.Event(), []
+
+    def run():
+        try:
+            work()
+        except BatchError as error:
+            problems.append(error)
+        done.set()
+
+    _thread.start_new_thread(run, ())
+    assert done.wait(60)
+    for problem in problems:
+        raise problem
+
+
 def test_layers_that_backward_recomputes_in_a_thread_of_its_own_draw_the_same():
     """As on a card, whose backward pass torch runs in another thread."""
     batch, drop = packed(SAMPLES, [5, 0, 2], TEXT_FIELDS), KeyedDropout(0.5, purpose="a")
     grads = []
-    for run in (lambda loss: loss.backward(), lambda loss: in_another_thread(loss.backward)):
+    for run in (lambda loss: loss.backward(), lambda loss: in_a_thread_that_python_did_not_make(loss.backward)):
         x = torch.ones(*batch.segments.shape, 4, requires_grad=True)
         with noise_for(batch, seed=1):
             run(checkpoint(lambda x: drop(x).square(), x, use_reentrant=False).sum())
         grads.append(x.grad)
     assert grads[0].eq(0).any()
     assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("other", [True, False], ids=["noise of another thread", "no noise"])
+def test_backward_without_its_noise_is_refused_whatever_another_thread_has_open(other):
+    batch, drop = packed(SAMPLES, [5, 0, 2], TEXT_FIELDS), KeyedDropout(0.5, purpose="a")
+    x = torch.ones(*batch.segments.shape, 4, requires_grad=True)
+    with noise_for(batch, seed=1):
+        loss = checkpoint(lambda x: drop(x).square(), x, use_reentrant=False).sum()
+
+    def backward():
+        with pytest.raises(BatchError, match="outside a micro-batch"):
+            loss.backward()
+
+    with noise_for(batch, seed=2) if other else nullcontext():
+        in_another_thread(backward)
+
+
+def test_a_model_that_was_saved_whole_before_keeps_its_masks():
+    drop = KeyedDropout(0.5, purpose="a")
+    state = {name: value for name, value in drop.__dict__.items() if name not in ("_word", "_purpose")}
+    old = KeyedDropout.__new__(KeyedDropout)
+    old.__setstate__({**state, "purpose": "a"})
+    batch = packed(SAMPLES, [5, 0], TEXT_FIELDS)
+    with noise_for(batch, seed=1):
+        assert torch.equal(*(one(torch.ones(*batch.segments.shape, 4)) for one in (drop, old)))
+    assert torch.equal(old._word, drop._word)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 4), (2, 34, 4), (34, 34)])
+def test_what_does_not_lie_along_the_axis_is_refused(shape):
+    batch = packed(SAMPLES, [5, 0], TEXT_FIELDS, extra=2)
+    with noise_for(batch, seed=1), pytest.raises(BatchError, match="does not lie along 'cells'"):
+        KeyedDropout(0.5)(torch.ones(shape))
 
 
 def test_a_thread_that_runs_no_backward_pass_of_the_batch_has_no_noise():

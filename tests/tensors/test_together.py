@@ -187,6 +187,17 @@ def test_what_was_made_of_a_member_afterwards_is_not_lost(card):
     assert pinned.to("cuda")["b"].eq(5).all()
 
 
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy])
+def test_a_copy_of_one_with_a_leaf_has_a_leaf_of_its_own(card, way):
+    batch = make_batch()
+    pinned = replace(batch, fields={**batch.fields, "a": torch.ones(10), "b": torch.ones(10)}).pin_memory()
+    pinned["a"].requires_grad_()
+    found = way(pinned)["a"]
+    found.sum().backward()
+    assert found.grad is not None
+    assert pinned["a"].grad is None
+
+
 class Lazy(Mapping):
     """Fields that are made when they are asked for, and die soon after."""
 

@@ -68,8 +68,10 @@ def attend_by(
     query, key, value = _in_one_dtype(query, key, value)
     if torch.compiler.is_compiling() and kernel is None and segments.layout == "packed":
         # By tensors alone: whoever reads a length here has the model compiled again for every row.
-        found = _by_operator(query, key, value, segments.starts, rule, max_length=segments.bounds_tensor)
-        return _block(query, key, value, segments, rule) if found is None else found
+        query, key, value = (_empty_padding(part, segments) for part in (query, key, value))
+        found = attend_table(query, key, value, segments.starts, rule, max_length=segments.bounds_tensor)
+        assert found is not None
+        return _empty_padding(found, segments)
     rule = _without_idle_window(rule, segments.max_length)
     chosen = kernel or _choose(query, value, segments, rule)
     return _KERNELS[chosen](query, key, value, segments, rule)

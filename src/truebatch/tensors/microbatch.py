@@ -220,7 +220,7 @@ class MicroBatch:
 
     def __getstate__(self) -> list[Any]:
         """What is saved or sent: every tensor by itself, none with the memory of its neighbours."""
-        whole = _map(self, Moved(), torch.clone) if self.pieces else self
+        whole = _map(self, Moved(), _apart) if self.pieces else self
         return [() if part.name == "pieces" else getattr(whole, part.name) for part in dataclass_fields(self)]
 
     def __setstate__(self, state: list[Any]) -> None:
@@ -236,6 +236,10 @@ def _checked(values: Tensor, leading: tuple[int, ...], axis: str) -> Tensor:
             do="name the axis the result has, or 'samples' for one result a sample",
         )
     return values
+
+
+def _apart(values: Tensor) -> Tensor:
+    return values.detach().clone().requires_grad_(values.requires_grad)
 
 
 def _cells_other_than(values: Tensor, blank: float) -> Tensor | None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,8 +78,10 @@ def current_noise() -> NoiseKeys:
 
 
 def _of_backward() -> NoiseKeys | None:
-    """What is open around a backward pass that recomputes layers; None where several threads have opened some."""
-    is_inside = torch._C._current_graph_task_id() != -1
+    """What is open around a backward pass that recomputes layers in a thread of torch's own: Python knows such a thread by no
+    name. None where several threads have opened some; a thread of Python's has to open its own."""
+    is_torchs = isinstance(threading.current_thread(), threading._DummyThread)
+    is_inside = is_torchs and torch._C._current_graph_task_id() != -1
     return _open[-1][1] if is_inside and len({thread for thread, _ in _open}) == 1 else None
 
 
@@ -177,8 +180,14 @@ def _mix_in_place(value: Tensor) -> Tensor:
 
 def _is_kept(x: Tensor, word: int, axis: str, p: float) -> Tensor:
     """Bool, like `x`: True in all but the share `p`."""
-    leading = _keys_and_places(current_noise(), axis)[0].ndim
-    numbers = _numbers(tuple(x.shape[leading:]), word, axis)
+    shape = _keys_and_places(current_noise(), axis)[0].shape
+    if x.shape[: len(shape)] != shape:
+        raise BatchError(
+            f"what is dropped out does not lie along {axis!r}",
+            seen=f"shape {tuple(x.shape)}, expected to begin with {tuple(shape)}",
+            do="give KeyedDropout the axis that its input has",
+        )
+    numbers = _numbers(tuple(x.shape[len(shape) :]), word, axis)
     # As `keyed_uniform(...) >= p` in fp32, without the way through floating point.
     return numbers.ge(math.ceil(float(np.float32(p)) * 2**_NUMBER_BITS))
 
@@ -219,6 +228,13 @@ class KeyedDropout(nn.Module):
         self._purpose = purpose
         # Of a number every layer would be compiled by itself, of a tensor the values do not count.
         self._word = torch.tensor(_word(purpose or "dropout"), device="cpu")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also that of a model which was saved whole before `purpose` was a property."""
+        purpose = state.pop("purpose", None)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if purpose is not None:
+            self.purpose = purpose
 
     def forward(self, x: Tensor) -> Tensor:
         """Zero entries at the rate `p` and scale the others up."""
