@@ -10,7 +10,8 @@ import pytest
 
 from tests.hf.finetuning.folders import chats, model_folder, write_lines
 from truebatch.cli import run
-from truebatch.commands.fit import _advice
+from truebatch.commands.fit import _advice, _next
+from truebatch.reports.fits import sizes_table
 from truebatch.training import sizing
 from truebatch.training.memoryfit import Point, fit_points
 from truebatch.training.sizing import HERE, BatchSize, Sizing
@@ -37,6 +38,7 @@ def test_the_table_has_every_size_and_the_next_command_runs(folder, capsys):
     assert rows["16"].split()[-4:] == ["does", "not", "fit", "fits"]
     assert "a larger budget never changes the result of a step" in out
     assert "batching" in out
+    assert "on the probes it was made from" in out
     assert (folder / "runs/numbers/fit.json").is_file()
     (following,) = [line for line in out.splitlines() if line.startswith("next: truebatch ")]
     assert "train.cells=" in following
@@ -118,6 +120,11 @@ def test_a_fit_that_errs_by_much_is_not_called_safe():
     (line,) = _advice(Sizing(fit=fit, **known))
     assert "do not rely on it" in line
     assert "safe" not in line
+    for cells, begun in ((9, 4), (5, 3), (40, 20)):  # half, and the longest sample at least
+        found = Sizing(fit=fit, **{**known, "cells": {HERE: cells}})
+        said = _next("x", None, ["a=1", "train.cells=7"], {}, found, Path("runs"), layout="padded")
+        assert said == f"truebatch train x --set a=1 --set train.layout=padded --set train.cells={begun} --out runs"
+        assert "safe" not in str(sizes_table(found.to_dict()))
 
 
 def test_a_fit_that_was_cut_off_says_what_to_do(folder, capsys):

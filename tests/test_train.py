@@ -10,12 +10,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.test_public import HEAVY, loaded_after
 from truebatch.cli import run
+from truebatch.commands.train import _say_end
+from truebatch.training.job import TrainResult
 from truebatch.training.metrics import read_metrics
 
 SYSTEM = f"{Path(__file__).parent / 'tasks.py'}:system"
@@ -256,3 +259,16 @@ def test_on_a_terminal_there_is_a_bar(folder):
     assert "ETA 0:00:00" in last
     assert "\x1b[" in text
     assert "next: truebatch verify" in text
+
+
+@pytest.mark.parametrize(
+    ("record", "said"), [({"loss": 1.0}, ""), ({"loss": 1.0, "quarantined": 1234}, ", 1,234 samples")]
+)
+def test_the_end_of_a_run_says_how_many_samples_were_left_out(tmp_path, record, said):
+    lines = []
+    (tmp_path / "config.yaml").write_text("train: {layout: padded}")
+    result = TrainResult(step=3, records=[record], best_loss=None, why="all steps are done")
+    _say_end(SimpleNamespace(say=lines.append), result, tmp_path)
+    assert lines[0].startswith("done: 3 steps (all steps are done), last loss 1.0000")
+    assert lines[0].partition("1.0000")[2].startswith(said)
+    assert ("left out" in lines[0]) == bool(said)

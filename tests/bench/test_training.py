@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from truebatch.bench import training, training_measuring, training_timing
+from truebatch.bench.keeping import check_can_keep
 from truebatch.bench.processes import Ended
 from truebatch.bench.training import run_training
 from truebatch.bench.training_measuring import Measured, mixed_speed
@@ -140,6 +141,15 @@ def test_one_case_is_measured_written_and_shown(tmp_path):
     assert found["ours packed / one by one"] > 0
     assert any("ours packed, compiled" in line for line in lines)
     assert all(row["compilations"] == 0 for row in result["rows"])  # nothing compiles after the warm-up
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr(training, "measure_peak", lambda _: pytest.fail("measured"))
+    (tmp_path / "file").write_text("kept")
+    with pytest.raises(OSError, match="file"):
+        run_training(TrainingBenchConfig(), out=tmp_path / "file" / "t.json", say=lambda _: None)
+    check_can_keep(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "kept"
 
 
 def test_threads_are_those_of_a_cpu():

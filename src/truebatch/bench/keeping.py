@@ -16,6 +16,13 @@ import torch
 from truebatch.bench.commandline import command_line
 
 
+def check_can_keep(out: Path | None) -> None:
+    """Raise at once what writing the result would raise after everything was measured; a result that is there stays."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.open("a", encoding="utf-8").close()
+
+
 def keep_result(result: Mapping[str, Any], out: Path | None) -> None:
     """Write all that was measured so far as JSON; nothing without a file to write to."""
     if out is not None:

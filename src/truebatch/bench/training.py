@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from truebatch.bench.keeping import keep_result, origin
+from truebatch.bench.keeping import check_can_keep, keep_result, origin
 from truebatch.bench.processes import Workers, run_each
 from truebatch.bench.training_attention import explore_attention
 from truebatch.bench.training_measuring import Measured, Prepared, measure_together
@@ -52,6 +52,7 @@ Say = Callable[[str], None]
 
 def run_training(config: TrainingBenchConfig, *, out: Path | None = None, say: Say) -> dict[str, Any]:
     """Measure all cases; the result is written to `out` after every way, or several that are timed in turns."""
+    check_can_keep(out)
     if config.device == "cpu":
         torch.set_num_threads(config.threads)
     began = time.monotonic()

@@ -113,7 +113,11 @@ def _next(
     if cells < sizing.longest:
         return "a smaller model, train.gradient_checkpointing=true, train.precision=bf16, or --lora with hf"
     parts = ["truebatch", "train", target, *(["--config", str(file)] if file is not None else [])]
-    settings = [*overrides, *([] if layout is None else [f"train.layout={layout}"]), f"train.cells={cells}"]
+    if sizing.fit.uncertainty > UNSURE:
+        cells = max(cells // 2, sizing.longest)
+    found = [*([] if layout is None else [f"train.layout={layout}"]), f"train.cells={cells}"]
+    names = tuple(one.partition("=")[0] + "=" for one in found)
+    settings = [*(one for one in overrides if not one.startswith(names)), *found]
     parts += [part for override in settings for part in ("--set", override)]
     for path, value in given.items():
         parts += [f"--{path[-1]}"] if value is True else [f"--{path[-1]}", str(value)]
@@ -135,7 +139,8 @@ def _print(sizing: Sizing, lines: list[str], written: Path, following: str) -> N
         f"{fit.facts['device']}; samples of {sizing.shortest:,} to {sizing.longest:,} tokens",
         f"model, gradients and optimiser: {gib(fit.constant_bytes)} GiB",
         prices_in_words(fit),
-        f"the fit is off by at most {fit.uncertainty:.1%} on its {len(fit.points)} probes{_said_estimated(sizing)}",
+        f"the fit is off by at most {fit.uncertainty:.1%} on the probes it was made from, of {len(fit.points)} in all"
+        f"{_said_estimated(sizing)}; GiB of batch sizes have that margin",
         "",
     ]
     say("\n".join(lines))
@@ -146,7 +151,8 @@ def _print(sizing: Sizing, lines: list[str], written: Path, following: str) -> N
 def _said_estimated(sizing: Sizing) -> str:
     from truebatch.training.estimating import ESTIMATE_ERROR
 
-    return f", estimated: within {ESTIMATE_ERROR:.0%} where it was compared" if sizing.fit.is_estimate else ""
+    said = f" (probes are estimated, within {ESTIMATE_ERROR:.0%} of real ones where both were taken)"
+    return said if sizing.fit.is_estimate else ""
 
 
 def _advice(sizing: Sizing) -> list[str]:
@@ -167,7 +173,7 @@ def _advice(sizing: Sizing) -> list[str]:
     elif sizing.fit.uncertainty > UNSURE:
         lines.append(
             f"largest budget by this fit: train.cells={cells}; it errs by up to {sizing.fit.uncertainty:.0%}, so do not rely "
-            "on it: what these samples take is not a line through cells and pairs; begin with a fraction of it"
+            "on it: what these samples take is not a line through cells and pairs; begin with half of it"
         )
     else:
         lines.append(

@@ -262,7 +262,9 @@ def _say_end(show: Show, result: TrainResult, folder: Path) -> None:
         return
     best = f", best validation loss {result.best_loss:.4f}" if result.best_loss is not None else ""
     last = f", last loss {result.records[-1]['loss']:.4f}" if result.records else ""
-    show.say(f"done: {result.step} steps ({result.why}){last}{best}")
+    out = result.records[-1].get("quarantined", 0) if result.records else 0
+    left = f", {out:,} samples left out for want of memory" if out else ""
+    show.say(f"done: {result.step} steps ({result.why}){last}{best}{left}")
     exported = folder / "model"
     show.say(f"run: {folder}" + (f"; model: {exported}" if exported.is_dir() else ""))
     show.say(_next(folder, exported))

@@ -19,7 +19,7 @@ _MOST_BYTES = 1 << 24
 
 
 def sizes_table(values: Mapping[str, Any], *, title: str = "") -> Table:
-    """Batch sizes with speed, memory and what fits where; the largest safe budget of cells last."""
+    """Batch sizes with speed, memory and what fits where; the largest budget of cells last."""
     limits: Mapping[str, int] = values["limits"]
     header = ("batch size", "samples/s", "GiB, typical", "GiB, longest", *(_named(n, b) for n, b in limits.items()))
     rows = tuple(
@@ -30,7 +30,7 @@ def sizes_table(values: Mapping[str, Any], *, title: str = "") -> Table:
         for size in values["sizes"]
     )  # fmt: skip
     budgets = (f"{cells:,}" if cells >= values["longest"] else "none" for cells in values["cells"].values())
-    return Table(header, (*rows, ("largest safe cells=", "", "", "", *budgets)), title)
+    return Table(header, (*rows, ("largest budget, cells=", "", "", "", *budgets)), title)
 
 
 def gib(num_bytes: int) -> str:

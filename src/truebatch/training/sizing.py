@@ -97,7 +97,7 @@ class Sizing:
     def _repr_html_(self) -> str:
         rows = [(s.samples, s.samples_per_second, s.typical_bytes, s.worst_bytes) for s in self.sizes]
         header = ("batch size", "samples/s", "bytes, typical", "bytes, longest")
-        return html_table(rows, header=header) + html_table(self.cells.items(), title="largest safe cells=")
+        return html_table(rows, header=header) + html_table(self.cells.items(), title="largest budget, cells=")
 
 
 def save_sizing(sizing: Sizing, folder: Path) -> Path:
