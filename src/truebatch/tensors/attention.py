@@ -87,22 +87,14 @@ def attend_table(
     """
     query, key, value = _in_one_dtype(query, key, value)
     rule = rule if isinstance(max_length, Tensor) else _without_idle_window(rule, max_length)
-    found = _by_operator(query, key, value, starts, rule, max_length=max_length)
-    if found is None and torch.compiler.is_compiling():
-        return _block_table(query, key, value, starts, rule)
-    return found
-
-
-def _by_operator(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, rule: Rule, *, max_length: int | Tensor
-) -> Tensor | None:
-    """Attention by a kernel that reads the table, where there is one; on a CPU for compiled models alone."""
     facts = call_facts(query, value, rule)
     chosen = choose_kernel(facts)
     if chosen in TABLE_KERNELS:
         return _varlen_table(query, key, value, starts, rule, max_length=max_length, planned=chosen == "planned")
-    if not (facts.compiling and _is_bare(rule) and can_attend_on_host(query, key, value)):
+    if not facts.compiling:
         return None
+    if not (_is_bare(rule) and can_attend_on_host(query, key, value)):
+        return _block_table(query, key, value, starts, rule)
     scale = query.shape[-1] ** -0.5 if rule.scale is None else rule.scale
     found = attend_on_host(_flat(query), _flat(key), _flat(value), starts, causal=rule.causal, scale=scale)
     return _unflat(found, query.shape[0])
