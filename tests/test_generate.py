@@ -107,7 +107,7 @@ def test_a_system_that_generates_nothing_says_so(tmp_path, capsys):
     settings = ["train.max_steps=1", "train.samples_per_step=4"]
     folder = train(f"{Path(tasks.__file__)}:system", tmp_path / "run", settings)
     capsys.readouterr()
-    assert run(["generate", str(folder), "--prompt", "x"]) == 2
+    assert run(["generate", str(folder), "--prompt", "x", "--system", f"{Path(tasks.__file__)}:system"]) == 2
     assert "does not generate text" in capsys.readouterr().err
 
 

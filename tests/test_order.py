@@ -443,6 +443,7 @@ ORDER = [
     "commands.demo",
     "commands.doctor",
     "commands.env",
+    "commands.folders",
     "commands.evaluate",
     "commands.show",
     "commands.generate",

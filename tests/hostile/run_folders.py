@@ -226,7 +226,7 @@ RUNS = [
     Hostile("finding: no table", trained(changed("findings/a.json", {"header": 1})), "a.json does not hold a table"),
     Hostile("system of a run: missing", trained(changed("run.json", {}), "evaluate", "run"), "run.json"),
     Hostile("system of a run: a list", trained(changed("run.json", [1]), "evaluate", "run"), "run.json"),
-    Hostile("system of a run: code inside the run", trained(_outside, "evaluate", "run"), "evil.py"),
+    Hostile("system of a run: code inside the run", trained(_outside, "evaluate", "run"), "does not come with"),
     Hostile(
         "best: a path",
         trained(changed("checkpoints/best.json", {"step": "../../x"}), "evaluate", "run"),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from truebatch.commands.folders import SystemOption, open_named, own_folder
 from truebatch.errors import ConfigError, DataError
 from truebatch.language.saying import say
 
@@ -27,6 +28,7 @@ def show_evaluate(
         list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting for this use only.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    system: SystemOption = None,
 ) -> int:
     """Measure a trained run on held-out samples; the figures also go to RUN/evaluation/figures.json.
 
@@ -39,12 +41,10 @@ def show_evaluate(
       truebatch evaluate runs/seqset_vae --json
     """
     from truebatch.training.durable import write_json
-    from truebatch.training.trained import open_trained
 
-    trained = open_trained(run, set_ or [])
+    trained = open_named(run, set_ or [], system)
     samples = _samples(trained)
-    out = run / FOLDER
-    out.mkdir(exist_ok=True)
+    out = own_folder(run, FOLDER)
     assert trained.system.evaluate is not None
     found = trained.system.evaluate(trained.config, trained.model, samples, out)
     figures = {"step": trained.step, "samples": len(samples), **found}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from truebatch.commands.folders import SystemOption, open_named_settings
 from truebatch.errors import ConfigError, DataError, TruebatchError
 from truebatch.language.saying import say
 
@@ -53,6 +54,7 @@ def show_generate(
         list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting of the run, for this use only.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for every prompt.")] = False,
+    system: SystemOption = None,
 ) -> int:
     """Generate text with a trained run: for --prompt and --prompts, for lines of a pipe, or as a dialogue on a terminal.
 
@@ -80,7 +82,7 @@ def show_generate(
         stop=tuple(stop or ()),
     )
     asked = [*(prompt or []), *(_read_prompts(prompts) if prompts is not None else [])]
-    trained = _open(run, set_ or [])
+    trained = _open(run, set_ or [], system)
     if not asked and sys.stdin.isatty():
         return _talk(trained, settings)
     asked = asked or [line.rstrip("\n") for line in sys.stdin if line.strip()]
@@ -90,17 +92,17 @@ def show_generate(
     return 0
 
 
-def _open(run: Path, overrides: list[str]) -> Trained:
-    from truebatch.training.trained import open_settings, open_trained
+def _open(run: Path, overrides: list[str], named: str | None) -> Trained:
+    from truebatch.training.trained import open_trained
 
-    system, _ = open_settings(run, overrides)
+    system, _ = open_named_settings(run, overrides, named)
     if system.generate is None:
         raise ConfigError(
             f"the system {system.name!r} does not generate text",
             seen=f"{run} was trained with it, and its `generate` is None",
             do=f"truebatch evaluate {run}",
         )
-    return open_trained(run, overrides)
+    return open_trained(run, overrides, named=named)
 
 
 def _read_prompts(file: Path) -> list[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from truebatch.commands.folders import open_named
 from truebatch.errors import ConfigError
 from truebatch.language.saying import say
 
@@ -172,12 +173,15 @@ def show_export(
       truebatch seqset_vae export runs/seqset_vae --out latents.npz
     """
     from truebatch.systems.seqset_vae.evaluating import export_latents
-    from truebatch.training.trained import open_trained
 
-    trained = open_trained(run, set_ or [])
+    trained = open_named(run, set_ or [], None)
     if trained.system.name != "seqset_vae":
         raise ConfigError(f"{run} is a run of another system", seen=trained.system.name, do="name a run of seqset_vae")
     path = out or run / "latents.npz"
+    if out is None and path.is_symlink():
+        raise ConfigError(
+            f"{path} is a link, nothing was written", seen=f"it leads to {path.readlink()}", do="name a file: --out"
+        )
     for split, number in export_latents(trained.config, trained.model, path).items():
         say(f"{split}: {number:,} sets")
     say(f"wrote {path}")

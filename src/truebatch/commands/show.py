@@ -10,8 +10,11 @@ from typing import Annotated
 import typer
 
 from truebatch.commands.evaluate import held_out
+from truebatch.commands.folders import SystemOption, open_named, own_folder
 from truebatch.errors import ConfigError
 from truebatch.language.saying import say
+
+FINDINGS = "findings"
 
 
 def show_pictures(
@@ -20,6 +23,7 @@ def show_pictures(
         list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting for this use only.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    system: SystemOption = None,
 ) -> int:
     """Draw what a trained run does on held-out samples, into RUN/findings; `truebatch report RUN` then shows it.
 
@@ -31,16 +35,14 @@ def show_pictures(
 
       truebatch show runs/vlm_pruning --set evaluation_settings.pictures=12
     """
-    # Imported here so that `truebatch --help` answers at once.
-    from truebatch.training.trained import open_trained
-
-    trained = open_trained(run, set_ or [])
+    trained = open_named(run, set_ or [], system)
     if trained.system.show is None:
         raise ConfigError(
             f"the system {trained.system.name!r} has no pictures of its own",
             seen="its `show` is None",
             do=f"look at its curves: truebatch report {run}",
         )
+    own_folder(run, FINDINGS)
     paths = trained.system.show(trained.config, trained.model, held_out(trained), run)
     if as_json:
         sys.stdout.write(json.dumps([str(path) for path in paths]) + "\n")

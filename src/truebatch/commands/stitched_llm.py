@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from truebatch.commands.folders import open_named
 from truebatch.language.saying import say
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
@@ -126,11 +127,10 @@ def show_export(
     from truebatch.hf.finetuning.models import load_tokenizer
     from truebatch.systems.stitched_llm.data import sources_of
     from truebatch.systems.stitched_llm.saving import export_merged
-    from truebatch.training.trained import open_trained
 
     if out.exists():
         raise ConfigError(f"{out} is there already", seen="--out", do="name a folder that is not there")
-    trained = open_trained(run)
+    trained = open_named(run, [], None)
     model: Any = trained.model
     export_merged(model, out, load_tokenizer(sources_of(trained.config).tokenizer, None))
     say(f"wrote {out}: the weights of step {trained.step}")

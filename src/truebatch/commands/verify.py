@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from truebatch.commands.folders import SystemOption, open_named
 from truebatch.errors import ConfigError
 from truebatch.language.saying import say
 
@@ -35,6 +37,7 @@ def show_verify(
         Path | None, typer.Option(help="A folder to keep the result in, for `report`. Default: a run's own.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    system: SystemOption = None,
 ) -> int:
     """Run the same samples alone, padded, packed, permuted and cut, and compare outputs, loss and gradients.
 
@@ -57,13 +60,31 @@ def show_verify(
     """
     named = {"one": one, "samples": samples, "fields": fields, "objective": objective}
     given = {k: v for k, v in named.items() if v is not None}
-    report = _report(target, given, config, set_ or [], {"layout": layout, "tolerance": tolerance})
+    _check_system(target, system)
+    report = _report(target, given, config, _Settings(set_ or [], system), {"layout": layout, "tolerance": tolerance})
     _keep(report, target, out or _own_run(target))
     _write(report, as_json)
     return 0 if report.ok else CHECK_FAILED
 
 
-def _report(target: str, given: dict[str, str], file: Path | None, overrides: list[str], how: dict[str, Any]) -> Any:
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What was given for a system or a run."""
+
+    overrides: list[str]
+    system: str | None
+
+
+def _check_system(target: str, system: str | None) -> None:
+    if system is not None and _own_run(target) is None:
+        raise ConfigError(
+            "--system says which code a run folder belongs to",
+            seen=f"--system {system} with {target}, which is not a run folder",
+            do="leave --system away, and name your code as the target itself",
+        )
+
+
+def _report(target: str, given: dict[str, str], file: Path | None, asked: _Settings, how: dict[str, Any]) -> Any:
     # Imported here so that `truebatch --help` answers at once.
     from truebatch.commands.settings import checked, read_settings
     from truebatch.proof.asking import ask
@@ -71,8 +92,8 @@ def _report(target: str, given: dict[str, str], file: Path | None, overrides: li
     from truebatch.proof.verification import verify_system
     from truebatch.systems import SYSTEMS
     from truebatch.systems.finding import find_system
-    from truebatch.training.trained import open_trained
 
+    overrides = asked.overrides
     is_run = _own_run(target) is not None
     if target not in SYSTEMS and not is_run and file is None and not overrides:
         return ask(target, given, **how)
@@ -84,7 +105,7 @@ def _report(target: str, given: dict[str, str], file: Path | None, overrides: li
             do=f"leave {wrong[0]} out; single settings change with --set",
         )
     if is_run:
-        trained = open_trained(Path(target), overrides)
+        trained = open_named(Path(target), overrides, asked.system)
         return verify_system(trained.system, trained.config, model=trained.model, config=VerifyConfig(**how))
     system = find_system(target)
     return verify_system(system, checked(system, read_settings(file, overrides, {})), config=VerifyConfig(**how))

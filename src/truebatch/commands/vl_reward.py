@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from truebatch.errors import ConfigError
 from truebatch.language.saying import say
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
@@ -164,7 +165,19 @@ def retry_benchmark(run: Path, kinds: list[str]) -> int:
     from truebatch.systems.vl_reward.settings import RewardConfig
 
     config = load_config(RewardConfig, run / SETTINGS, overrides=[f"evaluation.output_dir={json.dumps(str(run))}"])
+    _refuse_code(config, run)
     return _tell_report(run_benchmark(config, say=_say, how=Running(retry=tuple(kinds))))
+
+
+def _refuse_code(config: RewardConfig, run: Path) -> None:
+    """A folder may come from anybody: what it names is not imported, and no program of its choice is started."""
+    editor, judge = config.diffusion_model.class_path, config.reward_model.params.python_path
+    if judge or not editor.startswith("diffusers:"):
+        raise ConfigError(
+            f"the settings in {run} name code or a program",
+            seen=f"diffusion_model.class_path={editor!r}, reward_model.params.python_path={judge!r}",
+            do="if they are yours, run the benchmark again with your own file: truebatch vl_reward run --config FILE",
+        )
 
 
 def _say(line: str) -> None:

@@ -12,7 +12,8 @@ from torch import nn
 from truebatch.config import apply_override, check_config
 from truebatch.errors import CheckpointError, RunError
 from truebatch.system import System
-from truebatch.systems.finding import find_system
+from truebatch.systems import SYSTEMS
+from truebatch.systems.finding import find_system, lasting_target
 from truebatch.training.checkpoints import Checkpoint, load_checkpoint, load_newest
 from truebatch.training.durable import damage_named, read_json
 from truebatch.training.keeping import best_step, list_checkpoints
@@ -37,12 +38,13 @@ class Trained:
     """After which the weights were saved."""
 
 
-def open_trained(folder: Path, overrides: Sequence[str] = ()) -> Trained:
+def open_trained(folder: Path, overrides: Sequence[str] = (), *, named: str | None = None) -> Trained:
     """The model of a run with the weights of its best validation, or of its last good checkpoint.
 
-    `overrides` (`a.b=value`) change settings for this use only; the run stays as it is. Nothing is written.
+    `overrides` (`a.b=value`) change settings for this use only; the run stays as it is. Nothing is written, and no code
+    is run that the folder names: a system of the user's own is `named` by the caller (`file.py:name`).
     """
-    system, config = open_settings(folder, overrides)
+    system, config = open_settings(folder, overrides, named=named)
     saved = _weights(folder)
     weights = saved.parts["model"]
     model = system.build_model(config) if system.restore_model is None else system.restore_model(config, weights)
@@ -50,7 +52,7 @@ def open_trained(folder: Path, overrides: Sequence[str] = ()) -> Trained:
     return Trained(folder, system, config, model.eval(), saved.step)
 
 
-def open_settings(folder: Path, overrides: Sequence[str] = ()) -> tuple[System, Any]:
+def open_settings(folder: Path, overrides: Sequence[str] = (), *, named: str | None = None) -> tuple[System, Any]:
     """The system and the settings of a run, without its weights."""
     if not (folder / CONFIG).is_file():
         raise RunError(
@@ -62,23 +64,33 @@ def open_settings(folder: Path, overrides: Sequence[str] = ()) -> tuple[System, 
             seen=f"no {ABOUT} in it: it was made by train() in Python",
             do="use your own code to load it, or train it with `truebatch train`",
         )
-    system = find_system(_system_of(folder))
+    system = find_system(_builtin_of(folder) if named is None else named)
     document = read_yaml(folder / CONFIG)
     for override in overrides:
         apply_override(document, override)
     return system, check_config(settings_type(system), document)
 
 
-def _system_of(folder: Path) -> str:
-    """The target a run names. Code that came inside the folder is not run: a run may come from others."""
+def recorded_system(folder: Path) -> str:
+    """What a run says its system is. It is only shown and compared: whoever wrote the folder wrote it."""
     with damage_named(folder / ABOUT):
-        target = str(read_json(folder / ABOUT, max_bytes=_MOST_BYTES)["system"])
-    place = target.rpartition(":")[0]
-    if place.endswith(".py") and Path(place).resolve().is_relative_to(folder.resolve()):
+        return str(read_json(folder / ABOUT, max_bytes=_MOST_BYTES)["system"])
+
+
+def differing_system(folder: Path, named: str) -> str | None:
+    """What a run says its system is, if that is another one than the caller has named."""
+    recorded = recorded_system(folder)
+    return None if recorded in (named, lasting_target(named)) else recorded
+
+
+def _builtin_of(folder: Path) -> str:
+    """The system a run names, if it is one of ours: a folder may come from anybody, so its word runs no code."""
+    target = recorded_system(folder)
+    if target not in SYSTEMS:
         raise RunError(
-            f"the run {folder} names code that lies inside its own folder",
-            seen=f"{folder / ABOUT}: {target}",
-            do="if you trust that code, move it out of the folder and train or evaluate with it by its path",
+            f"the run {folder} was made by a system that does not come with truebatch",
+            seen=f"{folder / ABOUT} names {target!r}; code that a folder names is not run",
+            do="if you know and trust that code, name it yourself: --system file.py:NAME or --system module:NAME",
         )
     return target
 
