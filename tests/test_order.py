@@ -114,6 +114,7 @@ ORDER = [
     "training.settings",
     "training.systemsettings",
     "proof.arrangements",
+    "proof.gradients",
     "proof.outputs",
     "proof.owncells",
     "proof.subjects",

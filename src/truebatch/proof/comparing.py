@@ -8,15 +8,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from truebatch.errors import BatchError, ConfigError
-from truebatch.objective import add_counts, divide_once
+from truebatch.objective import add_counts
 from truebatch.proof.arrangements import Arrangement, Piece
+from truebatch.proof.gradients import (
+    Rounding,
+    gradient_gap,
+    gradients_apart,
+    measured_rounding,
+    run_backward,
+    taken_gradient,
+)
 from truebatch.proof.outputs import PerSample
 from truebatch.proof.owncells import Place, own_cells, place_of, without_leading
 from truebatch.proof.subjects import Outcome
@@ -51,6 +59,10 @@ class Runnable(Protocol):
 
     def held(self, piece: Piece) -> AbstractContextManager[None]:
         """What must stay open until backward is over."""
+        ...
+
+    def counts(self, pieces: Sequence[Piece]) -> dict[str, int] | None:
+        """What the step of these micro-batches is divided by; None if only its results tell."""
         ...
 
 
@@ -92,23 +104,43 @@ class Reference:
 
     whole: Whole
     limits: Mapping[str, float]
+    rounding: Rounding | None = None
+    """What rounding does to the gradient of every parameter by itself; None: only the whole gradient is judged."""
 
 
 def run_whole(subject: Runnable, arrangement: Arrangement, *, gradient: bool = True) -> Whole:
-    """Run every micro-batch of an arrangement and put the step together again."""
+    """Run every micro-batch of an arrangement and put the step together again.
+
+    Backward follows every forward pass, as in training; where only the results tell what the step is divided by, all
+    forward passes come first.
+    """
     wanted = gradient and subject.model is not None
+    counts = subject.counts(arrangement.pieces)
+    outcomes: list[Outcome] = []
+    differentiated = []
     with (
         torch.set_grad_enabled(wanted),
-        subject.held(arrangement.pieces[0]),
+        gradients_apart(subject.model if wanted else None),
         kernels_without_plans(device_of(subject)),
     ):
-        outcomes = [subject.run(piece) for piece in arrangement.pieces]
-        counts = add_counts(o.counts for o in outcomes)
-        sums = add_sums(outcomes)
-        grads = gradient_of(subject.model, sums, counts) if wanted else {}
+        for piece in arrangement.pieces:
+            with subject.held(piece):
+                outcome = subject.run(piece)
+                if counts is not None and wanted:
+                    differentiated.append(run_backward(subject.model, outcome.sums, counts))
+            outcomes.append(outcome if counts is None else _detached(outcome))
+        if counts is None:
+            counts = add_counts(o.counts for o in outcomes)
+            differentiated = [run_backward(subject.model, o.sums, counts) for o in outcomes if wanted]
+        grads = taken_gradient(subject.model) if any(differentiated) else {}
     ids = [[int(i) for i in piece.rows.ids] for piece in arrangement.pieces]
     outputs = by_sample([o.outputs for o in outcomes], [i for some in ids for i in some])
-    return Whole(outputs, step_loss(sums, counts), grads, _places(outcomes, ids, subject.lengths))
+    return Whole(outputs, step_loss(add_sums(outcomes), counts), grads, _places(outcomes, ids, subject.lengths))
+
+
+def _detached(outcome: Outcome) -> Outcome:
+    outputs = {name: [t.detach() for t in parts] for name, parts in outcome.outputs.items()}
+    return Outcome(outputs, {k: v.detach() for k, v in outcome.sums.items()}, outcome.counts)
 
 
 def device_of(subject: Runnable) -> torch.device:
@@ -141,15 +173,6 @@ def step_loss(sums: Mapping[str, Tensor], counts: Mapping[str, int]) -> dict[str
     return {k: float(v.detach()) / max(counts[k], 1) for k, v in sums.items()}
 
 
-def gradient_of(model: nn.Module | None, sums: Mapping[str, Tensor], counts: Mapping[str, int]) -> dict[str, Tensor]:
-    """The gradient of a step by parameter name; empty where nothing can be differentiated."""
-    if model is None or not any(total.requires_grad for total in sums.values()):
-        return {}
-    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    grads = torch.autograd.grad(divide_once(sums, counts), list(named.values()), allow_unused=True)
-    return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), grads, strict=True)}
-
-
 def by_sample(outputs: Sequence[PerSample], ids: list[int]) -> dict[str, dict[int, Tensor]]:
     """Outputs of all micro-batches under the ids of their samples."""
     names = dict.fromkeys(name for one in outputs for name in one)
@@ -166,12 +189,11 @@ def by_sample(outputs: Sequence[PerSample], ids: list[int]) -> dict[str, dict[in
 
 def differences(whole: Whole, reference: Reference) -> list[Difference]:
     """Outputs, loss and gradient, each with the place where it is worst."""
-    parts = [
-        _outputs_difference(whole, reference.whole),
-        _loss_difference(whole, reference.whole),
-        _gradient_difference(whole, reference.whole),
-    ]
-    return [Difference(d.part, d.value, reference.limits[d.part], d.where, d.sample) for d in parts if d is not None]
+    limits = reference.limits
+    parts = [_outputs_difference(whole, reference.whole), _loss_difference(whole, reference.whole)]
+    found = [replace(d, limit=limits[d.part]) for d in parts if d is not None]
+    gradient = _gradient_difference(whole, reference)
+    return found if gradient is None else [*found, gradient]
 
 
 def _outputs_difference(whole: Whole, reference: Whole) -> Difference | None:
@@ -253,24 +275,15 @@ def _loss_difference(whole: Whole, reference: Whole) -> Difference | None:
     return Difference("loss", value, 0.0, where)
 
 
-def _gradient_difference(whole: Whole, reference: Whole) -> Difference | None:
-    """||a - b|| / ||b|| over all parameters as one vector; a single entry against the largest entry of the model."""
-    if not reference.gradient:
+def _gradient_difference(whole: Whole, reference: Reference) -> Difference | None:
+    expected = reference.whole.gradient
+    if not expected:
         return None
     if not whole.gradient:
-        return Difference("gradient", math.inf, 0.0, "all parameters: the loss cannot be differentiated")
-    squares, gap_squares, largest = 0.0, 0.0, 0.0
-    single: dict[str, float] = {}
-    for name, expected in reference.gradient.items():  # one at a time: in fp64 all of them are four models more
-        wide = expected.double()
-        gap = whole.gradient[name].double() - wide
-        squares, gap_squares = squares + float(wide.square().sum()), gap_squares + float(gap.square().sum())
-        if wide.numel():
-            largest, single[name] = max(largest, float(wide.abs().max())), float(gap.abs().max())
-    over_all = math.sqrt(gap_squares) / (math.sqrt(squares) or 1.0)
-    worst = max(single, key=lambda k: _nan_last(single[k]))
-    value = max(over_all, single[worst] / (largest or 1.0), key=_nan_last)
-    return Difference("gradient", value, 0.0, f"parameter {worst}")
+        limit = reference.limits["gradient"]
+        return Difference("gradient", math.inf, limit, "all parameters: the loss cannot be differentiated")
+    gap = gradient_gap(whole.gradient, expected, reference.limits["gradient"], reference.rounding)
+    return Difference("gradient", gap.value, gap.limit, gap.where)
 
 
 def _nan_last(value: float) -> float:
@@ -285,7 +298,8 @@ def make_reference(subject: Runnable, one_by_one: Whole, alone: Arrangement, tol
     dtype = floating_dtype(subject.model)
     if tolerance is not None or dtype in PROMISED:
         limit = PROMISED.get(dtype, 1e-5) if tolerance is None else tolerance
-        return Reference(one_by_one, dict.fromkeys(PARTS, limit))
+        rounding = _rounding_of(subject, alone) if dtype in PROMISED else None
+        return Reference(one_by_one, dict.fromkeys(PARTS, limit), rounding)
     try:
         return _exact_reference(subject, one_by_one, alone, torch.float32, least=torch.finfo(dtype).eps)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
@@ -311,7 +325,21 @@ def sharper_reference(subject: Runnable, one_by_one: Whole, alone: Arrangement) 
         if is_out_of_memory(error):
             raise
         return None
-    return found if all(limit <= 2 * ROUNDING for limit in found.limits.values()) else None
+    if any(limit > 2 * ROUNDING for limit in found.limits.values()):
+        return None
+    return replace(found, rounding=_rounding_of(subject, alone))
+
+
+def _rounding_of(subject: Runnable, alone: Arrangement) -> Rounding | None:
+    model = subject.model
+    if model is None:
+        return None
+
+    def measure() -> dict[str, float]:
+        base = run_whole(subject, alone).gradient
+        return measured_rounding(model, lambda: run_whole(subject, alone).gradient, base)
+
+    return Rounding(measure)
 
 
 def _exact_reference(

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from truebatch.errors import BatchError
 from truebatch.objective import add_counts
 from truebatch.proof.arrangements import Piece
-from truebatch.proof.comparing import Whole, add_sums, by_sample, gradient_of, step_loss
+from truebatch.proof.comparing import Whole, add_sums, by_sample, step_loss
+from truebatch.proof.gradients import gradients_apart, run_backward, taken_gradient
 from truebatch.proof.outputs import PerSample, as_tensors, named_tensors, split_list
 from truebatch.proof.subjects import Outcome, read_result
 
@@ -46,6 +47,10 @@ class ListSubject:
         """A function keeps nothing open."""
         return nullcontext()
 
+    def counts(self, pieces: Sequence[Piece]) -> None:
+        """Only the results tell."""
+        return
+
 
 def run_one_by_one(
     one: Callable[[Sample], Any], samples: Sequence[Sample], model: nn.Module | None, *, batched: Whole, stand_in: bool
@@ -56,16 +61,17 @@ def run_one_by_one(
     number is that output and no loss, and a number that it has only once is none of its outputs.
     """
     names = set(batched.outputs)
-    with torch.set_grad_enabled(model is not None):
+    with torch.set_grad_enabled(model is not None), gradients_apart(model):
         values = [as_tensors(one(copy.deepcopy(sample))) for sample in samples]
         outcomes = [
             read_result(v, lambda rest: _as_one(rest, names), 1, stand_in=stand_in, number_is_loss=not names)
             for v in values
         ]
         counts = add_counts(o.counts for o in outcomes)
-        sums = add_sums(outcomes)
-        grads = gradient_of(model, sums, counts)
-    return Whole(by_sample([o.outputs for o in outcomes], list(range(len(samples)))), step_loss(sums, counts), grads)
+        differentiated = [run_backward(model, o.sums, counts) for o in outcomes]
+        grads = taken_gradient(model) if any(differentiated) else {}
+    outputs = by_sample([o.outputs for o in outcomes], list(range(len(samples))))
+    return Whole(outputs, step_loss(add_sums(outcomes), counts), grads)
 
 
 def _as_one(value: Any, names: set[str]) -> PerSample:

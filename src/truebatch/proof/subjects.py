@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from truebatch.errors import DataError
-from truebatch.objective import Objective
+from truebatch.objective import Objective, add_counts, held_open
 from truebatch.proof.arrangements import Piece
 from truebatch.proof.outputs import PerSample, split_output
 from truebatch.tensors.collating import collate
@@ -52,6 +52,8 @@ class Subject:
     """Field -> whole numbers that may stand anywhere (no placeholders); by default those the samples have."""
     hold: Callable[[Any, MicroBatch], AbstractContextManager[None]] | None = None
     """What must stay open until backward is over, as the objective says: layers may be run again there."""
+    count: Callable[[MicroBatch], dict[str, int]] | None = None
+    """What a micro-batch adds to what the step is divided by; None if only its results tell."""
 
     @property
     def lengths(self) -> list[int]:
@@ -84,6 +86,10 @@ class Subject:
         """Open around forward and backward of an arrangement that begins with this piece."""
         return nullcontext() if self.hold is None else self.hold(self.model, self.micro_batch(piece))
 
+    def counts(self, pieces: Sequence[Piece]) -> dict[str, int] | None:
+        """What the step of these micro-batches is divided by, before any of them is run."""
+        return None if self.count is None else add_counts(self.count(self.micro_batch(piece)) for piece in pieces)
+
 
 def model_subject(
     model: nn.Module, objective: Objective, samples: Sequence[Sample], fields: Sequence[Field], causal: bool | None
@@ -110,8 +116,12 @@ def model_subject(
             sums = objective.sums(model, batch)
         return (split_output(values[0], batch) if len(values) == 1 else {}), sums
 
-    hold = getattr(objective, "hold", None)
-    return Subject(samples, fields, call, model, _is_causal(fields, causal), hold=hold)
+    @contextmanager
+    def hold(model: nn.Module, batch: MicroBatch) -> Iterator[None]:
+        with noise_for(batch, seed=0), held_open(objective, model, batch):  # for layers that are run again
+            yield
+
+    return Subject(samples, fields, call, model, _is_causal(fields, causal), hold=hold, count=objective.counts)
 
 
 def callable_subject(
