@@ -199,6 +199,7 @@ ORDER = [
     "training.foreseeing",
     "scoring.records",
     "scoring.keys",
+    "scoring.checksums",
     "scoring.journal",
     "scoring.manifest",
     "scoring.labels",

@@ -194,13 +194,14 @@ RUNS = [
     Hostile("journal: damaged pages", scored(_torn), "worker-0"),
     Hostile("journal: a pipe", scored(_piped), "worker-9.db"),
     Hostile("journal: another table", scored(_rewritten("DROP TABLE results", "CREATE TABLE results (x)")), "worker-0"),
-    Hostile("journal: a text for a score", scored(_rewritten("UPDATE results SET score = 'high'")), "worker-0"),
-    Hostile("journal: output that is no JSON", scored(_rewritten("UPDATE results SET output = '{'")), "worker-0"),
-    Hostile("journal: an unknown status", scored(_rewritten("UPDATE results SET status = 'great'")), "worker-0"),
+    Hostile("journal: a text for a score", scored(_rewritten("UPDATE results SET score = 'high'")), "worker-0", 1),
+    Hostile("journal: output that is no JSON", scored(_rewritten("UPDATE results SET output = '{'")), "worker-0", 1),
+    Hostile("journal: an unknown status", scored(_rewritten("UPDATE results SET status = 'great'")), "worker-0", 1),
     Hostile(
         "journal: a failure with a score",
         scored(_rewritten("UPDATE results SET status = 'failed', score = 9")),
         "worker-0",
+        1,
     ),
     Hostile(
         "export: outside, no such folder",

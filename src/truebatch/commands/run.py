@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from truebatch.commands.vl_reward import export_benchmark, is_benchmark_run, ret
 from truebatch.errors import ConfigError
 from truebatch.language.saying import say
 
+CHECK_FAILED = 1
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 run_app = typer.Typer(
     help="Look at a scoring run, export it, retry its failures.", no_args_is_help=True, rich_markup_mode=None
@@ -33,8 +35,8 @@ def show_status(
 ) -> int:
     """Count done, failed and pending samples of a run; it may be running, here or elsewhere.
 
-    Exit code 0: nothing failed so far, or the run is not done. 1: one sample has two different results. 3: done, some
-    samples failed.
+    Exit code 0: nothing failed so far, or the run is not done. 1: one sample has two different results, or a record of
+    the journal is not what was written. 3: done, some samples failed.
 
     Examples:
 
@@ -47,8 +49,8 @@ def show_status(
     for folder in stage_folders(run) if is_benchmark_run(run) else [run]:
         status = read_status(folder)
         code = tell(status, folder, as_json=as_json)
-        codes.append(1 if status.disagreements else code)
-    return 1 if 1 in codes else max(codes, default=0)
+        codes.append(CHECK_FAILED if status.disagreements or status.damaged else code)
+    return CHECK_FAILED if CHECK_FAILED in codes else max(codes, default=0)
 
 
 @run_app.command("export", short_help="All rows of a run as .jsonl, .csv or .parquet.")
@@ -58,15 +60,21 @@ def show_export(
 ) -> int:
     """Write a row for every sample of the input, in its order; the same bytes however often the run was interrupted.
 
+    Exit code 0: written. 1: written, but a record of the journal is not what was written: its row has no score.
+
     Examples:
 
       truebatch run export runs/score-pairs --to scores.parquet
     """
-    from truebatch.scoring.exporting import export
+    from truebatch.scoring.exporting import export, read_damaged
 
-    rows = export_benchmark(run, to) if is_benchmark_run(run) else export(run, to)
+    is_benchmark = is_benchmark_run(run)
+    rows = export_benchmark(run, to) if is_benchmark else export(run, to)
     say(f"{rows:,} rows written to {to}")
-    return 0
+    damaged = [name for folder in (stage_folders(run) if is_benchmark else [run]) for name in read_damaged(folder)]
+    for name in damaged:
+        say(f"{name}: the record is not what was written; its row is pending, without a score", file=sys.stderr)
+    return CHECK_FAILED if damaged else 0
 
 
 @run_app.command("retry", short_help="Run failures of some kinds again.")

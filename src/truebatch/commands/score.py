@@ -29,6 +29,8 @@ BENCHMARK = "vl_reward"
 CHECKS = {"on": 8, "off": 0, "compare": 64}
 """Samples that are judged alone and together before a run."""
 _SECONDS = 2.0
+_NAMED = 10
+"""Damaged records that are named."""
 
 
 def show_score(
@@ -221,6 +223,16 @@ def _lines(status: Status, folder: Path) -> list[str]:
     lines += [f"  {status.duplicates:,} samples have the content of another"] if status.duplicates else []
     lines += [f"  failed: {number:,} {kind}" for kind, number in status.kinds.items()]
     lines += [f"  {status.suspects:,} batches in which a worker died are judged next"] if status.suspects else []
+    if status.damaged:
+        lines.append(
+            f"  {len(status.damaged):,} records of the journal are not what was written, and count as pending; the command"
+            " of `truebatch score` judges them again"
+        )
+        lines += [f"    {name}" for name in status.damaged[:_NAMED]]
+    if status.unchecked:
+        lines.append(
+            f"  {status.unchecked:,} records of an earlier version have no checksum: whether they were changed is unknown"
+        )
     if status.disagreements:
         lines.append(
             f"  {len(status.disagreements):,} samples have two different results: {status.disagreements[0]} ..."

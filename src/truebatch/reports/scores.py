@@ -83,6 +83,9 @@ def scoring_sections(scored: Scored) -> Iterator[Section]:
     yield Section(title="Samples", tables=[status_table([scored]), manifest])
     if scored.status.failed:
         yield Section(title="Failures", tables=[failures_table(scored)])
+    if scored.status.damaged:
+        words = "records of the journal that are not what was written; their samples count as pending"
+        yield Section(title="Damaged records", words=[words, *scored.status.damaged[:SHOWN]])
     if scored.scores:
         picture = partial(histogram, scored.scores[:_MOST_SCORES], title="Scores", x="score")
         yield Section(title="Scores", tables=[scores_table([scored])], drawn=[picture])

@@ -11,7 +11,7 @@ import json
 import os
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -21,7 +21,7 @@ from typing import IO, Any
 from truebatch.errors import ConfigError, DataError
 from truebatch.notebook import html_table
 from truebatch.scoring.batching import load_batches
-from truebatch.scoring.journal import Told, read_journals
+from truebatch.scoring.journal import read_journals
 from truebatch.scoring.listing import Listed, load_list
 from truebatch.scoring.manifest import read_manifest
 from truebatch.scoring.records import Outcome
@@ -30,8 +30,15 @@ from truebatch.training.durable import DRAFT, sync_folder
 
 COLUMNS = ("index", "id", "status", "score", "output", "tokens", "stage", "kind", "message", "level", "meta")
 FORMATS = (".jsonl", ".csv", ".parquet")
+_ADDED = (
+    "samples", "ok", "failed", "pending", "duplicates", "tokens", "tokens_done", "batches", "seconds", "suspects", "unchecked",
+)  # fmt: skip
+_JOINED = ("disagreements", "damaged")
+"""What of the windows of a run is added, and what stands one after the other."""
 PENDING = "pending"
 """The status of a sample that has no result yet."""
+DAMAGED = "damaged"
+"""The kind of a pending sample whose record is not what was written."""
 _GROUP = 50_000
 """Rows of a group in a Parquet file."""
 
@@ -62,6 +69,10 @@ class Status:
     """Batches in which a worker died, not yet judged again."""
     disagreements: tuple[str, ...]
     """Keys with two different results under one configuration: this must not be."""
+    damaged: tuple[str, ...] = ()
+    """Pending samples whose record is not what was written, as `id (journal)`."""
+    unchecked: int = 0
+    """Records of an earlier version, without a checksum: whether they are what was written cannot be said."""
 
     def _repr_html_(self) -> str:
         return html_table([(name, getattr(self, name)) for name in self.__dataclass_fields__])
@@ -73,7 +84,7 @@ def read_rows(run: Path) -> Iterator[Row]:
     for folder in window_folders(run):
         told = read_journals(folder)
         for one in load_list(folder):
-            yield make_row(one, told.results.get(one.key), level)
+            yield make_row(one, told.results.get(one.key), level, damaged=told.damaged.get(one.key, ""))
 
 
 def export(run: Path, file: Path) -> int:
@@ -98,6 +109,19 @@ def write_rows(given: Iterable[Row], file: Path) -> int:
     return rows.number
 
 
+def read_damaged(run: Path) -> tuple[str, ...]:
+    """Samples whose record in a journal is not what was written, as `id (journal)`."""
+    out: list[str] = []
+    for folder in window_folders(run):
+        damaged = read_journals(folder).damaged
+        out += _named(damaged, load_list(folder)) if damaged else []
+    return tuple(out)
+
+
+def _named(damaged: Mapping[str, str], listed: Iterable[Listed]) -> list[str]:
+    return [f"{one.id} ({damaged[one.key]})" for one in listed if one.key in damaged]
+
+
 def read_status(run: Path) -> Status:
     """Counts over the samples of the input, and what the journals of all windows say."""
     level = _level(run)
@@ -105,29 +129,21 @@ def read_status(run: Path) -> Status:
     kinds = Counter[str]()
     for part in parts:
         kinds.update(part.kinds)
-    added = (
-        "samples",
-        "ok",
-        "failed",
-        "pending",
-        "duplicates",
-        "tokens",
-        "tokens_done",
-        "batches",
-        "seconds",
-        "suspects",
-    )
-    sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in added}
-    disagreements = tuple(chain.from_iterable(part.disagreements for part in parts))
-    return Status(**sums, kinds=dict(sorted(kinds.items())), level=level, disagreements=disagreements)
+    sums: dict[str, Any] = {name: sum(getattr(part, name) for part in parts) for name in _ADDED}
+    lists: dict[str, Any] = {
+        name: tuple(chain.from_iterable(getattr(part, name) for part in parts)) for name in _JOINED
+    }
+    return Status(**sums, **lists, kinds=dict(sorted(kinds.items())), level=level)
 
 
 def _window_status(run: Path, level: str) -> Status:
     listed, told, tokens = load_list(run), read_journals(run), load_batches(run).tokens or {}
-    states = Counter(_state(one, told) for one in listed)
-    kinds = Counter(
-        f"{o.stage}/{o.kind}" for one in listed if (o := told.results.get(one.key)) and o.status == "failed"
-    )
+    states, kinds = Counter[str](), Counter[str]()
+    for one in listed:
+        outcome = told.results.get(one.key)
+        states[PENDING if outcome is None else outcome.status] += 1
+        if outcome is not None and outcome.status == "failed":
+            kinds[f"{outcome.stage}/{outcome.kind}"] += 1
     keys = {one.key for one in listed}
     return Status(
         samples=len(listed), ok=states["ok"], failed=states["failed"], pending=states[PENDING],
@@ -135,37 +151,31 @@ def _window_status(run: Path, level: str) -> Status:
         tokens=sum(number for key, number in tokens.items() if key in keys),
         tokens_done=sum(number for key, number in tokens.items() if key in keys and key in told.results),
         batches=told.batches, seconds=told.seconds, level=level, suspects=len(told.suspects),
-        disagreements=told.disagreements,
+        disagreements=told.disagreements, unchecked=told.unchecked,
+        damaged=tuple(_named(told.damaged, listed)),
     )  # fmt: skip
-
-
-def _state(one: Listed, told: Told) -> str:
-    outcome = told.results.get(one.key)
-    return PENDING if outcome is None else outcome.status
 
 
 def _level(run: Path) -> str:
     return str(read_manifest(run).fields["sameness"]["level"])
 
 
-def make_row(one: Listed, outcome: Outcome | None, level: str) -> Row:
-    """The row of a sample; without an outcome it is pending."""
+def make_row(one: Listed, outcome: Outcome | None, level: str, *, damaged: str = "") -> Row:
+    """The row of a sample; without an outcome it is pending. `damaged` is the journal whose record was changed."""
     about = {"index": one.index, "id": one.id, "level": level, "meta": dict(one.meta)}
     if outcome is None:
-        found: Row = {
-            "status": PENDING,
-            "score": None,
-            "output": {},
-            "tokens": 0,
-            "stage": "",
-            "kind": "",
-            "message": "",
-        }
+        kind, message = (DAMAGED, _damage(damaged)) if damaged else ("", "")
+        found: Row = {"status": PENDING, "score": None, "output": {}, "tokens": 0, "stage": ""}
+        found |= {"kind": kind, "message": message}
     else:
         names = ("status", "score", "tokens", "stage", "kind", "message")
         found = {"output": dict(outcome.output), **{name: getattr(outcome, name) for name in names}}
     values = {**about, **found}
     return {name: values[name] for name in COLUMNS}
+
+
+def _damage(journal: str) -> str:
+    return f"its record in {journal} is not what was written; the run judges it again when it goes on"
 
 
 class _Counted:

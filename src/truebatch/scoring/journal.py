@@ -2,7 +2,8 @@
 
 A kill at any moment loses at most the batch a worker was on; a power failure at most the last second of quick batches
 beside it, since the disk is waited for once a second at most. What was begun and not committed by a worker that is
-gone is suspect: it may hold a sample that ends the interpreter.
+gone is suspect: it may hold a sample that ends the interpreter. Every record carries a checksum; one that is not what
+was written is no result, and is named.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import socket
 import sqlite3
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any, Final
 import psutil
 
 from truebatch.errors import RunError, TruebatchError
+from truebatch.scoring.checksums import Record, is_whole, record_checksum
 from truebatch.scoring.records import Outcome
 from truebatch.textfiles import open_file
 from truebatch.training.durable import to_json
@@ -42,10 +44,13 @@ CREATE TABLE IF NOT EXISTS batches (
 CREATE TABLE IF NOT EXISTS results (
     key TEXT NOT NULL, batch INTEGER NOT NULL REFERENCES batches(id), status TEXT NOT NULL, score REAL,
     output TEXT NOT NULL, tokens INTEGER NOT NULL, stage TEXT NOT NULL, kind TEXT NOT NULL, message TEXT NOT NULL,
-    attempts INTEGER NOT NULL, PRIMARY KEY (key, batch)
+    attempts INTEGER NOT NULL, checksum TEXT NOT NULL DEFAULT '', PRIMARY KEY (key, batch)
 ) WITHOUT ROWID;
 """
-_COLUMNS = "key, status, score, output, tokens, stage, kind, message, attempts"
+_COLUMNS = "key, batch, status, score, output, tokens, stage, kind, message, attempts"
+_CHECKSUM = "checksum"
+Place = tuple[float, str, int]
+"""When a record was committed, its journal and its batch there: of two, the earlier is the smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +67,12 @@ class Suspect:
 class Told:
     """What all journals of a run say together."""
 
-    results: dict[str, Outcome] = field(default_factory=dict)
+    results: Mapping[str, Outcome] = field(default_factory=dict)
     """By key: the first success, else the last failure."""
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    """Keys without a result since their record is not what was written, and the journal it is in."""
+    unchecked: int = 0
+    """Records without a checksum: earlier versions wrote none."""
     suspects: tuple[Suspect, ...] = ()
     disagreements: tuple[str, ...] = ()
     """Keys with two successes of different value: under one configuration that must not be."""
@@ -99,7 +108,7 @@ class Journal:
         failpoint("journal.before_commit")
         is_due = not self._is_wal or time.monotonic() - self._synced >= SYNC_SECONDS
         with self._writing("FULL" if is_due else "NORMAL"):
-            self._connection.executemany(f"INSERT INTO results VALUES ({', '.join('?' * 10)})", rows)  # noqa: S608
+            self._connection.executemany(f"INSERT INTO results VALUES ({', '.join('?' * 11)})", rows)  # noqa: S608
             self._connection.execute(
                 "UPDATE batches SET committed = ?, seconds = ? WHERE id = ?", (time.time(), seconds, batch)
             )
@@ -141,30 +150,92 @@ def open_journal(run: Path, *, worker: str = "0") -> Iterator[Journal]:
         connection.close()
 
 
+class Results(Mapping[str, Outcome]):
+    """Results as they stand in journals; an outcome is made of a record when it is asked for."""
+
+    def __init__(self, records: Mapping[str, Record]) -> None:
+        self.records = records
+
+    def __getitem__(self, key: str) -> Outcome:
+        return _outcome(self.records[key])
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.records
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.records)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+
 def read_journals(run: Path) -> Told:
     """What all workers of a run have written so far. Nothing is changed; workers may be writing."""
-    successes: dict[str, tuple[tuple[float, str], Outcome]] = {}
-    failures: dict[str, tuple[tuple[float, str], Outcome]] = {}
-    suspects, disagreements, batches, seconds = [], set(), 0, 0.0
+    found, suspects, batches, seconds = _Found(), list[Suspect](), 0, 0.0
     for path in sorted((run / FOLDER).glob("worker-*.db")):
         with _unreadable_named(path), closing(_reading(path)) as connection:
             if not _has_tables(connection):
                 continue
-            for place, outcome in _outcomes(path, connection):
-                known = successes if outcome.status == "ok" else failures
-                other = known.get(outcome.key)
-                if other is not None and outcome.status == "ok" and not _agree(other[1], outcome):
-                    disagreements.add(outcome.key)
-                is_earlier = other is None or (place < other[0]) == (outcome.status == "ok")
-                if is_earlier:
-                    known[outcome.key] = (place, outcome)
+            _add_records(found, path.name, connection)
             suspects += _suspects(connection)
             done = connection.execute("SELECT COUNT(*), SUM(seconds) FROM batches WHERE committed IS NOT NULL")
             number, spent = done.fetchone()
             batches, seconds = batches + number, seconds + (spent or 0.0)
-    results = {key: outcome for key, (_, outcome) in {**failures, **successes}.items()}
+    damaged = found.settle_damaged()
+    results = Results({**found.records["failed"], **found.records["ok"]})
     left = tuple(s for s in suspects if not all(key in results for key in s.keys))
-    return Told(results, left, tuple(sorted(disagreements)), batches, seconds)
+    disagreements = tuple(sorted(found.disagreements))
+    return Told(results, damaged, found.unchecked, left, disagreements, batches, seconds)
+
+
+class _Found:
+    """The records of all journals: of each key the first success and the last failure, and what is damaged."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, dict[str, Record]] = {"ok": {}, "failed": {}}
+        self.places: dict[str, dict[str, Place]] = {"ok": {}, "failed": {}}
+        self.damaged: dict[str, Place] = {}
+        self.disagreements: set[str] = set()
+        self.unchecked = 0
+
+    def add(self, record: Record, place: Place) -> None:
+        """A record that is what was written."""
+        key, status = record[0], record[2]
+        records, places = self.records[status], self.places[status]
+        if key in records:
+            if status == "ok" and not _agree(records[key], record):
+                self.disagreements.add(key)
+            if (place < places[key]) != (status == "ok"):
+                return
+        records[key], places[key] = record, place
+
+    def settle_damaged(self) -> dict[str, str]:
+        """Keys whose last record is damaged and that have no success; an older failure of theirs does not stand."""
+        out = {}
+        for key, place in self.damaged.items():
+            if key in self.records["ok"] or self.places["failed"].get(key, place) > place:
+                continue
+            self.records["failed"].pop(key, None)
+            out[key] = place[1]
+        return out
+
+
+def _add_records(found: _Found, name: str, connection: sqlite3.Connection) -> None:
+    begun = dict(connection.execute("SELECT id, committed FROM batches"))
+    is_checked = _CHECKSUM in {column[1] for column in connection.execute("PRAGMA table_info(results)")}
+    columns = f"{_COLUMNS}, {_CHECKSUM if is_checked else 'NULL'}"
+    for row in connection.execute(f"SELECT {columns} FROM results"):  # noqa: S608
+        record, checksum = row[:-1], row[-1]
+        place = (begun.get(record[1]) or 0.0, name, record[1])
+        if not is_checked:
+            found.unchecked += 1
+            _outcome(record)  # raises where it is none
+            found.add(record, place)
+        elif is_whole(record, checksum) and begun.get(record[1]) is not None:
+            found.add(record, place)
+        else:
+            key = str(record[0])
+            found.damaged[key] = max(place, found.damaged.get(key, place))
 
 
 def is_network(folder: Path) -> bool:
@@ -197,16 +268,12 @@ def _unreadable_named(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _outcomes(path: Path, connection: sqlite3.Connection) -> Iterator[tuple[tuple[float, str], Outcome]]:
-    query = f"SELECT b.committed, b.id, {_COLUMNS} FROM results JOIN batches b ON b.id = batch ORDER BY b.id, key"  # noqa: S608
-    for committed, number, key, status, score, output, tokens, stage, kind, message, attempts in connection.execute(
-        query
-    ):
-        outcome = Outcome(
-            key=key, status=status, score=score, output=json.loads(output), tokens=tokens,
-            stage=stage, kind=kind, message=message, attempts=attempts,
-        )  # fmt: skip
-        yield (committed, f"{path.name}#{number:012d}"), outcome
+def _outcome(record: Record) -> Outcome:
+    key, _, status, score, output, tokens, stage, kind, message, attempts = record
+    return Outcome(
+        key=key, status=status, score=score, output=json.loads(output), tokens=tokens,  # type: ignore[arg-type]
+        stage=stage, kind=kind, message=message, attempts=attempts,  # type: ignore[arg-type]
+    )  # fmt: skip
 
 
 def _suspects(connection: sqlite3.Connection) -> list[Suspect]:
@@ -236,15 +303,17 @@ def _is_alive(connection: sqlite3.Connection) -> bool:
         return False
 
 
-def _agree(one: Outcome, other: Outcome) -> bool:
-    return one.score == other.score and one.output == other.output
+def _agree(one: Record, other: Record) -> bool:
+    return one[3] == other[3] and (one[4] == other[4] or json.loads(one[4]) == json.loads(other[4]))
 
 
 def _row(batch: int, outcome: Outcome) -> tuple[Any, ...]:
-    return (
-        outcome.key, batch, outcome.status, outcome.score, to_json(dict(outcome.output)), outcome.tokens,
+    score = outcome.score if outcome.score is None else float(outcome.score) + 0.0  # a database has no minus zero
+    record = (
+        outcome.key, batch, outcome.status, score, to_json(dict(outcome.output)), outcome.tokens,
         outcome.stage, outcome.kind, outcome.message, outcome.attempts,
     )  # fmt: skip
+    return *record, record_checksum(record)
 
 
 def _cannot_write(path: Path, error: sqlite3.Error) -> RunError:

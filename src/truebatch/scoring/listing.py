@@ -1,10 +1,12 @@
 """The input of a run in its order: the place, the name and the key of every sample, kept beside the journal.
 
-With it an export is a function of the run folder alone.
+With it an export is a function of the run folder alone. Its first line has a checksum of the others: a name that was
+moved to another score is seen.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +22,8 @@ from truebatch.textfiles import read_lines
 from truebatch.training.durable import damage_named, write_text
 
 INPUT = "input.jsonl"
+_CHECKSUM = "checksum"
+_AGAIN = "give the command of `truebatch score` again: it writes the list anew"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,9 +61,10 @@ def by_key(listed: Iterable[Listed]) -> dict[str, list[Listed]]:
 def save_list(run: Path, listed: Sequence[Listed]) -> None:
     """Keep the order of the input in the run folder; the same list is not written again."""
     lines = (canonical({"index": x.index, "id": x.id, "key": x.key, "meta": dict(x.meta)}) for x in listed)
-    text = "".join(f"{line}\n" for line in lines)
+    body = "".join(f"{line}\n" for line in lines)
+    text = f"{canonical({_CHECKSUM: _checksum(body)})}\n{body}"
     path = run / INPUT
-    if not path.exists() or path.read_text(encoding="utf-8") != text:
+    if not path.exists() or path.read_bytes() != text.encode():
         write_text(path, text)
 
 
@@ -68,12 +73,34 @@ def load_list(run: Path) -> list[Listed]:
     path = run / INPUT
     if not path.is_file():
         raise RunError(f"{run} has no list of samples", seen=f"no {INPUT} in it", do="give the folder of a scoring run")
-    return [_back(path, number, line) for number, line in read_lines(path)]
+    lines = list(read_lines(path))
+    told = _told_checksum(lines[0][1]) if lines else None
+    if told is None:  # an earlier version wrote none
+        return [_back(path, number, line) for number, line in lines]
+    if told != _checksum("".join(line for _, line in lines[1:])):
+        raise RunError(
+            f"{path} is not what was written: names and scores may no longer belong together",
+            seen="its checksum does not belong to its lines",
+            do=_AGAIN,
+        )
+    return [_back(path, number, line) for number, line in lines[1:]]
+
+
+def _checksum(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _told_checksum(line: str) -> object:
+    """The checksum that the first line tells of the others; None where it is a sample."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value[_CHECKSUM] if isinstance(value, dict) and value.keys() == {_CHECKSUM} else None
 
 
 def _back(path: Path, number: int, line: str) -> Listed:
-    again = "give the command of `truebatch score` again: it writes the list anew"
-    with damage_named(Path(f"{path}:{number}"), do=again):
+    with damage_named(Path(f"{path}:{number}"), do=_AGAIN):
         return Listed(**json.loads(line))
 
 

@@ -13,6 +13,7 @@ Status = Literal["ok", "failed"]
 Stage = Literal["", "read", "decode", "prepare", "model", "parse"]
 """Where a sample failed: its file, its pixels, its prompt, the forward pass, the answer."""
 _MESSAGE = 2000
+_STATUSES = get_args(Status)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +43,7 @@ class Outcome:
                 seen=f"status={self.status!r}, stage={self.stage!r}, kind={self.kind!r}, score={self.score!r}",
                 do="say what happened, and never invent a score",
             )
-        if self.status not in get_args(Status):
+        if self.status not in _STATUSES:
             raise DataError(
                 "a sample is ok or failed", seen=f"status={self.status!r} for {self.key}", do="use one of the two"
             )
