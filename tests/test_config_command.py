@@ -123,7 +123,7 @@ def asked(words: str, cursor: int) -> list[str]:
     """What a shell offers at the cursor."""
     around = {"_TRUEBATCH_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(cursor)}
     command = [sys.executable, "-c", "from truebatch.cli import main; main()"]
-    done = subprocess.run(command, env={**os.environ, **around}, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env={**os.environ, **around}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 

@@ -98,5 +98,5 @@ def test_sphinx_builds_the_pages_without_a_warning(tmp_path):
     for package in ("sphinx", "myst_parser", "furo"):
         pytest.importorskip(package, reason="the extra `docs` is not installed; `make docs` installs it")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "dummy", DOCS, tmp_path]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

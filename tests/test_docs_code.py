@@ -87,7 +87,7 @@ def test_files_for_torchrun_run_in_two_processes(page, tmp_path):
             (tmp_path / named[1]).write_text(code, encoding="utf-8")
     for line in re.findall(r"^torchrun (--nproc-per-node 2 .*)$", page.read_text(encoding="utf-8"), re.MULTILINE):
         command = [sys.executable, "-m", "torch.distributed.run", *shlex.split(line)]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
         assert "2 steps, loss" in done.stdout
 

@@ -137,7 +137,7 @@ def _on_a_terminal(arguments: list[str], script: list[str]) -> str:
     command = [sys.executable, "-m", "truebatch", *arguments]
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT, env=environment) as process:
         os.close(theirs)
-        out, typed, until = b"", 0, time.monotonic() + 120
+        out, typed, until = b"", 0, time.monotonic() + 600
         while time.monotonic() < until:
             try:
                 got = os.read(ours, 4096)
@@ -150,6 +150,6 @@ def _on_a_terminal(arguments: list[str], script: list[str]) -> str:
                 line = script[typed]
                 os.write(ours, line.encode() if line == "\x04" else line.encode() + b"\n")
                 typed += 1
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=600) == 0
     os.close(ours)
     return out.decode(errors="replace").replace("\r\n", "\n")

@@ -160,7 +160,7 @@ def parts(text: str) -> tuple[str, str, str]:
     return wrong, seen, do
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.line)
 def test_a_mistake_is_answered_with_what_is_wrong_what_was_seen_and_what_to_do(mistake, capsys):
     assert run(mistake.line.split()) == 2

@@ -17,7 +17,7 @@ HEAVY = ("torch", "transformers", "accelerate", "numba")
 def loaded_after(code: str) -> set[str]:
     """Top-level packages loaded by a fresh interpreter that runs the code."""
     script = textwrap.dedent(code) + "\nimport sys; print('LOADED', *{m.partition('.')[0] for m in sys.modules})"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=600)
     return set(done.stdout.rpartition("LOADED")[2].split())
 
 

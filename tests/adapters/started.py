@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 
-def run_two(module, folder, *, seconds=110):
+def run_two(module, folder, *, seconds=600):
     """Run `python -m module folder` as two ranks; what they print is shown if one of them fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

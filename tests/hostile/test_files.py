@@ -51,7 +51,7 @@ def meet(case: Hostile, folder: Path) -> int:
     return exit_code_of(error)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_hostile_file_is_refused_in_three_parts_and_runs_nothing(case, tmp_path, monkeypatch, capsys, heard):
     monkeypatch.chdir(tmp_path)

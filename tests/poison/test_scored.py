@@ -87,7 +87,7 @@ def check_others(rows, *, at):
     assert others == SCORES
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", LINES)
 def test_a_poison_line_is_a_record_with_a_reason_and_changes_no_other(name, tmp_path):
     lines = [json.dumps(one) for one in GOOD]
@@ -102,7 +102,7 @@ def test_a_poison_line_is_a_record_with_a_reason_and_changes_no_other(name, tmp_
     assert rows[2]["message"]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", [*PICTURES, *FINE])
 def test_a_poison_picture_is_a_record_and_an_odd_one_is_judged(name, tmp_path):
     data = PICTURES.get(name, FINE.get(name))

@@ -129,7 +129,7 @@ def trained(poison, **more):
     return result, torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_poison_sample_is_refused_by_name_and_the_model_stays_as_it_was(name):
     model = Model()

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
+from tests.tensors.texts import assert_same
 from truebatch import Field, collate
 from truebatch.planning.rows import packed_row, padded_rows
 from truebatch.tensors import microbatch, together
@@ -275,3 +276,10 @@ def test_a_card_gets_a_micro_batch_by_few_copies():
     there["input_ids"].add_(1)  # of one field alone
     assert torch.equal(there["labels"].cpu(), pinned["labels"])
     assert there.filled_cells("labels") is not None
+
+
+def test_what_was_on_a_device_comes_back_the_same_and_still_says_what_shares_memory(card):
+    batch = make_batch()
+    back = batch.pin_memory().to("cuda").to("cpu")
+    assert [len(piece.members) for piece in back.pieces] == [5]
+    assert_same(replace(back, pieces=()), replace(batch, pieces=()))

@@ -390,7 +390,7 @@ def test_a_run_that_no_longer_moves_is_reported_with_its_stacks():
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 75, done.stderr

@@ -43,7 +43,7 @@ def two(tmp_path_factory):
         )
         for r in range(2)
     ]
-    said = [process.communicate(timeout=110)[0] for process in ranks]
+    said = [process.communicate(timeout=600)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], "\n".join(said)
     return folder, json.loads((folder / "results.json").read_text())
 

@@ -41,7 +41,7 @@ def start(what, folder, **environment):
         )
         for r in range(2)
     ]
-    said = [process.communicate(timeout=110)[0] for process in ranks]
+    said = [process.communicate(timeout=600)[0] for process in ranks]
     return [process.returncode for process in ranks], "\n".join(said)
 
 

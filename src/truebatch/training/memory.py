@@ -114,7 +114,7 @@ def free_bytes_of(device: torch.device) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device)
-        allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - reserved
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(device.index)) - reserved
         return max(0, min(int(free), allowed)) + reserved - torch.cuda.memory_allocated(device)
     return min([int(psutil.virtual_memory().available), *_container_bytes(), *_process_bytes()])
 

@@ -37,12 +37,19 @@ def find_place(config: TrainConfig) -> Place:
             seen=f"devices={config.devices}, {num_ranks()} process(es)",
             do=f"start it with `torchrun --nproc_per_node {config.devices}`, or set devices={num_ranks()}",
         )
-    device = torch.device(state.device)
+    device = with_index(torch.device(state.device))
     dtype = _DTYPES.get(config.precision)
     if dtype is None:
         return Place(device, nullcontext, None)
     scaler = torch.amp.GradScaler(device.type) if config.precision == "fp16" else None
     return Place(device, lambda: torch.autocast(device.type, dtype=dtype), scaler)
+
+
+def with_index(device: torch.device) -> torch.device:
+    """The same device with the number of its GPU: alone, Accelerate says only `cuda`, and some questions to torch, such as
+    the share of memory a process may take, want the number."""
+    is_numbered = str(device) != "cuda"
+    return device if is_numbered else torch.device("cuda", torch.cuda.current_device())
 
 
 def _refuse_foreign_engines() -> None:

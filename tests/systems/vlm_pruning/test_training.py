@@ -134,14 +134,14 @@ def test_every_way_to_train_moves_every_part(tmp_path, more):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_two_processes_train_what_one_trains(tmp_path):
     overrides = [part for one in (*SMALL, "train.max_steps=3") for part in ("--set", one)]
     given = ["train", "vlm_pruning", *overrides, "--log-format", "plain"]
     assert cli([*given, "--out", str(tmp_path / "one")]) == 0
     done = subprocess.run(
         [sys.executable, "-m", "truebatch", *given, "--devices", "2", "--out", str(tmp_path / "two")],
-        cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=400, env=os.environ,
+        cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=800, env=os.environ,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     one, two = (load_file(tmp_path / name / "model" / "pruning.safetensors") for name in ("one", "two"))
