@@ -231,6 +231,7 @@ ORDER = [
     "scoring.worker",
     "scoring.httpbackend",
     "scoring.calling",
+    "scoring.stated",
     "scoring.workerprocess",
     "scoring.raybackend",
     "scoring.rayengine",

@@ -154,7 +154,8 @@ def test_the_command_scores_tells_exports_and_goes_on(folder, tmp_path, capsys, 
     assert run(command) == 3
     assert run(["run", "status", "runs/score-q", "--json"]) == 3
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["kinds"] == {"read/invalid_json": 1}
-    assert run(["run", "retry", "runs/score-q", "--kind", "read/invalid_json"]) == 3
+    same = ["--data", str(data), "--model", str(folder)]
+    assert run(["run", "retry", "runs/score-q", "--kind", "read/invalid_json", *same]) == 3
     assert run(["run", "export", "runs/score-q", "--to", "s.jsonl"]) == 0
     assert len((tmp_path / "s.jsonl").read_text().splitlines()) == 7
     assert run([*command, "--fresh", "--dtype", "bfloat16", "--level", "shape"]) == 3
@@ -242,7 +243,7 @@ def test_a_run_that_ended_half_way_is_told_exported_and_retried_from_another_fol
     assert 0 < half["ok"] < 20
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert run(["run", "retry", "../half", "--kind", "raised"]) == 3
+    assert run(["run", "retry", "../half", "--kind", "raised", "--data", "../q.jsonl", "--model", "scripted"]) == 3
     assert run(["run", "export", "../half", "--to", "s.jsonl"]) == 0
     states = [json.loads(line)["status"] for line in (tmp_path / "elsewhere" / "s.jsonl").read_text().splitlines()]
     assert states == ["ok"] * 20 + ["failed"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -86,31 +87,54 @@ def show_retry(
     cells: Annotated[
         int | None, typer.Option(help="Most tokens of a batch; only runs of level close may change it.")
     ] = None,
+    data: Annotated[Path | None, typer.Option(help="The data of the run, as you gave it to `score`.")] = None,
+    model: Annotated[str, typer.Option(help="Its model folder or server, as you gave it to `score`.")] = "",
+    workers: Annotated[int, typer.Option(help="Its workers, where it had some.")] = 0,
+    engine: Annotated[str, typer.Option(help="Its engine, where it was not `local`.")] = "",
+    config: Annotated[Path | None, typer.Option(help="vl_reward: the YAML file with its settings.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="vl_reward: a setting, over the file.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Judge the failures of these kinds again, with the model and the data of the run. A success stays as it is.
+
+    Data and model are said again: a folder from somebody else could name any file of yours and any server.
 
     Exit code 0: nothing failed. 2: usage or configuration. 3: done, some samples failed still.
 
     Examples:
 
-      truebatch run retry runs/score-pairs --kind out_of_memory --kind crashed
+      truebatch run retry runs/score-pairs --kind out_of_memory --data pairs.jsonl --model ./qwen3-vl
+
+      truebatch run retry runs/vl_reward --kind crashed --config config.yaml
     """
     from dataclasses import replace
 
     from truebatch.commands.score import run_call
     from truebatch.scoring.calling import load_call
+    from truebatch.scoring.stated import require_stated
 
     kinds = [name.rpartition("/")[2] for name in kind]
     if is_benchmark_run(run):
-        if cells is not None or as_json:
+        if cells is not None or as_json or data is not None or model or workers or engine:
             raise ConfigError(
                 "a benchmark is run again as it was",
-                seen="--cells or --json",
-                do="leave them away: it has its settings",
+                seen="--cells, --data, --model, --workers, --engine or --json",
+                do="give its settings, as you did at first: --config FILE, --set A.B=VALUE",
             )
-        return retry_benchmark(run, kinds)
+        return retry_benchmark(run, kinds, config, set_)
+    if config is not None or set_:
+        raise ConfigError(
+            "--config and --set belong to vl_reward", seen=f"{run} is a run of `score`", do="give --data and --model"
+        )
     call = load_call(run)
+    given = {"data": "" if data is None else str(data), "model": model, "workers": workers, "engine": engine}
+    require_stated(run, call, given, command=_again(run, kind))
     if cells is not None:
         call = replace(call, limits={**call.limits, "cells": cells})
     return run_call(call, run, shard=(0, 1), retry=kinds, checked=0, as_json=as_json)
+
+
+def _again(run: Path, kinds: list[str]) -> str:
+    return shlex.join(["truebatch", "run", "retry", str(run), *(part for kind in kinds for part in ("--kind", kind))])

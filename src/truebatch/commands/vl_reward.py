@@ -157,26 +157,32 @@ def export_benchmark(run: Path, to: Path) -> int:
     return write_rows(rows, to)
 
 
-def retry_benchmark(run: Path, kinds: list[str]) -> int:
-    """Edit and judge the failures of these kinds again, with the settings of the run."""
+def retry_benchmark(run: Path, kinds: list[str], config: Path | None, set_: list[str] | None) -> int:
+    """Edit and judge the failures of these kinds again, with the settings the user gives; those of the run are the same."""
     from truebatch.config import load_config
     from truebatch.scoring.running import Running
     from truebatch.systems.vl_reward.running import SETTINGS, run_benchmark
     from truebatch.systems.vl_reward.settings import RewardConfig
 
-    config = load_config(RewardConfig, run / SETTINGS, overrides=[f"evaluation.output_dir={json.dumps(str(run))}"])
-    _refuse_code(config, run)
-    return _tell_report(run_benchmark(config, say=_say, how=Running(retry=tuple(kinds))))
+    place = f"evaluation.output_dir={json.dumps(str(run))}"
+    mine = load_config(RewardConfig, config, overrides=[*(set_ or []), place])
+    _refuse_other(run, mine, load_config(RewardConfig, run / SETTINGS, overrides=[place]))
+    return _tell_report(run_benchmark(mine, say=_say, how=Running(retry=tuple(kinds))))
 
 
-def _refuse_code(config: RewardConfig, run: Path) -> None:
-    """A folder may come from anybody: what it names is not imported, and no program of its choice is started."""
-    editor, judge = config.diffusion_model.class_path, config.reward_model.params.python_path
-    if judge or not editor.startswith("diffusers:"):
+def _refuse_other(run: Path, mine: RewardConfig, its: RewardConfig) -> None:
+    """A folder may come from anybody: pictures, models, code and programs it names are used only if they are the user's."""
+    from truebatch.config import plain_value
+    from truebatch.reports.tables import flat
+
+    given, known = (dict(flat(plain_value(config))) for config in (mine, its))
+    other = [name for name in {**known, **given} if known.get(name) != given.get(name)]
+    if other:
+        shown = (f"{name}: {known.get(name)!r} in the folder, {given.get(name)!r} from you" for name in other[:8])
         raise ConfigError(
-            f"the settings in {run} name code or a program",
-            seen=f"diffusion_model.class_path={editor!r}, reward_model.params.python_path={judge!r}",
-            do="if they are yours, run the benchmark again with your own file: truebatch vl_reward run --config FILE",
+            f"the settings in {run} are not those you give, and are not used",
+            seen="; ".join(shown),
+            do="give your own, as you did at first: --config FILE, --set A.B=VALUE",
         )
 
 

@@ -148,7 +148,7 @@ def test_a_run_in_chinese_filtered_counted_exported_and_retried_from_its_folder_
     record = make_records(6)[2]
     source = Image.open(io.BytesIO(base64.b64decode(record["src_img_b64"])))
     edit_picture(source, record["edit_instruction"]).save(ready / "physical" / "0002.png")
-    assert run(["run", "retry", str(tmp_path / "run"), "--kind", "model/edit_failed"]) == 3
+    assert run(["run", "retry", str(tmp_path / "run"), "--kind", "model/edit_failed", *command]) == 3
     assert "judge_failed 1, ok 1" in capsys.readouterr().out
     assert "make it" not in (tmp_path / "run" / "gallery.html").read_text()
     assert (
