@@ -15,9 +15,12 @@ from truebatch.errors import ConfigError
 from truebatch.generation.settings import Generation
 from truebatch.scoring.exporting import read_rows
 from truebatch.scoring.httpbackend import HttpBackend
+from truebatch.scoring.httpclient import HttpSettings
 from truebatch.scoring.listing import list_samples
 from truebatch.scoring.readouts import Generate, Head, Labels, YesNo, last_number
 from truebatch.scoring.running import Limits, Running, run_samples
+
+ASKING = HttpSettings(timeout=10, pause=0.01)
 
 
 class Server(BaseHTTPRequestHandler):
@@ -70,7 +73,7 @@ def address():
 
 def test_labels_texts_and_failures_of_single_samples(address, tmp_path):
     users = ["hello", "flaky", "unsure", "off topic", "too long", "broken", "odd"]
-    backend = HttpBackend(address, "m", YesNo(), timeout=10)
+    backend = HttpBackend(address, "m", YesNo(), ASKING)
     run_samples(list_samples(users), [backend], tmp_path, Limits(level="close"), Running())
     rows = dict(zip(users, read_rows(tmp_path), strict=True))
     assert rows["hello"]["score"] == rows["flaky"]["score"] == pytest.approx(0.5 / 0.75)
@@ -83,7 +86,7 @@ def test_labels_texts_and_failures_of_single_samples(address, tmp_path):
 
 def test_texts_are_parsed_and_settings_are_sent(address):
     settings = Generation(max_new_tokens=7, temperature=0.5, top_p=0.9, seed=3, stop=("\n",))
-    backend = HttpBackend(address, "m", Generate(settings, last_number), timeout=10)
+    backend = HttpBackend(address, "m", Generate(settings, last_number), ASKING)
     samples = [one.asked for one in list_samples(["four", "wordy"])]
     good, bad = backend.judge([backend.prepare(one) for one in samples])
     assert (good.score, good.output["text"], good.tokens) == (4.0, "I give it 4", 9)
@@ -95,7 +98,7 @@ def test_texts_are_parsed_and_settings_are_sent(address):
 
 
 def test_images_travel_at_their_places(address):
-    backend = HttpBackend(address, "m", Labels({"Yes": 1, "No": 0}), timeout=10)
+    backend = HttpBackend(address, "m", Labels({"Yes": 1, "No": 0}), ASKING)
     parts = [{"type": "text", "text": "a"}, {"type": "image", "image": picture(0, 4, 4)}, {"type": "text", "text": "b"}]
     placed, loose = list_samples([[{"role": "user", "content": parts}], {"user": "u", "images": [picture(1, 4, 4)]}])
     kinds = [part["type"] for part in backend.prepare(placed.asked)["messages"][0]["content"]]
@@ -106,10 +109,10 @@ def test_images_travel_at_their_places(address):
 
 
 def test_a_server_that_is_not_there_or_refuses_all_stops_the_run(address, tmp_path):
-    backend = HttpBackend(address, "m", YesNo(), timeout=10)
+    backend = HttpBackend(address, "m", YesNo(), ASKING)
     with pytest.raises(ConfigError, match="refuses every request"):
         run_samples(list_samples(["forbidden"]), [backend], tmp_path / "a", Limits(level="close"), Running())
-    gone = HttpBackend("http://127.0.0.1:9/v1", "m", YesNo(), timeout=2)
+    gone = HttpBackend("http://127.0.0.1:9/v1", "m", YesNo(), ASKING)
     with pytest.raises(ConfigError, match="cannot be reached"):
         run_samples(list_samples(["x"]), [gone], tmp_path / "b", Limits(level="close"), Running())
     with pytest.raises(ConfigError, match="heads"):

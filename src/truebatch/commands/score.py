@@ -76,7 +76,21 @@ def show_score(
     served: Annotated[str, typer.Option(help="With an address: the model's name there.")] = "",
     workers: Annotated[int, typer.Option(help="Processes that judge, each on a GPU of its own; 0: this one.")] = 0,
     engine: Annotated[str, typer.Option(help="local, or ray: workers are a pool of Ray Data actors.")] = "local",
-    timeout: Annotated[float, typer.Option(help="Seconds a worker or a server has for a batch.")] = 600.0,
+    timeout: Annotated[
+        float,
+        typer.Option(help="Seconds a worker has for a batch, and a server for a whole answer, connecting included."),
+    ] = 600.0,
+    concurrency: Annotated[int | None, typer.Option(help="Requests to a server at a time. Default: 64.")] = None,
+    tries: Annotated[
+        int | None, typer.Option(help="Of a request, where a server is busy or the connection breaks. Default: 5.")
+    ] = None,
+    answer_bytes: Annotated[
+        int | None, typer.Option(help="Most bytes of a server's answer; a longer one is a failure. Default: 1048576.")
+    ] = None,
+    key_env: Annotated[
+        str | None,
+        typer.Option(help="The variable with a server's API key; '' sends none. Default: OPENAI_API_KEY if it is set."),
+    ] = None,
     shard: Annotated[str, typer.Option(help="i/n: this machine's part of the run folder, such as 0/8.")] = "0/1",
     window: Annotated[
         int, typer.Option(help="Samples that are planned together; memory holds so many, whatever the file has.")
@@ -111,7 +125,8 @@ def show_score(
 
       truebatch score vl_reward --config config.yaml
     """
-    from truebatch.scoring.calling import ScoreCall
+    from truebatch.scoring.addresses import is_address
+    from truebatch.scoring.calling import ScoreCall, open_backends
 
     if str(data) == BENCHMARK:
         return run_reward(config, set_)
@@ -127,27 +142,27 @@ def show_score(
         raise ConfigError(
             "true_batch is on, off or compare", seen=f"--true-batch {true_batch}", do="use one of the three"
         )
-    is_served, is_off = model.startswith("http"), true_batch == "off"
+    is_served, is_off = is_address(model), true_batch == "off"
+    rows = 1 if is_off else rows
+    asking: dict[str, Any] = {"concurrency": concurrency, "tries": tries, "answer_bytes": answer_bytes}
+    of_models = {
+        "level": level not in ("", "close"), "cells": cells is not None, "device": device != "auto",
+        "dtype": dtype != "auto", "engine": engine != "local", "true_batch": true_batch == "compare",
+    }  # fmt: skip
+    asking = _asking({**asking, "key_env": key_env}, of_models, rows if is_served else None)
     call = ScoreCall(
         data=str(data), model=model, served=served, readout=readout, dtype=dtype, device=device, workers=workers,
-        timeout=timeout, reuse=not is_off, engine=engine, compiled=compiled,
-        limits={"level": level or ("close" if is_served else "plan"), "cells": cells, "rows": 1 if is_off else rows},
+        timeout=timeout, reuse=not is_off, engine=engine, compiled=compiled, **asking,
+        limits={"level": level or ("close" if is_served else "plan"), "cells": cells, "rows": rows},
     )  # fmt: skip
-    if engine not in ("local", "ray") or (engine == "ray" and not workers):
-        seen = f"--engine {engine} --workers {workers}"
-        raise ConfigError("an engine is local, or ray with workers", seen=seen, do="write --engine ray --workers 4")
-    folder = out or RUNS / f"score-{data.stem}"
+    if is_served:
+        open_backends(call)[0].close()  # an address or a key that is refused leaves everything as it is
+    _check_engine(engine, workers)
+    folder, checked = out or RUNS / f"score-{data.stem}", CHECKS[true_batch] if check and not is_served else 0
     if fresh:
         _move_aside(folder)
-    checked = CHECKS[true_batch] if check and not is_served else 0
     code = run_call(
-        call,
-        folder,
-        shard=_shard(shard),
-        retry=retry or [],
-        checked=checked,
-        as_json=as_json,
-        window=window,
+        call, folder, shard=_shard(shard), retry=retry or [], checked=checked, as_json=as_json, window=window
     )
     if export is not None:
         from truebatch.scoring.exporting import export as write
@@ -164,6 +179,30 @@ def _check_use(model: str, config: Path | None, set_: list[str] | None) -> None:
         )
     if not model:
         raise ConfigError("scoring needs a model", seen="no --model", do="--model FOLDER, or http://HOST:PORT/v1")
+
+
+def _check_engine(engine: str, workers: int) -> None:
+    if engine not in ("local", "ray") or (engine == "ray" and not workers):
+        seen = f"--engine {engine} --workers {workers}"
+        raise ConfigError("an engine is local, or ray with workers", seen=seen, do="write --engine ray --workers 4")
+
+
+def _asking(asking: dict[str, Any], of_models: dict[str, bool], rows: int | None) -> dict[str, Any]:
+    """How a server is asked, at most `rows` at a time; None: there is no server. No option is accepted and ignored."""
+    from truebatch.scoring.calling import HTTP
+
+    given = {name: value for name, value in asking.items() if value is not None}
+    wrong = list(given) if rows is None else [name for name, is_given in of_models.items() if is_given]
+    if wrong:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
+        raise ConfigError(
+            "these options belong to a server" if rows is None else "these options belong to a model, not to a server",
+            seen=names,
+            do="leave them out",
+        )
+    if rows is None:
+        return {}
+    return {"key_env": None, **given, "concurrency": min(rows, given.get("concurrency", HTTP.concurrency))}
 
 
 def run_call(

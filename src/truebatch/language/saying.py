@@ -14,6 +14,7 @@ LABELS: dict[Language, tuple[str, str, str]] = {
     "zh": ("错误：", "看到：", "怎么办："),
 }
 """Of the three parts of an error."""
+_PERSON, _QUERY_VALUE = re.compile(r"(\w://)\S*@"), re.compile(r"(\w://[^\s?]*\?)(\S+)")
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -32,7 +33,13 @@ def say_error(wrong: str, seen: str, do: str) -> None:
 def three_parts(wrong: str, seen: str, do: str) -> str:
     """What is wrong, what was seen and what to do, in the language of the person."""
     _, label_seen, label_do = LABELS[language()]
-    return f"{in_words(wrong)}\n  {label_seen}{in_words(seen)}\n  {label_do}{in_words(do)}"
+    return mask_secrets(f"{in_words(wrong)}\n  {label_seen}{in_words(seen)}\n  {label_do}{in_words(do)}")
+
+
+def mask_secrets(text: str) -> str:
+    """A text whose addresses show no name, no password and no value behind a question mark: any may be a key."""
+    text = _PERSON.sub(r"\1***@", text)
+    return _QUERY_VALUE.sub(lambda found: found[1] + re.sub(r"(^|&)([^=&]*=)?[^&]*", r"\1\2***", found[2]), text)
 
 
 def _shown(text: str) -> str:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from threading import Lock
 from typing import Any
 
 from truebatch.errors import ConfigError, DataError
 from truebatch.scoring.backend import Answer, Asked, Backend, SampleError
+from truebatch.scoring.faults import outcome_of
+from truebatch.scoring.records import Outcome
 from truebatch.scoring.remaining import Work
 from truebatch.training.outofmemory import is_out_of_memory
+from truebatch.training.signals import StopFlag
 
 Ready = tuple[Work, list[Any]]
 """A batch, and for each of its keys what was prepared, or the `SampleError` that was met."""
@@ -73,6 +78,22 @@ def attempt(step: Callable[[Asked], Any], sample: Asked) -> Any:
     except Exception as error:  # whatever a template or a processor of others raises belongs to this sample
         kind = "out_of_memory" if is_out_of_memory(error) else "raised"
         return SampleError("prepare", kind, f"{type(error).__name__}: {error}")
+
+
+def singles(work: Sequence[Work]) -> list[Work]:
+    """Each sample as a batch of its own, in the same order."""
+    return [replace(one, keys=(key,)) for one in work for key in one.keys]
+
+
+def judge_each(backend: Any, ahead: Ahead, stop: StopFlag) -> Iterator[tuple[Work, Outcome, float]]:
+    """Outcomes of single samples as they finish, with their seconds, of a backend that has `as_completed`."""
+
+    def taken() -> Iterator[tuple[tuple[Work, float], Any]]:
+        while (ready := ahead.take()) is not None:
+            yield (ready[0], time.monotonic()), ready[1][0]
+
+    for (work, began), answer in backend.as_completed(taken(), lambda: stop.requested is not None):
+        yield work, outcome_of(work.keys[0], answer, work.attempt), time.monotonic() - began
 
 
 def judge_prepared(backend: Backend, prepared: Sequence[Any]) -> list[Answer | SampleError]:

@@ -9,9 +9,11 @@ from typing import Any
 
 from truebatch.errors import ConfigError, RunError
 from truebatch.generation.settings import Generation
+from truebatch.scoring.addresses import find_key, is_address
 from truebatch.scoring.backend import Backend
 from truebatch.scoring.batching import Limits
 from truebatch.scoring.httpbackend import HttpBackend
+from truebatch.scoring.httpclient import HttpSettings
 from truebatch.scoring.manifest import CALL
 from truebatch.scoring.opening import open_backend
 from truebatch.scoring.readouts import Generate, Head, Labels, Readout, Words, YesNo, last_number
@@ -21,6 +23,8 @@ from truebatch.training.durable import damage_named, read_json, write_json
 
 SCRIPTED = "scripted"
 """The name of a model that is none: it plays what samples ask for."""
+HTTP = HttpSettings()
+"""How a server is asked where nothing else is said."""
 PARSERS = {"number": last_number}
 
 
@@ -43,7 +47,15 @@ class ScoreCall:
     workers: int = 0
     """Processes that judge; 0: this one."""
     timeout: float = 600.0
-    """Seconds a worker or a server has for a batch."""
+    """Seconds a worker has for a batch, and a server for one whole answer."""
+    concurrency: int = HTTP.concurrency
+    """Requests to a server at a time."""
+    tries: int = HTTP.tries
+    """Of a request to a server that is busy or cannot be reached."""
+    answer_bytes: int = HTTP.answer_bytes
+    """Most bytes of an answer of a server."""
+    key_env: str | None = ""
+    """The variable with the API key; empty: no key, None: the usual one. It is not kept in the run folder."""
     engine: str = "local"
     """local, or ray: the workers are actors of a Ray cluster."""
 
@@ -56,6 +68,9 @@ def open_backends(call: ScoreCall) -> list[Backend]:
     """The backends of a call: one in this process, or as many worker processes as it asks for."""
     if call.workers < 0:
         raise ConfigError("workers is out of range", seen=f"workers={call.workers}", do="give 0 or more")
+    if call.workers and is_address(call.model):
+        seen = f"--workers {call.workers}"
+        raise ConfigError("a server is asked by this process alone", seen=seen, do="use --concurrency instead")
     if not call.workers:
         return [open_one(call)]
     return [WorkerBackend(call.to_dict(), _settings(call, number)) for number in range(call.workers)]
@@ -64,13 +79,16 @@ def open_backends(call: ScoreCall) -> list[Backend]:
 def open_one(call: ScoreCall) -> Backend:
     """The backend of a call in this process."""
     readout, limits = make_readout(call.readout), Limits(**call.limits)
-    is_served = call.model.startswith(("http://", "https://"))
+    is_served = is_address(call.model)
     if call.compiled and (is_served or call.model == SCRIPTED):
         raise ConfigError("only a model is compiled", seen=f"{call.model!r} with --compile", do="leave --compile out")
     if call.model == SCRIPTED:
         return ScriptedBackend()
     if is_served:
-        return HttpBackend(call.model, call.served, readout, timeout=call.timeout)
+        settings = HttpSettings(
+            timeout=call.timeout, concurrency=call.concurrency, tries=call.tries, answer_bytes=call.answer_bytes
+        )
+        return HttpBackend(call.model, call.served, readout, settings, key=find_key(call.key_env))
     return open_backend(
         call.model, readout, limits, dtype=call.dtype, device=call.device,
         reuse_prefix=call.reuse, reuse_images=call.reuse, compiled=call.compiled,
@@ -81,7 +99,9 @@ def save_call(run: Path, call: ScoreCall) -> None:
     """Keep the call in the run folder, with whole paths: it may be made again from another folder."""
     run.mkdir(parents=True, exist_ok=True)
     model = str(Path(call.model).resolve()) if Path(call.model).is_dir() else call.model
-    write_json(run / CALL, replace(call, data=str(Path(call.data).resolve()), model=model).to_dict())
+    values = replace(call, data=str(Path(call.data).resolve()), model=model).to_dict()
+    del values["key_env"]  # a folder from somebody else must not say which of the user's keys goes where
+    write_json(run / CALL, values)
 
 
 def load_call(run: Path) -> ScoreCall:

@@ -60,7 +60,7 @@ def judge_all(
         if len(keys) == 1:  # kernels that a want of memory had broken are left now
             answers, error, is_memory = _try(judge, prepared, trouble)
     if answers is not None:
-        return [_outcome(key, answer) for key, answer in zip(keys, answers, strict=True)]
+        return [outcome_of(key, answer) for key, answer in zip(keys, answers, strict=True)]
     if len(keys) == 1:
         kind = "out_of_memory" if is_memory else _kind(error)
         return [failed(keys[0], stage="model", kind=kind, message=error)]
@@ -114,11 +114,19 @@ def _try(
     return answers, "", False
 
 
-def _outcome(key: str, answer: Answer | SampleError) -> Outcome:
+def outcome_of(key: str, answer: Answer | SampleError, attempts: int = 1) -> Outcome:
+    """The record of a sample that was judged; a score that is no number is a failure."""
     if isinstance(answer, SampleError):
-        return failure(key, answer)
+        return failure(key, answer, attempts)
     if answer.score is not None and not float("-inf") < answer.score < float("inf"):
         return failed(
-            key, stage="model", kind="nonfinite", message=f"the score is {answer.score}", output=answer.output
+            key,
+            stage="model",
+            kind="nonfinite",
+            message=f"the score is {answer.score}",
+            attempts=attempts,
+            output=answer.output,
         )
-    return Outcome(key=key, status="ok", score=answer.score, output=answer.output, tokens=answer.tokens)
+    return Outcome(
+        key=key, status="ok", score=answer.score, output=answer.output, tokens=answer.tokens, attempts=attempts
+    )

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from filelock import FileLock, Timeout
 
 from truebatch.errors import ConfigError, RestartError, RunError
-from truebatch.scoring.ahead import Ahead, attempt
+from truebatch.scoring.ahead import Ahead, attempt, judge_each, singles
 from truebatch.scoring.backend import Asked, Backend, Cost, SampleError
 from truebatch.scoring.batching import Batches, Limits, extend, load_batches, save_batches
 from truebatch.scoring.faults import Trouble, failure, judge_ready
@@ -242,9 +242,10 @@ def _judge_left(
 ) -> tuple[int, Trouble]:
     if how.engine is not None:
         return _collect(how.engine(work, asked, shared[0].tokens_of), run, how, shared)
-    ahead = Ahead(
-        work, asked, backends[0].prepare, threads=how.threads, batches=how.ahead * len(backends),
-    )  # fmt: skip
+    batches = how.ahead * len(backends)
+    if _answers_one_by_one(backends):
+        work, batches = singles(work), batches * how.threads
+    ahead = Ahead(work, asked, backends[0].prepare, threads=how.threads, batches=batches)
     names = [f"{how.shard[0]}-{number}" for number in range(len(backends))]
     try:
         if len(backends) == 1:
@@ -283,6 +284,11 @@ def _work(name: str, backend: Backend, ahead: Ahead, run: Path, how: Running, sh
     following, stop = shared
     judged, trouble = 0, Trouble()
     with open_journal(run, worker=name) as journal, _all_or_none(ahead):
+        if _answers_one_by_one([backend]):
+            for work, outcome, seconds in judge_each(backend, ahead, stop):
+                journal.commit(journal.begin(work.number, work.keys, attempt=work.attempt), [outcome], seconds=seconds)
+                _committed([outcome], following, how)
+                judged, trouble.calls = judged + 1, trouble.calls + 1
         while stop.requested is None and (ready := ahead.take()) is not None:
             work, prepared = ready
             lengths = [following.tokens_of.get(key, 0) for key in work.keys]
@@ -290,6 +296,10 @@ def _work(name: str, backend: Backend, ahead: Ahead, run: Path, how: Running, sh
             _committed(outcomes, following, how)
             judged += len(outcomes)
     return judged, trouble
+
+
+def _answers_one_by_one(backends: Sequence[Backend]) -> bool:
+    return all(hasattr(backend, "as_completed") for backend in backends)
 
 
 @contextmanager
