@@ -18,6 +18,7 @@ ORDER = [
     "language.translating",
     "language.saying",
     "language.helping",
+    "interruption",
     "errors",
     "notebook",
     "textfiles",

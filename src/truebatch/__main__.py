@@ -1,6 +1,15 @@
-"""`python -m truebatch` is the command `truebatch`."""
+"""The program `truebatch`, also as `python -m truebatch`: signals are caught before anything that takes time is imported."""
 
-from truebatch.cli import main
+from importlib import import_module
+
+from truebatch.interruption import catch_interruptions
+
+
+def main() -> None:
+    """Entry point of the `truebatch` command."""
+    catch_interruptions()
+    import_module("truebatch.cli").main()
+
 
 if __name__ == "__main__":
     main()

@@ -12,6 +12,7 @@ import os
 import shlex
 import sys
 import traceback
+from contextlib import suppress
 from functools import cache
 from typing import Annotated, Any
 
@@ -40,12 +41,13 @@ from truebatch.commands.verify import show_verify
 from truebatch.commands.vl_reward import vl_reward_app
 from truebatch.commands.vlm_pruning import vlm_pruning_app
 from truebatch.errors import ConfigError, TruebatchError, exit_code_of
+from truebatch.interruption import DO, EXIT_INTERRUPTED, asked_by, catch_interruptions, finished, interruptible
 from truebatch.language.choosing import Language, language, unknown_language
 from truebatch.language.helping import translate_help
 from truebatch.language.saying import say_error
 from truebatch.settingrules import FOREIGN
 
-DONE, USAGE, OUR_FAULT, INTERRUPTED = 0, 2, 70, 75
+DONE, USAGE, OUR_FAULT, INTERRUPTED = 0, 2, 70, EXIT_INTERRUPTED
 COMPLETING = "_TRUEBATCH_COMPLETE"
 """Set by the completion script that `truebatch --show-completion` prints."""
 
@@ -110,14 +112,28 @@ def _global(
 
 
 def main() -> None:
-    """Entry point of the `truebatch` command."""
+    """What the `truebatch` command does once it is imported; `truebatch.__main__` is its entry point."""
+    catch_interruptions()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             # A terminal in GBK or ASCII must not turn a message into an encoding error.
             stream.reconfigure(errors="replace")
     if COMPLETING in os.environ:
         app(prog_name="truebatch")  # A shell asks what could stand at the cursor; this ends the process.
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    finished(code)
+    _flush()
+    sys.exit(code)
+
+
+def _flush() -> None:
+    """A terminal that is gone would turn the exit code into 120, when Python closes what was written to it."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def run(arguments: list[str]) -> int:
@@ -125,7 +141,9 @@ def run(arguments: list[str]) -> int:
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
     try:
-        code = _invoke(arguments)
+        with interruptible():
+            code = _invoke(arguments)
+            finished(code)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -164,8 +182,10 @@ def _command(words: Language) -> Any:
 def _report(error: BaseException, arguments: list[str], *, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
-    if isinstance(error, KeyboardInterrupt | typer.Abort):
-        say_error("interrupted", "Ctrl-C", "run the same command again to go on")
+    if isinstance(error, KeyboardInterrupt | typer.Abort) or (asked_by() and exit_code_of(error) == OUR_FAULT):
+        # An interruption in the middle of a library may come out of it as an error of another kind.
+        with suppress(OSError):  # the terminal may be gone
+            say_error("interrupted", _who_asked(error), DO)
         return INTERRUPTED
     if isinstance(error, TruebatchError):
         say_error(error.wrong, error.seen, error.do)
@@ -198,6 +218,11 @@ def _report(error: BaseException, arguments: list[str], *, debug: bool) -> int:
         "run it again with --debug and send what it prints, with `truebatch env`, to the project's issue tracker",
     )
     return OUR_FAULT
+
+
+def _who_asked(error: BaseException) -> str:
+    name = asked_by() or str(error)
+    return "Ctrl-C" if name in ("", "SIGINT") else name
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -21,6 +21,7 @@ import torch
 
 from truebatch.democuts import TOLERANCE, compare_cuts, cut_one_step, largest_difference, run_cut, wrong_cuts
 from truebatch.generation.settings import Generation
+from truebatch.interruption import holding
 from truebatch.language.saying import say
 from truebatch.reports.charts import draw_curves
 from truebatch.reports.findings import keep_picture, keep_table
@@ -71,7 +72,7 @@ def run_demo(*, seed: int = 0, size: DemoSize = FULL, out: Path = FOLDER) -> boo
     """
     began = time.perf_counter()
     ready = prepare(size.corpus)
-    with _one_thread(), tempfile.TemporaryDirectory() as folder:
+    with _one_thread(), holding(), tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "demo"
         _show_padding(ready, size, run)
         samples = _dialogues(ready.train)

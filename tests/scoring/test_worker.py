@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 import textwrap
+import time
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 from PIL import Image
 
@@ -225,3 +229,35 @@ def test_a_call_is_plain_values_and_makes_every_readout():
     for wrong in ({"kind": "nothing"}, {"kind": "generate", "parse": "json"}):
         with pytest.raises(ConfigError, match="unknown"):
             make_readout(wrong)
+
+
+ALONE = """
+import os, signal
+from truebatch.scoring.calling import ScoreCall, open_backends
+(backend,) = open_backends(ScoreCall(model="scripted", workers=1))
+backend.describe()
+pid = backend._process.pid
+for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"):
+    os.kill(pid, getattr(signal, name))
+backend.describe()
+print(pid, backend.starts, os.getpgid(pid) == os.getpgid(0), flush=True)
+os._exit(9)
+"""
+
+
+def test_a_worker_leaves_signals_to_the_run_and_ends_when_that_is_gone():
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 9, done.stderr
+    pid, starts, is_in_its_group = done.stdout.split()
+    assert (starts, is_in_its_group) == ("1", "False")
+    until = time.monotonic() + 600
+    while is_alive(int(pid)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not is_alive(int(pid))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # not every container has a process that reaps them
+    except psutil.NoSuchProcess:
+        return False

@@ -209,3 +209,16 @@ def test_every_fault_at_any_sample_is_named_and_can_be_survived(fault, bad, tmp_
         dataset = Texts(fault=fault, bad=bad, once=tmp_path / "seen")
         survived = list(load_steps(plan, dataset, FIELDS, config=two(timeout_seconds=0.5, restarts=1)))
         assert_same(survived, list(load_steps(plan, Texts(), FIELDS)))
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
+def test_a_signal_that_reaches_all_processes_of_a_command_ends_no_worker(name):
+    """`timeout`, a terminal and schedulers send it to every one; only the main process decides what it means."""
+    steps = load_steps(text_plan(), Texts(), FIELDS, config=two())
+    first = next(steps)
+    workers = active_children()
+    assert len(workers) == 2
+    for worker in workers:
+        os.kill(worker.pid, getattr(signal, name))
+    assert len([first, *steps]) == text_plan().num_steps
+    assert not active_children()

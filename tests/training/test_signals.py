@@ -11,7 +11,7 @@ import pytest
 from truebatch.training.signals import EXIT_INTERRUPTED, catch_signals
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
 def test_a_signal_sets_the_flag_and_nothing_else(name):
     before = signal.getsignal(getattr(signal, name))
     with catch_signals() as flag:

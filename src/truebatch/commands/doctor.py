@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from truebatch.interruption import holding
 from truebatch.language.saying import say
 
 CHECK_FAILED = 1
@@ -58,7 +59,7 @@ def _drill(folder: Path, keeps: tuple[int, ...], *, quiet: bool) -> list[dict[st
     from truebatch.training.drill import run_drill
     from truebatch.training.memorydrill import run_memory_drill
 
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".truebatch-") as place:
+    with holding(), tempfile.TemporaryDirectory(dir=folder, prefix=".truebatch-") as place:
         results = run_drill(Path(place), keeps=keeps, told=lambda result: None)
     results += run_memory_drill(told=lambda result: None)
     trials: list[dict[str, Any]] = [

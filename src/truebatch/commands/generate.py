@@ -14,6 +14,7 @@ import typer
 
 from truebatch.commands.folders import SystemOption, open_named_settings
 from truebatch.errors import ConfigError, DataError, TruebatchError
+from truebatch.interruption import stay
 from truebatch.language.saying import say
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
@@ -166,7 +167,10 @@ def _talk(trained: Trained, first: Generation) -> int:
             elif line:
                 _stream(trained, line, replace(settings, seed=settings.seed + turn))
                 turn += 1
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
+            if str(error) not in ("", "SIGINT"):
+                raise
+            stay()
             say(" (stopped)")
         except TruebatchError as error:
             say(f"{error}")

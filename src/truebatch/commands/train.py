@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from truebatch.commands.settings import RUNS, checked, read_settings, settle
 from truebatch.errors import ConfigError
+from truebatch.interruption import finished
 from truebatch.language.saying import say
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
@@ -75,8 +71,7 @@ def show_train(
     given |= {("lora",): True} if lora else {}
     trained = {"devices": devices, "limit": limit, "track": track or None}
     given |= {("train", name): value for name, value in trained.items() if value is not None}
-    with _interrupting():
-        return _run(target, config, set_ or [], given, _Way(out, resume, fresh, dry_run, log_format))
+    return _run(target, config, set_ or [], given, _Way(out, resume, fresh, dry_run, log_format))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +238,7 @@ def _train(system: System, config: Any, folder: Path, way: _Way, *, is_layout_op
     )
     try:
         result = train_system(system, config, start)
+        finished(result.exit_code)
     finally:
         show.close()
         trackers.close()
@@ -286,20 +282,3 @@ def _leave_processes() -> None:
 
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-
-
-@contextmanager
-def _interrupting() -> Iterator[None]:
-    """SIGTERM before or after the steps ends the command like Ctrl-C does; during them the loop catches it itself."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -27,7 +27,12 @@ def say(text: str = "", *, file: TextIO | None = None, end: str = "\n") -> None:
 
 def say_error(wrong: str, seen: str, do: str) -> None:
     """Write the three parts of an error to standard error."""
-    sys.stderr.write(_shown(f"{LABELS[language()][0]}{three_parts(wrong, seen, do)}\n"))
+    sys.stderr.write(error_text(wrong, seen, do))
+
+
+def error_text(wrong: str, seen: str, do: str) -> str:
+    """What is written of an error."""
+    return _shown(f"{LABELS[language()][0]}{three_parts(wrong, seen, do)}\n")
 
 
 def three_parts(wrong: str, seen: str, do: str) -> str:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from truebatch.errors import ConfigError, DataError
+from truebatch.interruption import holding
 from truebatch.notebook import html_table
 from truebatch.scoring.ahead import attempt
 from truebatch.scoring.backend import Asked, Backend, SampleError
@@ -203,7 +204,7 @@ class Scorer:
         run after the batches that are being judged; the same call goes on. Without a run folder nothing is kept.
         """
         if run is None:
-            with tempfile.TemporaryDirectory() as place:
+            with holding(), tempfile.TemporaryDirectory() as place:
                 yield from self.stream(samples, place, check=check, checked=checked, how=how, window=window)
             return
         folder, places = Path(run), dict[str, list[Listed]]()

@@ -156,6 +156,7 @@ class WorkerBackend:
             [self._settings.python, "-m", self._settings.module],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
             env={**os.environ, **self._settings.environment},
+            start_new_session=True,  # a Ctrl-C of the terminal is for the run, which ends its workers itself
         )  # fmt: skip
         self._process, self._said = process, queue.Queue()
         self.starts += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ from typing import Any, BinaryIO
 import torch
 
 from truebatch.errors import TruebatchError
+from truebatch.interruption import leave_signals_to_parent
 from truebatch.scoring.ahead import attempt, judge_prepared
 from truebatch.scoring.backend import Backend
 from truebatch.scoring.budget import fit_cells
@@ -43,7 +43,10 @@ class _Voice:
     def beat(self) -> None:
         while True:
             time.sleep(BEAT_SECONDS)
-            self.say({"beat": 1})
+            try:
+                self.say({"beat": 1})
+            except OSError:  # nobody listens: the run is gone, whatever this process is doing
+                os._exit(1)
 
 
 def main() -> int:
@@ -53,7 +56,7 @@ def main() -> int:
 
 def serve(open_call: Callable[[dict[str, Any]], Backend]) -> int:
     """Serve the backend that is opened from the first line of stdin, until stdin ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the run ends its workers itself
+    leave_signals_to_parent()
     voice = _Voice()
     threading.Thread(target=voice.beat, daemon=True).start()
     try:

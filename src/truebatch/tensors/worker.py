@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import socket
 import threading
 import time
@@ -17,6 +16,7 @@ from multiprocessing.context import BaseContext
 import torch
 
 from truebatch.errors import LoaderError, TruebatchError
+from truebatch.interruption import leave_signals_to_parent
 from truebatch.tensors.handover import receive_object, send_object
 from truebatch.tensors.microbatch import MicroBatch
 from truebatch.tensors.reading import Recipe, Task, read_microbatch
@@ -90,8 +90,7 @@ def _publish(status: Status, state: int) -> None:
 
 
 def _settle_in() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the main process ends the workers
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler inherited by fork would keep this process alive
+    leave_signals_to_parent()
     torch.set_num_threads(1)  # threads of the parent do not exist in a fork, and workers share the cores
     threading.Thread(target=_leave_with_parent, daemon=True).start()
 

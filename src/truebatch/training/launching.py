@@ -21,6 +21,7 @@ from types import FrameType
 from typing import IO, Any
 
 from truebatch.errors import ConfigError
+from truebatch.interruption import DO, NAMES, WRONG, holding
 from truebatch.language.saying import say_error
 from truebatch.training.runs import STATUS, Run, RunState, read_status, write_status
 from truebatch.training.signals import EXIT_INTERRUPTED
@@ -68,14 +69,20 @@ def launch(arguments: Sequence[str], devices: int, *, folder: Path, program: Seq
     """
     port = _free_port()
     with tempfile.TemporaryDirectory(prefix="truebatch-") as place:
-        children = [_start([*program, *arguments], rank, devices, port, Path(place)) for rank in range(devices)]
-        try:
-            with _passing_signals(children):
-                first = _wait(children)
-        finally:
-            _stop(children)
-        code = _exit_code(children, first)
-        _explain(first, code)
+        children: list[Child] = []
+        with holding(), _passing_signals(children) as asked:
+            try:
+                for rank in range(devices):
+                    if not asked:
+                        children.append(_start([*program, *arguments], rank, devices, port, Path(place)))
+                first = _wait(children) if len(children) == devices else None
+            finally:
+                _stop(children)
+        code = _exit_code(children, first) if len(children) == devices else EXIT_INTERRUPTED
+        if asked and code == EXIT_INTERRUPTED and any(child.process.returncode < 0 for child in children):
+            say_error(WRONG, asked[0], DO)  # before they could say so themselves
+        else:
+            _explain(first)
         _correct_status(folder, first, code)
         for child in children:
             if child.errors is not None:
@@ -126,16 +133,21 @@ def _start(command: Sequence[str], rank: int, devices: int, port: int, place: Pa
 
 
 @contextmanager
-def _passing_signals(children: Sequence[Child]) -> Iterator[None]:
+def _passing_signals(children: Sequence[Child]) -> Iterator[list[str]]:
+    """Hand signals on to the children there are; the names of those that came."""
+    asked: list[str] = []
+
     def handle(number: int, frame: FrameType | None) -> None:
+        asked.append(signal.Signals(number).name)
         _send(children, number)
 
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)]
+    numbers = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
     if threading.current_thread() is not threading.main_thread():
         numbers = []
+    numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
     before: dict[int, Any] = {number: signal.signal(number, handle) for number in numbers}
     try:
-        yield
+        yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -205,7 +217,7 @@ def _signal_name(code: int) -> str:
     return known.get(-code, f"signal {-code}")
 
 
-def _explain(first: Child | None, code: int) -> None:
+def _explain(first: Child | None) -> None:
     if first is None:
         return
     if first.process.returncode < 0:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,12 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from truebatch.errors import RunError, TruebatchError
+from truebatch.errors import RunError, TruebatchError, exit_code_of
+from truebatch.interruption import EXIT_INTERRUPTED, holding
 from truebatch.planning.measured import Measured
 from truebatch.training.durable import damage_named, read_json, write_bytes, write_json
 from truebatch.training.reducing import num_ranks, rank
-from truebatch.training.runs import Run, open_run
+from truebatch.training.runs import Run, RunState, open_run, read_status, write_status
 from truebatch.training.settings import TrainConfig
 
 MAY_CHANGE = ("devices", "workers", "keep", "epochs", "max_steps", "track", "save_every", "stuck_seconds")
@@ -44,13 +46,30 @@ def opened_run(out: str | Path | Run | None, config: Any, *, fresh: bool = False
         yield _wait_for_owner(Path(out))
         return
     with ExitStack() as stack:
+        stack.enter_context(holding())
         try:
             run = stack.enter_context(open_run(Path(out), _settled(config), fresh=fresh, may_change=names))
         except TruebatchError as error:
             _tell(error.wrong)
             raise
         _tell("")
-        yield run
+        try:
+            yield run
+        except BaseException as error:
+            _correct_status(run, error)
+            raise
+
+
+def _correct_status(run: Run, error: BaseException) -> None:
+    """What ends a run before its steps, or after them, is in its status too; a start that was refused changes nothing."""
+    code = exit_code_of(error)
+    with suppress(TruebatchError):  # a status that cannot be read or written does not hide what has happened
+        status = read_status(run.folder)
+        is_ours = status.get("pid") == os.getpid()
+        if status["exit_code"] != code and (is_ours or code == EXIT_INTERRUPTED):
+            state: RunState = "interrupted" if code == EXIT_INTERRUPTED else "failed"
+            message = f"{type(error).__name__}: {error}"
+            write_status(run, state, step=int(status.get("step", 0)), exit_code=code, message=message)
 
 
 def _settled(config: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Being asked to stop: SIGTERM, SIGINT and SIGUSR1 set a flag that the loop reads between micro-batches.
+"""Being asked to stop: SIGTERM, SIGINT, SIGHUP and SIGUSR1 set a flag that the loop reads between micro-batches.
 
 signal -> flag -> the loop finishes the step, saves and ends with exit code 75; a second Ctrl-C stops at once
 """
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-EXIT_INTERRUPTED = 75
-"""Interrupted, run it again to go on (DESIGN's exit codes)."""
-_NAMES = ("SIGTERM", "SIGINT", "SIGUSR1")
+from truebatch.interruption import EXIT_INTERRUPTED, NAMES
+
+__all__ = ["EXIT_INTERRUPTED", "StopFlag", "StopRequested", "catch_signals"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def _echo_seconds() -> float:
 
 
 def _numbers() -> list[int]:
-    return [int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name)]
+    return [int(getattr(signal, name)) for name in NAMES if hasattr(signal, name)]
 
 
 def _handler(flag: StopFlag) -> Any:
