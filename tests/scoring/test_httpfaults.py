@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
+import threading
+import time
 
 import pytest
 
-from tests.scoring.faultserver import FAULTS, FaultServer, score
+from tests.scoring.faultserver import FAULTS, FaultServer, http, score, value
 from truebatch.cli import run
+from truebatch.scoring.exporting import read_rows
 
 KEY = "sk-planted-0123456789-zxqv"
 GOOD = [f"good {number}" for number in range(1, 61)]
@@ -78,3 +84,113 @@ def test_what_does_not_end_ends_at_the_deadline(tmp_path):
     check_rows(rows, texts)
     assert max(server.requests.values()) == 1  # what was late once is not asked for again
     assert max(server.seconds.values()) < 60
+
+
+def test_a_number_of_samples_is_asked_for_at_a_time_and_nobody_waits_for_the_slowest(tmp_path):
+    """One request is held until all others are answered: batches that wait for each other would never end."""
+    texts = [f"good {number}" for number in range(1, 400)]
+
+    async def last(server, writer, text):
+        while sum(server.requests.values()) < len(texts) + 1:
+            await asyncio.sleep(0.01)
+        writer.write(http(value(text)))
+
+    with FaultServer({"held": (last, "")}) as server:
+        data = write_samples(tmp_path / "d.jsonl", ["held", *texts])
+        options = ["--model", server.address, "--yesno", "--concurrency", "7", "--out", str(tmp_path / "r")]
+        assert run(["score", str(data), *options, "--export", str(tmp_path / "o.jsonl")]) == 0
+    rows = rows_of(tmp_path / "o.jsonl")
+    assert all(rows[text]["score"] == pytest.approx(score(text)) for text in texts)
+    assert server.most_under_way == 7
+
+
+def test_one_by_one_is_one_request_at_a_time(tmp_path):
+    with FaultServer() as server:
+        data = write_samples(tmp_path / "d.jsonl", GOOD[:9])
+        options = ["--model", server.address, "--yesno", "--true-batch", "off", "--out", str(tmp_path / "r")]
+        assert run(["score", str(data), *options]) == 0
+    assert server.most_under_way == 1
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_server_that_refuses_everybody_stops_the_run_and_records_nobody(tmp_path, capfd, monkeypatch, status):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    texts = [f"refused {number}" for number in range(300)]
+
+    async def refuse(server, writer, text):
+        writer.write(http({"error": f"no access with {server.authorization}"}, status))
+
+    with FaultServer(dict.fromkeys(texts, (refuse, ""))) as server:
+        data = write_samples(tmp_path / "d.jsonl", texts)
+        command = ["score", str(data), "--model", server.address, "--yesno", "--concurrency", "8"]
+        assert run([*command, "--out", str(tmp_path / "r")]) == 2
+        assert sum(server.requests.values()) < 40  # not everybody was asked for
+        assert run(["run", "status", str(tmp_path / "r")]) == 0
+        told = "".join(capfd.readouterr())
+        assert f"refuses every request ({status})" in told
+        assert "0 failed, 300 pending" in told
+        assert KEY not in told
+        server.faults.clear()  # the key is right now
+        assert run([*command, "--out", str(tmp_path / "r")]) == 0
+
+
+def test_sigterm_waits_for_what_was_sent_and_the_same_command_goes_on(tmp_path):
+    """Whatever the server has answered before the process ends is in the journal, and is not asked for again."""
+    texts = [f"good {number}" for number in range(1, 300)]
+    release = threading.Event()
+
+    async def held(server, writer, text):
+        while not release.is_set():
+            await asyncio.sleep(0.01)
+        writer.write(http(value(text)))
+
+    slow = texts[::20]
+    with FaultServer(dict.fromkeys(slow, (held, ""))) as server:
+        data = write_samples(tmp_path / "d.jsonl", texts)
+        options = ["--model", server.address, "--yesno", "--concurrency", "4", "--out", str(tmp_path / "r")]
+        command = ["score", str(data), *options]
+
+        def stop():
+            while sum(server.requests[text] for text in slow) < 4:  # all places are taken by those that are held
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+            release.set()
+
+        thread = threading.Thread(target=stop)
+        thread.start()
+        assert run(command) == 75
+        thread.join()
+        answered = dict(server.requests)
+        rows = {row["id"]: row for row in read_rows(tmp_path / "r")}
+        assert {text for text, row in rows.items() if row["status"] == "ok"} == set(answered)
+        assert set(answered) != set(texts)
+        assert run(command) == 0
+        assert set(server.requests.values()) == {1}
+
+
+def test_failures_are_asked_for_again_with_a_key_that_is_named_again(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("MY_KEY", KEY)
+    monkeypatch.setenv("OPENAI_API_KEY", "another-key-of-mine")
+    with FaultServer({"bad": (http({}, 422), "http_422")}) as server:
+        data = write_samples(tmp_path / "d.jsonl", ["bad", "good 1"])
+        options = ["--model", server.address, "--yesno", "--key-env", "MY_KEY", "--out", str(tmp_path / "r")]
+        assert run(["score", str(data), *options]) == 3
+        assert server.authorization == f"Bearer {KEY}"
+        server.faults.clear()
+        again = [
+            "run",
+            "retry",
+            str(tmp_path / "r"),
+            "--kind",
+            "http_422",
+            "--data",
+            str(data),
+            "--model",
+            server.address,
+        ]
+        assert run([*again, "--key-env", "NOT_THERE_AT_ALL"]) == 2
+        assert run([*again, "--key-env", "MY_KEY"]) == 0
+        assert server.authorization == f"Bearer {KEY}"
+    assert "key_env" not in (tmp_path / "r" / "call.json").read_text()
+    assert "NOT_THERE_AT_ALL" not in "".join(capfd.readouterr())

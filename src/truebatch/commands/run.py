@@ -91,6 +91,10 @@ def show_retry(
     model: Annotated[str, typer.Option(help="Its model folder or server, as you gave it to `score`.")] = "",
     workers: Annotated[int, typer.Option(help="Its workers, where it had some.")] = 0,
     engine: Annotated[str, typer.Option(help="Its engine, where it was not `local`.")] = "",
+    key_env: Annotated[
+        str | None,
+        typer.Option(help="The variable with a server's API key; '' sends none. Default: OPENAI_API_KEY if it is set."),
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="vl_reward: the YAML file with its settings.")] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="vl_reward: a setting, over the file.")
@@ -112,15 +116,16 @@ def show_retry(
     from dataclasses import replace
 
     from truebatch.commands.score import run_call
+    from truebatch.scoring.addresses import is_address
     from truebatch.scoring.calling import load_call
     from truebatch.scoring.stated import require_stated
 
     kinds = [name.rpartition("/")[2] for name in kind]
     if is_benchmark_run(run):
-        if cells is not None or as_json or data is not None or model or workers or engine:
+        if cells is not None or as_json or data is not None or model or workers or engine or key_env is not None:
             raise ConfigError(
                 "a benchmark is run again as it was",
-                seen="--cells, --data, --model, --workers, --engine or --json",
+                seen="--cells, --data, --model, --workers, --engine, --key-env or --json",
                 do="give its settings, as you did at first: --config FILE, --set A.B=VALUE",
             )
         return retry_benchmark(run, kinds, config, set_)
@@ -131,6 +136,10 @@ def show_retry(
     call = load_call(run)
     given = {"data": "" if data is None else str(data), "model": model, "workers": workers, "engine": engine}
     require_stated(run, call, given, command=_again(run, kind))
+    if is_address(call.model):
+        call = replace(call, key_env=key_env)
+    elif key_env is not None:
+        raise ConfigError("these options belong to a server", seen="--key-env", do="leave them out")
     if cells is not None:
         call = replace(call, limits={**call.limits, "cells": cells})
     return run_call(call, run, shard=(0, 1), retry=kinds, checked=0, as_json=as_json)

@@ -113,7 +113,8 @@ def load_call(run: Path) -> ScoreCall:
             do="give the command of `truebatch score` again",
         )
     with damage_named(run / CALL, do="give the command of `truebatch score` again: it writes the file anew"):
-        return ScoreCall(**read_json(run / CALL))
+        values = read_json(run / CALL)
+        return ScoreCall(**{name: value for name, value in values.items() if name != "key_env"})
 
 
 def make_readout(values: Mapping[str, Any]) -> Readout:

@@ -30,6 +30,8 @@ _CONNECT_SECONDS = 30.0
 _ERROR_BYTES = 1 << 16
 """Read of an answer that is an error: its beginning says why."""
 _CLOSE_SECONDS = 5.0
+_BEYOND = 1e9
+"""More than any setting can mean."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,9 +50,10 @@ class HttpSettings:
     """Seconds before the second try; twice as long before each further one."""
 
     def __post_init__(self) -> None:
-        for name in ("timeout", "concurrency", "tries", "answer_bytes"):
-            if not 0 < getattr(self, name) < 1e12:
-                raise ConfigError(f"{name} is out of range", seen=f"{name}={getattr(self, name)}", do="give 1 or more")
+        for name, kind in (("timeout", int | float), ("concurrency", int), ("tries", int), ("answer_bytes", int)):
+            value = getattr(self, name)
+            if not isinstance(value, kind) or not 0 < value < _BEYOND:
+                raise ConfigError(f"{name} is out of range", seen=f"{name}={value!r}", do="give 1 or more")
 
 
 @dataclass(frozen=True, slots=True)
