@@ -24,7 +24,7 @@ _HOME: dict[str, str] = {
     "TrainConfig": "training.settings",
     "TrainData": "training.task",
     "TruebatchError": "errors",
-    "VerifyConfig": "proof.proving",
+    "VerifyConfig": "proof.settings",
     "assert_batchable": "proof.verification",
     "build_plan": "planning.plan",
     "choose_layout": "proof.layouts",

@@ -9,7 +9,7 @@ from torch import nn
 from tests.proof import planted as P
 from tests.proof.test_faults import samples
 from truebatch.errors import BatchError, ConfigError
-from truebatch.proof.proving import VerifyConfig
+from truebatch.proof.settings import VerifyConfig
 from truebatch.proof.verification import verify
 from truebatch.tensors.field import Field
 

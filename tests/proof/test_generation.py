@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.hf.tiny_models import build
 from tests.proof import planted as P
-from truebatch.proof.proving import VerifyConfig
+from truebatch.proof.settings import VerifyConfig
 from truebatch.proof.verification import verify
 from truebatch.tensors.field import Field
 

@@ -8,7 +8,7 @@ from truebatch.errors import LawError
 from truebatch.hf.tiny import tiny_model
 from truebatch.proof.hfsubject import hf_subject, random_samples
 from truebatch.proof.layouts import choose_layout, try_layout
-from truebatch.proof.proving import VerifyConfig
+from truebatch.proof.settings import VerifyConfig
 
 
 def test_a_decoder_that_reads_padded_answers_wrongly_is_not_right_in_groups_of_equal_length():

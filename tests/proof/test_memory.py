@@ -9,7 +9,8 @@ from truebatch.errors import MemoryLimitError
 from truebatch.hf.tiny import tiny_model
 from truebatch.proof.hfsubject import hf_subject, random_samples
 from truebatch.proof.layouts import choose_layout
-from truebatch.proof.proving import VerifyConfig, prove
+from truebatch.proof.proving import prove
+from truebatch.proof.settings import VerifyConfig
 from truebatch.proof.verification import verify
 
 

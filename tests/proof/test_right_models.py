@@ -9,7 +9,7 @@ from tests.proof.test_faults import samples
 from truebatch.hf.tiny import tiny_model
 from truebatch.proof.hfsubject import random_samples
 from truebatch.proof.layouts import choose_layout
-from truebatch.proof.proving import VerifyConfig
+from truebatch.proof.settings import VerifyConfig
 from truebatch.proof.verification import verify
 from truebatch.tensors.field import Field
 

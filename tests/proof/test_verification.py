@@ -26,7 +26,7 @@ from tests.tiny import (
     text_samples,
 )
 from truebatch.errors import BatchError, ConfigError, DataError, LawError
-from truebatch.proof.proving import VerifyConfig
+from truebatch.proof.settings import VerifyConfig
 from truebatch.proof.verification import assert_batchable, verify
 from truebatch.tensors.field import Field
 
@@ -72,12 +72,12 @@ def test_a_right_model_passes_the_users_own_test():
     assert assert_batchable(P.Classifier(), P.Choice(), samples(), P.CLASS_FIELDS).ok
 
 
-def test_randomness_is_reported_as_such_and_not_as_a_fault():
+def test_randomness_in_training_is_no_fault_and_leaves_it_unproven():
     torch.manual_seed(0)
     report = verify(P.WithDropout(), P.NextToken(), samples(), P.FIELDS)
-    assert report.ok
-    assert report.mode == "eval"
-    assert any("randomness is left on in training mode" in note for note in report.notes)
+    assert report.verdict == "unproven"
+    assert "equal in distribution" in report.unproven
+    assert report.coverage.modes == ("train", "eval")
 
 
 def test_randomness_that_cannot_be_switched_off_leaves_nothing_proven():

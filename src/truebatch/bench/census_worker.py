@@ -38,8 +38,9 @@ from truebatch.hf.samples import make_samples
 from truebatch.hf.tiny import tiny_model
 from truebatch.proof.hfsubject import hf_subject, random_samples
 from truebatch.proof.layouts import ORDER, LayoutChoice, choose_layout, reason_against, try_layout
-from truebatch.proof.proving import VerifyConfig, prove
+from truebatch.proof.proving import prove
 from truebatch.proof.report import VerifyReport
+from truebatch.proof.settings import VerifyConfig
 
 LEFT = "left padded"
 LAYOUTS = (*ORDER, LEFT)

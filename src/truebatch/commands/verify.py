@@ -31,7 +31,17 @@ def show_verify(
         list[str] | None,
         typer.Option("--set", metavar="A.B=VALUE", help="A system or a run: a setting, over the file."),
     ] = None,
-    layout: Annotated[str, typer.Option(help="all, right, left, padded or packed.")] = "all",
+    layout: Annotated[
+        str,
+        typer.Option(help="Whose verdict counts: used (right padded and packed), all, right, left, padded or packed."),
+    ] = "used",
+    quick: Annotated[bool, typer.Option("--quick", help="The layouts that count, in few arrangements.")] = False,
+    longest: Annotated[
+        int | None, typer.Option(help="Cells of your longest sample: one is made as long, where there is none.")
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(help="Rows of your largest micro-batch: samples are repeated, where there are fewer.")
+    ] = None,
     tolerance: Annotated[float | None, typer.Option(help="Largest relative difference allowed.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="A folder to keep the result in, for `report`. Default: a run's own.")
@@ -46,7 +56,8 @@ def show_verify(
     its own samples), a run (the trained model) and a Hugging Face model need nothing else. What was found in a run is
     kept there as verification.json, and `truebatch report RUN` shows it.
 
-    Exit code 0: proven equal. 1: the law is broken, or nothing could be proven. 2: the question was not right.
+    Exit code 0: proven equal in the layouts that count. 1: the law is broken there, or nothing could be proven. 2: the
+    question was not right.
 
     Examples:
 
@@ -55,6 +66,8 @@ def show_verify(
       truebatch verify seqset_vae --set model.latent_dim=32
 
       truebatch verify runs/chinese_gpt --layout packed
+
+      truebatch verify train.py:setup --quick --longest 4096 --rows 64
 
       truebatch verify train.py:batched --one train.py:single --samples train.py:samples
     """
@@ -88,7 +101,7 @@ def _report(target: str, given: dict[str, str], file: Path | None, asked: _Setti
     # Imported here so that `truebatch --help` answers at once.
     from truebatch.commands.settings import checked, read_settings
     from truebatch.proof.asking import ask
-    from truebatch.proof.proving import VerifyConfig
+    from truebatch.proof.settings import VerifyConfig
     from truebatch.proof.verification import verify_system
     from truebatch.systems import SYSTEMS
     from truebatch.systems.finding import find_system
@@ -96,7 +109,7 @@ def _report(target: str, given: dict[str, str], file: Path | None, asked: _Setti
     overrides = asked.overrides
     is_run = _own_run(target) is not None
     if target not in SYSTEMS and not is_run and file is None and not overrides:
-        return ask(target, given, **how)
+        return ask(target, given, VerifyConfig(**how))
     if given or (is_run and file is not None):
         wrong = [f"--{name}" for name in given] or ["--config"]
         raise ConfigError(

@@ -11,16 +11,15 @@ from typing import Any
 from torch import nn
 
 from truebatch.errors import ConfigError
-from truebatch.proof.proving import VerifyConfig
 from truebatch.proof.report import VerifyReport
+from truebatch.proof.settings import VerifyConfig
 from truebatch.proof.verification import verify
 from truebatch.system import System
 from truebatch.targets import call_target, is_target, resolve_target
 
 
-def ask(target: str, named: Mapping[str, str], *, layout: str = "all", tolerance: float | None = None) -> VerifyReport:
+def ask(target: str, named: Mapping[str, str], config: VerifyConfig) -> VerifyReport:
     """Resolve a target and what goes with it, and verify it."""
-    config = VerifyConfig(layout=layout, tolerance=tolerance)  # type: ignore[arg-type]
     given = {name: _value(name, text) for name, text in named.items()}
     if not is_target(target) or Path(target).is_dir():
         hf = import_module("truebatch.hf.loading")

@@ -347,7 +347,7 @@ def _exact_reference(
 ) -> Reference:
     assert subject.model is not None
     with in_dtype(subject.model, dtype):
-        exact = run_whole(subject, alone)
+        exact = run_whole(subject, alone, gradient=bool(one_by_one.gradient))
     far = {d.part: d.value for d in differences(one_by_one, Reference(exact, dict.fromkeys(PARTS, math.inf)))}
     return Reference(exact, {part: 2 * max(far.get(part, 0.0), least) for part in PARTS})
 

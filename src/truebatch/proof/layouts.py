@@ -15,8 +15,9 @@ from truebatch.objective import Objective
 from truebatch.planning.rows import padded_rows
 from truebatch.proof.arrangements import Arrangement, Piece
 from truebatch.proof.probes import changed_sample
-from truebatch.proof.proving import VerifyConfig, prove
+from truebatch.proof.proving import prove
 from truebatch.proof.report import VerifyReport
+from truebatch.proof.settings import VerifyConfig
 from truebatch.proof.subjects import Subject, is_marker, model_subject
 from truebatch.tensors.field import Field
 from truebatch.tensors.microbatch import CELLS

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from truebatch.notebook import html_lines, html_table
-from truebatch.proof.arrangements import Arrangement
+from truebatch.proof.arrangements import LAYOUTS, Arrangement
 from truebatch.proof.comparing import Difference, Whole
 from truebatch.proof.probes import Leak
 from truebatch.proof.tracing import ModuleDifference
 
+_SEVERITY = ("equal", "refused", "different")
 Verdict = Literal["equal", "different", "raised", "note"]
 
 
@@ -48,6 +49,40 @@ class Cause:
     fix: str
 
 
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What was looked at, so that nobody takes the proof for more than it is."""
+
+    modes: tuple[str, ...] = ()
+    """In which modes of the model; empty where there is no model that has modes."""
+    longest: int = 0
+    """Cells of the longest sample."""
+    shortest: int = 0
+    rows: int = 0
+    """Rows of the largest micro-batch."""
+    gradient: bool = False
+    """True if gradients were compared."""
+    unseen: tuple[str, ...] = ()
+    """Modules whose outputs could not be taken apart by sample."""
+
+    def __str__(self) -> str:
+        parts = [_MODES[self.modes], _GRADIENTS[self.gradient]]
+        parts.append(f"samples of {self.shortest} to {self.longest} cells, up to {self.rows} rows")
+        if self.unseen:
+            more = f" and {len(self.unseen) - 3} more" if len(self.unseen) > 3 else ""
+            parts.append(f"modules that could not be compared: {', '.join(self.unseen[:3])}{more}")
+        return "; ".join(parts)
+
+
+_MODES = {
+    (): "no modes (no model was found)",
+    ("train",): "training mode only",
+    ("eval",): "eval mode only",
+    ("train", "eval"): "training and eval mode",
+}
+_GRADIENTS = {True: "gradients too", False: "no gradients"}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class VerifyReport:
     """The proof, or where it fails. `ok` is True only if every required arrangement equals one by one."""
@@ -63,11 +98,28 @@ class VerifyReport:
     leak_visible: float = 0.0
     """How far a changed sample moves itself, relative; a leak of that size would have been seen."""
     limits: dict[str, float] = field(default_factory=dict)
+    used: tuple[str, ...] = LAYOUTS
+    """The layouts whose verdict counts."""
+    coverage: Coverage = Coverage()
 
     @property
     def broken(self) -> list[Result]:
-        """The arrangements that break the law: different, or right padded and raising."""
-        return [r for r in self.results if r.verdict == "different" or _is_needed_and_raised(r)]
+        """The arrangements that break the law in the layouts that count: different, or right padded and raising."""
+        return [
+            r
+            for r in self.results
+            if r.arrangement.layout in self.used and (r.verdict == "different" or _is_needed_and_raised(r))
+        ]
+
+    @property
+    def layouts(self) -> dict[str, str]:
+        """Layout -> equal, different or refused, for each that was run."""
+        found: dict[str, str] = {}
+        for r in self.results:
+            worst = "refused" if r.verdict == "raised" else "different" if r.verdict == "different" else "equal"
+            earlier = found.get(r.arrangement.layout, "equal")
+            found[r.arrangement.layout] = max(earlier, worst, key=_SEVERITY.index)
+        return found
 
     @property
     def refused(self) -> list[Result]:
@@ -96,6 +148,9 @@ class VerifyReport:
             "ok": self.ok,
             "unproven": self.unproven,
             "mode": self.mode,
+            "layouts": self.layouts,
+            "used": list(self.used),
+            "coverage": _coverage_dict(self.coverage),
             "limits": dict(self.limits),
             "arrangements": [_result_dict(r) for r in self.results],
             "causes": [{"name": c.name, "words": c.words, "fix": c.fix} for c in self.causes],
@@ -108,13 +163,29 @@ class VerifyReport:
     def __str__(self) -> str:
         lines = [_headline(self)]
         lines += [f"  {mark(r)}  {r.name:<46}  {describe(r)}" for r in self.results]
-        lines += [*_module_words(self), *_leak_words(self), *_cause_words(self)]
+        lines += [*_layout_words(self), *_module_words(self), *_leak_words(self), *_cause_words(self)]
+        lines += [f"covered: {self.coverage}"] if self.results else []
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
     def _repr_html_(self) -> str:
         rows = [(mark(r), r.name, describe(r)) for r in self.results]
-        words = [*_module_words(self), *_leak_words(self), *_cause_words(self), *(f"note: {n}" for n in self.notes)]
+        words = [*_layout_words(self), *_module_words(self), *_leak_words(self), *_cause_words(self)]
+        words += [*([f"covered: {self.coverage}"] if self.results else []), *(f"note: {n}" for n in self.notes)]
         return html_table(rows, header=("", "arrangement", "differences"), title=_headline(self)) + html_lines(words)
+
+
+def _coverage_dict(coverage: Coverage) -> dict[str, Any]:
+    values = asdict(coverage)
+    return {**values, "modes": list(coverage.modes), "unseen": list(coverage.unseen)}
+
+
+def _layout_words(report: VerifyReport) -> list[str]:
+    """A line on layouts that do not count and are not right; those that count have a verdict already."""
+    wrong = [name for name, verdict in report.layouts.items() if verdict == "different" and name not in report.used]
+    return [f"not right, and not in use: {_LAYOUT_NAMES[name]} (--layout {name} makes it count)" for name in wrong]
+
+
+_LAYOUT_NAMES = {"right": "right padding", "left": "left padding", "packed": "packed rows"}
 
 
 def _module_words(report: VerifyReport) -> list[str]:
@@ -136,7 +207,7 @@ def _headline(report: VerifyReport) -> str:
         return "BROKEN: the law does not hold, although no arrangement differs; the causes say why"
     if report.unproven:
         return f"UNPROVEN: {report.unproven}"
-    ran = len(report.results) - len(report.refused)
+    ran = sum(r.verdict in ("equal", "note") for r in report.results)
     if report.refused:
         return f"EQUAL: every sample gets what it gets alone, in {ran} arrangements; {len(report.refused)} more are refused"
     return f"EQUAL: every sample gets what it gets alone, in {ran} arrangements"
@@ -152,7 +223,7 @@ _SAID = {"outputs": "outputs {number}", "loss": "loss {number}", "gradient": "gr
 
 def describe(result: Result) -> str:
     """One line on a result: how far, where, or what was raised."""
-    if result.verdict == "raised":
+    if result.verdict == "raised" or result.error:
         return f"raised {result.error.splitlines()[0][:90] if result.error else ''}"
     over = [d for d in result.differences if d.is_over]
     shown = over or result.differences

@@ -56,13 +56,17 @@ class Subject:
     """What a micro-batch adds to what the step is divided by; None if only its results tell."""
 
     @property
+    def planned(self) -> Field:
+        """The field whose cells are planned: along the planned axis, or the first ragged one."""
+        along = next((f for f in self.fields if f.axis == CELLS and f.kind in ("along", "nested")), None)
+        return along or next(f for f in self.fields if f.kind != "once")
+
+    @property
     def lengths(self) -> list[int]:
         """Cells of every sample along the planned axis (or the first ragged one)."""
-        along = next((f for f in self.fields if f.axis == CELLS and f.kind in ("along", "nested")), None)
-        field = along or next(f for f in self.fields if f.kind != "once")
         for at, sample in enumerate(self.samples):
             _check_keys(sample, self.fields, at)
-        return [len(sample[field.key]) for sample in self.samples]
+        return [len(sample[self.planned.key]) for sample in self.samples]
 
     @property
     def device(self) -> torch.device:

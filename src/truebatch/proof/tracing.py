@@ -77,6 +77,21 @@ def trace_modules(subject: Subject, piece: Piece, sample: int) -> dict[Key, Part
     return found
 
 
+def uncompared_modules(subject: Subject, piece: Piece) -> list[str]:
+    """Modules that run, and whose outputs cannot be taken apart by sample, in the order of completion."""
+    batch = subject.micro_batch(piece)
+    called: dict[str, None] = {}
+
+    def watch(name: str, value: Any) -> None:
+        called.update({name: None} if named_tensors(value) else {})
+
+    assert subject.model is not None
+    with torch.no_grad(), _hooked(subject.model, watch):
+        subject.call(subject.model, batch)
+    seen = {name for name, _, _ in trace_modules(subject, piece, batch.sample_ids[0])}
+    return [name for name in called if name not in seen]
+
+
 def count_calls(subject: Subject, piece: Piece) -> int:
     """How many times any leaf module runs during a micro-batch: a real batch does not need more for more samples."""
     assert subject.model is not None

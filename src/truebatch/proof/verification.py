@@ -6,24 +6,22 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
-import torch
 from torch import nn
 
-from truebatch.errors import BatchError, ConfigError, LawError, TruebatchError
+from truebatch.errors import ConfigError, LawError
 from truebatch.objective import Objective
-from truebatch.proof.arrangements import alone
 from truebatch.proof.comparing import Whole
 from truebatch.proof.functions import ListSubject, run_one_by_one
-from truebatch.proof.proving import VerifyConfig, prove
+from truebatch.proof.proving import prove
 from truebatch.proof.quiet import Mode, quieted
 from truebatch.proof.report import VerifyReport
+from truebatch.proof.settings import VerifyConfig
 from truebatch.proof.subjects import Subject, callable_subject, find_module, model_subject
 from truebatch.system import System
 from truebatch.tensors.field import Field
 from truebatch.training.systemsettings import settings_type, settled
 
 Samples = Sequence[Any]
-Original = Callable[[Mode, Whole], Whole]
 
 
 def verify(
@@ -49,8 +47,7 @@ def verify(
     Nothing of the model is changed: modes, buffers and gradients are put back. The report's `ok` is True only if every
     arrangement that ran gave equal outputs, loss and gradients.
 
-    >>> import torch
-    >>> from truebatch import verify
+    >>>     >>> from truebatch import verify
     >>> samples = [torch.ones(n) for n in (3, 1, 6, 2)]
     >>> def padded_mean(many):
     ...     return [row.mean() for row in torch.nn.utils.rnn.pad_sequence(many, batch_first=True)]
@@ -71,7 +68,7 @@ def verify(
         )
     if one is not None:
         return _verify_functions(subject, one, list(samples), fields, model, settings)
-    return _proven(_subject(subject, objective, list(samples), fields, settings, model), settings)
+    return prove(_subject(subject, objective, list(samples), fields, settings, model), settings)
 
 
 def verify_system(
@@ -93,39 +90,13 @@ def verify_system(
         system.fields(chosen),
         asked.causal,
     )
-    return _proven(subject, asked)
-
-
-def _proven(subject: Subject | ListSubject, config: VerifyConfig, original: Original | None = None) -> VerifyReport:
-    """`prove`, with what the user's code raises before anything can be compared as an error that says so."""
-    try:
-        return prove(subject, config, original=original)
-    except TruebatchError:
-        raise
-    except Exception as error:
-        raise BatchError(
-            f"{_culprit(subject)} cannot be run alone, so there is nothing to compare with",
-            seen=f"{type(error).__name__}: {error}",
-            do="make it run on one sample at a time first; --debug (or the exception above) shows where it was raised",
-        ) from error
-
-
-def _culprit(subject: Subject | ListSubject) -> str:
-    """The first sample that raises, by its number and length."""
-    for at, piece in enumerate(alone(subject.lengths).pieces):
-        try:
-            with quieted(subject.model, "eval"), torch.no_grad():
-                subject.run(piece)
-        except Exception:  # it is the error that is being reported, found again
-            return f"sample {at} (length {subject.lengths[at]})"
-    return "a sample"
+    return prove(subject, asked)
 
 
 def assert_batchable(*args: Any, **kwargs: Any) -> VerifyReport:
     """`verify` for a test suite: raises LawError with the whole report if the law is broken or could not be proven.
 
-    >>> import torch
-    >>> from truebatch import assert_batchable
+    >>>     >>> from truebatch import assert_batchable
     >>> model = torch.nn.Linear(4, 2)
     >>> samples = [torch.randn(n, 4) for n in (3, 1, 6, 2)]
     >>> report = assert_batchable(lambda many: [model(x) for x in many], one=model, samples=samples)
@@ -184,13 +155,13 @@ def _verify_functions(
 ) -> VerifyReport:
     found = next((m for m in (model, find_module(batched), find_module(one)) if m is not None), None)
 
-    def original(mode: Mode, singles: Whole) -> Whole:
+    def original(mode: Mode, singles: Whole, samples: Samples) -> Whole:
         with quieted(found, mode):
             return run_one_by_one(one, samples, found, batched=singles, stand_in=fields is not None)
 
     if fields is None:
-        return _proven(ListSubject(samples, batched, found), config, original)
-    return _proven(callable_subject(batched, samples, fields, config.causal, found), config, original)
+        return prove(ListSubject(samples, batched, found), config, original=original)
+    return prove(callable_subject(batched, samples, fields, config.causal, found), config, original=original)
 
 
 def _check_alone(system: System, **given: Any) -> None:
