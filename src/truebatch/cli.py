@@ -44,7 +44,7 @@ from truebatch.errors import ConfigError, TruebatchError, exit_code_of
 from truebatch.interruption import DO, EXIT_INTERRUPTED, asked_by, catch_interruptions, finished, interruptible
 from truebatch.language.choosing import Language, language, unknown_language
 from truebatch.language.helping import translate_help
-from truebatch.language.saying import say_error
+from truebatch.language.saying import filtered, say_error
 from truebatch.settingrules import FOREIGN
 
 DONE, USAGE, OUR_FAULT, INTERRUPTED = 0, 2, 70, EXIT_INTERRUPTED
@@ -58,7 +58,6 @@ _MENDING = {
     errno.EROFS: "name a folder that can be written to",
     errno.ENAMETOOLONG: "use a shorter path",
 }
-# Control characters but line ends and tabs, and those that turn the direction of writing.
 # typer carries its own copy of click in newer versions; its public error class leads to the base in both.
 _ClickError: Any = typer.BadParameter.__mro__[2]
 
@@ -140,6 +139,11 @@ def run(arguments: list[str]) -> int:
     """Run one command line and give its exit code; never raises."""
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
+    with filtered():
+        return _run(arguments, debug=debug)
+
+
+def _run(arguments: list[str], *, debug: bool) -> int:
     try:
         with interruptible():
             code = _invoke(arguments)

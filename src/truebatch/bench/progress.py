@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+from truebatch.language.saying import one_line, unfiltered
+
 Tell = Callable[[str], None]
 """Say what has just been finished."""
 
@@ -21,7 +23,7 @@ def progress(total: int, what: str, *, file: TextIO | None = None) -> Iterator[T
         return
     with bar:
         job = bar.add_task(what, total=total)
-        yield lambda text: bar.update(job, advance=1, description=f"{what}: {text}")
+        yield lambda text: bar.update(job, advance=1, description=f"{what}: {one_line(text)}")
 
 
 def _lines(total: int, out: TextIO) -> Tell:
@@ -30,7 +32,7 @@ def _lines(total: int, out: TextIO) -> Tell:
     def tell(text: str) -> None:
         nonlocal done
         done += 1
-        out.write(f"[{done}/{total}] {text}\n")
+        out.write(f"[{done}/{total}] {one_line(text)}\n")
         out.flush()
 
     return tell
@@ -43,4 +45,4 @@ def _bar(out: TextIO) -> Any:
     except ImportError:  # a bar is a comfort; lines say the same
         return None
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
-    return Progress(*columns, console=Console(file=out), transient=True)
+    return Progress(*columns, console=Console(file=unfiltered(out)), transient=True)

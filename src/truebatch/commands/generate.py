@@ -15,7 +15,7 @@ import typer
 from truebatch.commands.folders import SystemOption, open_named_settings
 from truebatch.errors import ConfigError, DataError, TruebatchError
 from truebatch.interruption import stay
-from truebatch.language.saying import say
+from truebatch.language.saying import say, unfiltered
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def _command(line: str, settings: Generation, first: Generation) -> Generation:
     if name == ":help":
         say(HELP, end="")
     elif name == ":clear":
-        sys.stdout.write("\033[2J\033[H")
+        unfiltered(sys.stdout).write("\033[2J\033[H")
         return first
     elif name == ":set" and len(values) == 2:
         return _changed(settings, *values)

@@ -11,7 +11,7 @@ import typer
 
 from truebatch.commands.vl_reward import export_benchmark, is_benchmark_run, retry_benchmark, stage_folders
 from truebatch.errors import ConfigError
-from truebatch.language.saying import say
+from truebatch.language.saying import one_line, say
 
 CHECK_FAILED = 1
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
@@ -58,6 +58,9 @@ def show_status(
 def show_export(
     run: Folder,
     to: Annotated[Path, typer.Option(help="The file to write: .jsonl, .csv or .parquet.")],
+    for_spreadsheet: Annotated[
+        bool, typer.Option("--for-spreadsheet", help="In a .csv: a quote before texts that begin with = + - @.")
+    ] = False,
 ) -> int:
     """Write a row for every sample of the input, in its order; the same bytes however often the run was interrupted.
 
@@ -66,15 +69,21 @@ def show_export(
     Examples:
 
       truebatch run export runs/score-pairs --to scores.parquet
+
+      truebatch run export runs/score-pairs --to scores.csv --for-spreadsheet
     """
     from truebatch.scoring.exporting import export, read_damaged
 
     is_benchmark = is_benchmark_run(run)
-    rows = export_benchmark(run, to) if is_benchmark else export(run, to)
+    write = export_benchmark if is_benchmark else export
+    rows = write(run, to, for_spreadsheet=for_spreadsheet)
     say(f"{rows:,} rows written to {to}")
     damaged = [name for folder in (stage_folders(run) if is_benchmark else [run]) for name in read_damaged(folder)]
     for name in damaged:
-        say(f"{name}: the record is not what was written; its row is pending, without a score", file=sys.stderr)
+        say(
+            f"{one_line(name)}: the record is not what was written; its row is pending, without a score",
+            file=sys.stderr,
+        )
     return CHECK_FAILED if damaged else 0
 
 

@@ -13,7 +13,7 @@ import typer
 from truebatch.commands.settings import RUNS
 from truebatch.commands.vl_reward import run_reward
 from truebatch.errors import ConfigError
-from truebatch.language.saying import say
+from truebatch.language.saying import one_line, say, unfiltered
 from truebatch.language.translating import in_words
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
@@ -254,27 +254,28 @@ def tell(status: Status, folder: Path, *, as_json: bool) -> int:
 
 
 def _lines(status: Status, folder: Path) -> list[str]:
+    name, level = one_line(str(folder)), one_line(status.level)
     lines = [
-        f"{folder}: {status.samples:,} samples, {status.ok:,} done, {status.failed:,} failed, {status.pending:,} pending"
-        f" (level {status.level})",
+        f"{name}: {status.samples:,} samples, {status.ok:,} done, {status.failed:,} failed, {status.pending:,} pending"
+        f" (level {level})",
         f"  {status.tokens_done:,} of {status.tokens:,} tokens in {status.batches:,} batches, {status.seconds:.1f} s",
     ]
     lines += [f"  {status.duplicates:,} samples have the content of another"] if status.duplicates else []
-    lines += [f"  failed: {number:,} {kind}" for kind, number in status.kinds.items()]
+    lines += [f"  failed: {number:,} {one_line(kind)}" for kind, number in status.kinds.items()]
     lines += [f"  {status.suspects:,} batches in which a worker died are judged next"] if status.suspects else []
     if status.damaged:
         lines.append(
             f"  {len(status.damaged):,} records of the journal are not what was written, and count as pending; the command"
             " of `truebatch score` judges them again"
         )
-        lines += [f"    {name}" for name in status.damaged[:_NAMED]]
+        lines += [f"    {one_line(name)}" for name in status.damaged[:_NAMED]]
     if status.unchecked:
         lines.append(
             f"  {status.unchecked:,} records of an earlier version have no checksum: whether they were changed is unknown"
         )
     if status.disagreements:
         lines.append(
-            f"  {len(status.disagreements):,} samples have two different results: {status.disagreements[0]} ..."
+            f"  {len(status.disagreements):,} samples have two different results: {one_line(status.disagreements[0])} ..."
         )
     return lines
 
@@ -291,9 +292,8 @@ def _watch(begun: Callable[[], None]) -> Watch:
         if now - told[0] < _SECONDS and progress.done < progress.samples:
             return
         told[0] = now
-        sys.stderr.write(
-            ("\r\033[K" if is_terminal else "") + in_words(progress.line()) + ("" if is_terminal else "\n")
-        )
+        line = one_line(in_words(progress.line()))
+        unfiltered(sys.stderr).write(f"\r\033[K{line}" if is_terminal else f"{line}\n")
         if is_terminal and progress.done >= progress.samples:
             say(file=sys.stderr)
 

@@ -12,7 +12,7 @@ import typer
 
 from truebatch.commands.folders import open_named
 from truebatch.errors import ConfigError
-from truebatch.language.saying import say
+from truebatch.language.saying import one_line, say
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
@@ -202,14 +202,14 @@ def _print_validation(found: Validation) -> None:
     from truebatch.reports.tables import Table, print_table
 
     for split, line in found.splits.items():
-        say(f"{split}: {line}")
+        say(f"{one_line(split)}: {line}")
     header = ("", "least", "median", "95 %", "most")
     rows = tuple((name, *(f"{value:,.4g}" for value in values)) for name, values in found.shapes.items())
     if rows:
         print_table(Table(header, rows))
     for fault in found.faults:
         say(f"\n{fault['words']}: {fault['number']:,} in {fault['places']:,} places; {fault['outcome']}")
-        sys.stdout.write("".join(f"  {place}\n" for place in fault["first"]))
+        sys.stdout.write("".join(f"  {one_line(str(place))}\n" for place in fault["first"]))
     verdict = "no faults" if not found.faults else "every fault is corrected or left out, and counted"
     stops = f"a run would stop: {', '.join(found.stops)}" if found.stops else "a run would stop: no training stays"
     say(f"\n{verdict if found.is_usable else stops}")

@@ -147,14 +147,14 @@ def stage_folders(run: Path) -> list[Path]:
     return [run / name for name in (EDITS, SCORES) if has_begun(run / name)]
 
 
-def export_benchmark(run: Path, to: Path) -> int:
+def export_benchmark(run: Path, to: Path, *, for_spreadsheet: bool = False) -> int:
     """What `truebatch run export` writes of a benchmark: a row a pair, that of its score, else that of its edit."""
     from truebatch.scoring.exporting import write_rows
     from truebatch.systems.vl_reward.stages import EDITS, SCORES, stage_rows
 
     scores = stage_rows(run / SCORES)
     rows = [{**scores.get(name, edit), "index": edit["index"]} for name, edit in stage_rows(run / EDITS).items()]
-    return write_rows(rows, to)
+    return write_rows(rows, to, for_spreadsheet=for_spreadsheet)
 
 
 def retry_benchmark(run: Path, kinds: list[str], config: Path | None, set_: list[str] | None) -> int:

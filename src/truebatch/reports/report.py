@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TextIO
 
 from truebatch.errors import ConfigError, RunError
+from truebatch.language.saying import one_line
 from truebatch.language.translating import in_words
-from truebatch.notebook import shown_text
 from truebatch.reports.page import Section, render_page
 from truebatch.reports.runsections import is_run, log_sections, read_log, run_sections
 from truebatch.reports.scores import compared_sections, read_scored, stages_of
@@ -37,14 +37,14 @@ def print_report(runs: Sequence[Path], out: TextIO) -> None:
     for section in report_sections(runs):
         if not (section.words or section.tables or section.cards):
             continue
-        out.write(f"\n== {in_words(shown_text(section.title))}\n")
+        out.write(f"\n== {one_line(in_words(section.title))}\n")
         for line in section.words:
-            out.write(f"{in_words(shown_text(line))}\n")
+            out.write(f"{one_line(in_words(line))}\n")
         for table in section.tables:
             out.write("\n")
             print_table(table, file=out)
         for card in section.cards:
-            out.write("\n" + "\n  ".join(shown_text(line) for line in (card.title, *card.words)) + "\n")
+            out.write("\n" + "\n  ".join(one_line(line) for line in (card.title, *card.words)) + "\n")
 
 
 def report_sections(runs: Sequence[Path]) -> Iterator[Section]:

@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
+from truebatch.language.saying import shown, unfiltered
 from truebatch.language.translating import in_words
 
 LogFormat = Literal["auto", "plain", "json"]
@@ -117,7 +118,7 @@ class PlainLines:
 
     def say(self, line: str) -> None:
         """One line of words."""
-        _write_line(self.out, in_words(line))
+        _write_line(self.out, shown(in_words(line)))
 
     def begin(self, step: int, num_steps: int) -> None:
         """The run begins after `step`."""
@@ -148,14 +149,14 @@ class TerminalBar:
     """One line that changes, at the foot of what is said; it fits into 80 columns."""
 
     def __init__(self, out: TextIO) -> None:
-        self.console = Console(file=out, highlight=False, markup=False)
+        self.console = Console(file=unfiltered(out), highlight=False, markup=False)
         self.bar: Progress | None = None
         self.task = TaskID(0)
         self.pace = Pace(0, 0)
 
     def say(self, line: str) -> None:
         """One line of words, above the bar."""
-        self.console.print(in_words(line), soft_wrap=True)
+        self.console.print(shown(in_words(line)), soft_wrap=True)
 
     def begin(self, step: int, num_steps: int) -> None:
         """Draw the bar."""
@@ -202,4 +203,4 @@ class JsonLines:
 
     def _write(self, values: Mapping[str, Any]) -> None:
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        _write_line(self.out, json.dumps(plain, ensure_ascii=False, allow_nan=False))
+        _write_line(self.out, shown(json.dumps(plain, ensure_ascii=False, allow_nan=False)))

@@ -11,8 +11,9 @@ from typing import Any, TextIO
 
 from rich.cells import cell_len
 
+from truebatch.language.saying import one_line
 from truebatch.language.translating import in_words
-from truebatch.notebook import html_table, shown_text
+from truebatch.notebook import html_table
 
 GAP = "  "
 
@@ -87,12 +88,8 @@ def terminal_width(file: TextIO) -> int:
 
 
 def _plain(table: Table) -> Table:
-    rows = tuple(tuple(_one_line(cell) for cell in row) for row in table.rows)
-    return Table(tuple(_one_line(cell) for cell in table.header), rows, _one_line(table.title))
-
-
-def _one_line(text: str) -> str:
-    return shown_text(text).replace("\n", " ")
+    rows = tuple(tuple(one_line(cell) for cell in row) for row in table.rows)
+    return Table(tuple(one_line(cell) for cell in table.header), rows, one_line(table.title))
 
 
 def _line(row: Sequence[str], widths: Sequence[int]) -> str:

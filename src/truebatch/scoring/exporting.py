@@ -9,11 +9,13 @@ import csv
 import io
 import json
 import os
+import re
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
@@ -41,6 +43,9 @@ DAMAGED = "damaged"
 """The kind of a pending sample whose record is not what was written."""
 _GROUP = 50_000
 """Rows of a group in a Parquet file."""
+
+_FORMULA = re.compile("[=+\\-@\t\r\n\uff1d\uff0b\uff0d\uff20]|\\s+[=+\\-@]")
+"""How a text begins that a spreadsheet carries out, also full-width and behind spaces."""
 
 Row = dict[str, Any]
 
@@ -87,23 +92,33 @@ def read_rows(run: Path) -> Iterator[Row]:
             yield make_row(one, told.results.get(one.key), level, damaged=told.damaged.get(one.key, ""))
 
 
-def export(run: Path, file: Path) -> int:
-    """Write all rows to a .jsonl, .csv or .parquet file, whole or not at all; how many there are."""
-    return write_rows(read_rows(run), file)
+def export(run: Path, file: Path, *, for_spreadsheet: bool = False) -> int:
+    """Write all rows to a .jsonl, .csv or .parquet file, whole or not at all; how many there are.
+
+    `for_spreadsheet`: a text in a .csv that a spreadsheet would take for a formula begins with a quote instead.
+    """
+    return write_rows(read_rows(run), file, for_spreadsheet=for_spreadsheet)
 
 
-def write_rows(given: Iterable[Row], file: Path) -> int:
+def write_rows(given: Iterable[Row], file: Path, *, for_spreadsheet: bool = False) -> int:
     """Write rows with the columns of an export to a .jsonl, .csv or .parquet file, whole or not at all."""
     kind = file.suffix.lower()
     if kind not in FORMATS:
         raise ConfigError(
             f"an export is one of {', '.join(FORMATS)}", seen=f"{file.name!r}", do="name the file scores.jsonl"
         )
-    write = {".jsonl": _jsonl, ".csv": _csv, ".parquet": _parquet}[kind]
+    if for_spreadsheet and kind != ".csv":
+        raise ConfigError(
+            "only a .csv is quoted for spreadsheets", seen=f"{file.name!r}", do="name a .csv, or leave the option away"
+        )
+    as_csv = partial(_csv, cell=partial(_cell, quoted=for_spreadsheet))
+    ways: dict[str, Callable[[Iterable[Row], IO[bytes]], None]] = {
+        ".jsonl": _jsonl, ".csv": as_csv, ".parquet": _parquet
+    }  # fmt: skip
     rows = _Counted(given)
     try:
         with _replacing(file) as draft:
-            write(rows, draft)
+            ways[kind](rows, draft)
     except OSError as error:
         raise DataError(f"{file} cannot be written", seen=str(error), do="choose a folder that exists") from error
     return rows.number
@@ -212,19 +227,25 @@ def _jsonl(rows: Iterable[Row], out: IO[bytes]) -> None:
         out.write(json.dumps(row, allow_nan=False).encode() + b"\n")
 
 
-def _csv(rows: Iterable[Row], out: IO[bytes]) -> None:
+def _csv(rows: Iterable[Row], out: IO[bytes], cell: Callable[[Any], Any]) -> None:
     text = io.TextIOWrapper(out, encoding="utf-8", errors="replace", newline="")
     writer = csv.writer(text, lineterminator="\n")
+    quoting = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL)
     writer.writerow(COLUMNS)
     for row in rows:
-        writer.writerow([_cell(row[name]) for name in COLUMNS])
+        cells = [cell(row[name]) for name in COLUMNS]
+        # A carriage return ends a row for every reader, and the plain writer does not quote it.
+        (quoting if any(isinstance(one, str) and "\r" in one for one in cells) else writer).writerow(cells)
     text.flush()
     text.detach()
 
 
-def _cell(value: Any) -> Any:
+def _cell(value: Any, *, quoted: bool) -> Any:
+    """A value as text; `quoted`, a text that could be a formula is none. Numbers stay numbers, -1.5 too."""
     if isinstance(value, dict):
         return json.dumps(value, allow_nan=False)
+    if quoted and isinstance(value, str) and _FORMULA.match(value):
+        return f"'{value}"
     return repr(value) if isinstance(value, float) else value
 
 

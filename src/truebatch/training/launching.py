@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from truebatch.errors import ConfigError
 from truebatch.interruption import DO, NAMES, WRONG, holding
-from truebatch.language.saying import say_error
+from truebatch.language.saying import say_error, shown
 from truebatch.training.runs import STATUS, Run, RunState, read_status, write_status
 from truebatch.training.signals import EXIT_INTERRUPTED
 
@@ -228,7 +228,7 @@ def _explain(first: Child | None) -> None:
         )
     elif first.errors is not None:
         first.errors.seek(0)
-        sys.stderr.write(f"rank {first.rank} failed first:\n{first.errors.read().decode(errors='replace')}")
+        sys.stderr.write(shown(f"rank {first.rank} failed first:\n{first.errors.read().decode(errors='replace')}"))
 
 
 def _correct_status(folder: Path, first: Child | None, code: int) -> None:

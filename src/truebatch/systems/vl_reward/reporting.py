@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from truebatch.errors import RunError, TruebatchError
+from truebatch.language.saying import one_line
 from truebatch.reports.findings import keep_gallery, keep_table
 from truebatch.reports.galleries import Exhibit, make_card
 from truebatch.reports.page import Section, render_page
@@ -176,7 +177,7 @@ def _line(name: str, found: dict[str, Any]) -> str:
     interval = " to ".join(_number(end) for end in found["interval"]) if found["interval"] else "-"
     cells = [name, str(found["samples"]), str(found["valid"]), _number(found["mean"]), interval]
     cells += [_number(found[key]) for key in ("std", "median", "least", "most")]
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(one_line(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
 def _number(value: float | None) -> str:

@@ -16,6 +16,7 @@ from filelock import FileLock, Timeout
 
 from truebatch.config import dump_config
 from truebatch.errors import ConfigError, DataError, RunError
+from truebatch.language.saying import one_line
 from truebatch.scoring.batching import Limits
 from truebatch.scoring.following import Progress, Watch
 from truebatch.scoring.running import Running
@@ -67,7 +68,7 @@ def run_benchmark(config: RewardConfig, *, say: Callable[[str], None], how: Runn
         editors = make_editors(config)
         check_judge(config.reward_model)
         write_text(run / SETTINGS, dump_config(config))
-        names = ", ".join(dict.fromkeys(pair.category for pair in pairs))
+        names = one_line(", ".join(dict.fromkeys(pair.category for pair in pairs)))
         say(f"{len(pairs)} pairs in {len({pair.category for pair in pairs})} categories; run: {run}")
         say(f"[阶段1/2] 开始批量图像编辑 - {names} (stage 1 of 2: editing)")
         watched = replace(how, watch=how.watch or _every_few_seconds(say))
@@ -97,7 +98,7 @@ def _judge(config: RewardConfig, pairs: Sequence[Pair], names: str, say: Say, ho
 
 def _say_means(summary: dict[str, Any], say: Say) -> None:
     for name, found in summary["categories"].items():
-        say(f"[完成] {name} - 共处理 {found['samples']} 个样本")
+        say(f"[完成] {one_line(name)} - 共处理 {found['samples']} 个样本")
         if found["mean"] is not None:
             say(f"平均分: {found['mean']:.3f}")
     if summary["micro_mean"] is not None:
