@@ -20,6 +20,7 @@ ORDER = [
     "language.helping",
     "interruption",
     "errors",
+    "gpus",
     "notebook",
     "textfiles",
     "settingrules",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from dataclasses import dataclass, replace
@@ -108,10 +109,18 @@ def _run(target: str, file: Path | None, overrides: list[str], given: dict[tuple
         raise ConfigError("there is no run to go on with", seen=f"{folder} holds none", do="leave --resume away")
     check_ranks(config.train.devices)
     if config.train.devices > 1 and ranks_around() is None:
+        _check_room(config.train.devices)
         _preflight(system, config)
         return launch(_arguments(target, file, overrides, given, way, folder), config.train.devices, folder=folder)
     stop_with_parent()
     return _train(system, config, folder, way, is_layout_open=is_layout_open, again=target)
+
+
+def _check_room(devices: int) -> None:
+    from truebatch.gpus import check_processes
+    from truebatch.training.place import usable_gpus
+
+    check_processes(devices, gpus=usable_gpus(), cores=os.cpu_count() or 1, asked=f"--devices {devices}")
 
 
 def _preflight(system: System, config: Any) -> None:

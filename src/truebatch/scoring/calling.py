@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from truebatch.errors import ConfigError, RunError
 from truebatch.generation.settings import Generation
+from truebatch.gpus import gpu_environments
 from truebatch.scoring.addresses import find_key, is_address
 from truebatch.scoring.backend import Backend
 from truebatch.scoring.batching import Limits
@@ -73,7 +77,8 @@ def open_backends(call: ScoreCall) -> list[Backend]:
         raise ConfigError("a server is asked by this process alone", seen=seen, do="use --concurrency instead")
     if not call.workers:
         return [open_one(call)]
-    return [WorkerBackend(call.to_dict(), _settings(call, number)) for number in range(call.workers)]
+    settings = [WorkerSettings(environment=place, timeout=call.timeout) for place in _places(call)]
+    return [WorkerBackend(call.to_dict(), one) for one in settings]
 
 
 def open_one(call: ScoreCall) -> Backend:
@@ -134,7 +139,10 @@ def make_readout(values: Mapping[str, Any]) -> Readout:
     return made
 
 
-def _settings(call: ScoreCall, number: int) -> WorkerSettings:
-    # On a machine with several GPUs each worker sees its own; `auto` then is that one.
-    places = {"CUDA_VISIBLE_DEVICES": str(number)} if call.workers > 1 and call.device in ("auto", "cuda") else {}
-    return WorkerSettings(environment=places, timeout=call.timeout)
+def _places(call: ScoreCall) -> list[dict[str, str]]:
+    """What each worker finds in its environment: on a machine with GPUs one of them, which `auto` then is."""
+    found = torch.cuda.device_count()
+    needs_gpu = call.device == "cuda" or (call.device == "auto" and found > 0)
+    if call.model == SCRIPTED or not needs_gpu:
+        return [{} for _ in range(call.workers)]
+    return gpu_environments(os.environ, range(call.workers), found, asked=f"--workers {call.workers}")

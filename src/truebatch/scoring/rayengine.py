@@ -124,7 +124,14 @@ def ray_engine(call: ScoreCall) -> RayEngine:
     Every machine needs truebatch, the model folder and the images at the same paths.
     """
     ray = ray_library(call.workers)
-    gpus = 1.0 if ray.cluster_resources().get("GPU", 0) >= 1 and call.device != "cpu" else 0.0
+    there = int(ray.cluster_resources().get("GPU", 0))
+    gpus = 1.0 if there and call.device != "cpu" else 0.0
+    if gpus and call.workers > there:
+        raise ConfigError(
+            "there are fewer GPUs than processes that need one",
+            seen=f"--workers {call.workers}; {there} GPU(s) in the Ray cluster",
+            do=f"ask for at most {there}, or start Ray on more machines",
+        )
     settings = RaySettings(gpus=gpus, timeout=call.timeout)
     folder = Path(call.model)
     values = replace(call, model=str(folder.resolve()) if folder.is_dir() else call.model).to_dict()

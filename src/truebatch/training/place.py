@@ -12,6 +12,7 @@ from accelerate import PartialState
 from torch import nn
 
 from truebatch.errors import ConfigError
+from truebatch.gpus import check_processes
 from truebatch.training.reducing import is_sharded, num_ranks
 from truebatch.training.settings import TrainConfig
 
@@ -30,6 +31,9 @@ class Place:
 def find_place(config: TrainConfig) -> Place:
     """The device Accelerate gives this process; the number of processes must be the one asked for."""
     _refuse_foreign_engines()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if local > 1:
+        check_processes(local, gpus=usable_gpus(), cores=local, asked=f"LOCAL_WORLD_SIZE={local}")
     state = PartialState()
     if config.devices != num_ranks():
         raise ConfigError(
@@ -43,6 +47,12 @@ def find_place(config: TrainConfig) -> Place:
         return Place(device, nullcontext, None)
     scaler = torch.amp.GradScaler(device.type) if config.precision == "fp16" else None
     return Place(device, lambda: torch.autocast(device.type, dtype=dtype), scaler)
+
+
+def usable_gpus() -> int:
+    """GPUs that a run on this machine uses; none where Accelerate is told to use the CPU."""
+    is_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t")
+    return 0 if is_cpu else torch.cuda.device_count()
 
 
 def with_index(device: torch.device) -> torch.device:

@@ -163,7 +163,7 @@ def test_what_could_not_be_opened_after_editing_is_refused_before_it(tmp_path):
     for judge, words in (
         (JudgeSettings(type="transformers", params=JudgeParams(model_name="nowhere")), "holds no model"),
         (JudgeSettings(type="tiny", params=JudgeParams(device="cuda:99")), "not there"),
-        (JudgeSettings(type="tiny", params=JudgeParams(device_ids=[99])), "a GPU of device_ids is not there"),
+        (JudgeSettings(type="tiny", params=JudgeParams(device_ids=[99])), "fewer GPUs than processes"),
         (JudgeSettings(params=JudgeParams(python_path="no-such-python")), "no such Python"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 
 from truebatch.errors import ConfigError
 from truebatch.generation.settings import Generation
+from truebatch.gpus import gpu_environments
 from truebatch.hf.loading import is_model_folder
 from truebatch.scoring.backend import Backend
 from truebatch.scoring.batching import Limits
@@ -53,12 +54,13 @@ def check_judge(judge: JudgeSettings) -> None:
 
 def check_gpus(device_ids: Any) -> None:
     """Refuse numbers of GPUs that are not there."""
-    if device_ids and torch.cuda.device_count() <= max(device_ids):
-        raise ConfigError(
-            "a GPU of device_ids is not there",
-            seen=f"device_ids={list(device_ids)}, {torch.cuda.device_count()} GPU(s)",
-            do="name those that `nvidia-smi` shows",
-        )
+    gpu_places(device_ids)
+
+
+def gpu_places(device_ids: Sequence[int]) -> list[dict[str, str]]:
+    """What a process of its own for each of these GPUs finds in its environment; 0 is the first that is visible here."""
+    asked = f"device_ids={list(device_ids)}"
+    return gpu_environments(os.environ, device_ids, torch.cuda.device_count(), asked=asked)
 
 
 def open_judges(judge: JudgeSettings, metric: Kind) -> list[Backend]:
@@ -68,7 +70,7 @@ def open_judges(judge: JudgeSettings, metric: Kind) -> list[Backend]:
         return [open_judge(judge, metric)]
     call = {"type": judge.type, "params": asdict(params), "metric": metric}
     is_gpu = judge.type != "scripted" and params.device != "cpu"
-    places = [{"CUDA_VISIBLE_DEVICES": _visible(number)} if is_gpu else {} for number in params.device_ids] or [{}]
+    places = (gpu_places(params.device_ids) if is_gpu else [{} for _ in params.device_ids]) or [{}]
     return [WorkerBackend(call, _settings(params, place)) for place in places]
 
 
@@ -97,12 +99,6 @@ def make_readout(params: JudgeParams, metric: Kind) -> Readout:
     if metric == "yes_no":
         return Labels({"yes": 1.0, "no": 0.0}, prefix='{"score": "')
     return Labels({str(score): float(score) for score in range(11)}, prefix='{"score":')
-
-
-def _visible(number: int) -> str:
-    """The name of a GPU for a process: one of those that this one may see."""
-    seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return seen[number] if number < len(seen) else str(number)
 
 
 def _settings(params: JudgeParams, environment: Mapping[str, str]) -> WorkerSettings:
