@@ -9,8 +9,7 @@ from truebatch.gpus import VISIBLE, check_processes, gpu_environments, visible_g
 from truebatch.scoring import calling
 from truebatch.scoring.calling import ScoreCall, open_backends
 from truebatch.systems.vl_reward import judges
-from truebatch.training.place import find_place
-from truebatch.training.settings import TrainConfig
+from truebatch.training.place import usable_gpus
 
 UUIDS = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6,GPU-8932f938"
 MIGS = "MIG-GPU-8932f937/1/0,MIG-GPU-8932f937/2/0,MIG-5c2f"
@@ -130,7 +129,7 @@ def test_device_ids_are_counted_among_the_visible_ones(two_gpus):
         judges.check_gpus([4])
 
 
-def test_a_launcher_around_that_starts_more_processes_than_gpus_is_refused(two_gpus, monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    with pytest.raises(ConfigError, match="LOCAL_WORLD_SIZE=3; 2 GPU"):
-        find_place(TrainConfig(devices=3))
+@pytest.mark.parametrize(("told", "number"), [("", 2), ("false", 2), ("true", 0), ("1", 0)])
+def test_accelerate_may_be_told_to_leave_the_gpus_alone(two_gpus, monkeypatch, told, number):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", told)
+    assert usable_gpus() == number

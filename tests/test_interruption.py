@@ -114,6 +114,21 @@ except KeyboardInterrupt as error:
     assert (done.returncode, done.stdout, done.stderr) == (0, "closed after SIGTERM\n", "")
 
 
+def test_an_interruption_of_code_in_a_string_leaves_the_exit_code_alone(tmp_path):
+    done = run_code(
+        tmp_path,
+        WORK
+        + """
+try:
+    with interruptible():
+        exec("send(signal.SIGTERM); time.sleep(600)")
+except KeyboardInterrupt:
+    sys.exit(75)
+""",
+    )
+    assert (done.returncode, done.stderr) == (75, "")
+
+
 def test_an_interruption_in_a_destructor_is_not_lost_and_not_printed(tmp_path):
     done = run_code(
         tmp_path,

@@ -29,6 +29,14 @@ _IMPORTING = "<frozen importlib"
 _SAYING = "truebatch.language.saying"
 
 
+class Interruption(KeyboardInterrupt):
+    """A signal has asked the command to stop; its text is the signal's name.
+
+    A class of its own: Python ends a process with SIGINT, whatever its exit code, once a plain `KeyboardInterrupt` has left
+    a string that is executed, as the methods of data classes are.
+    """
+
+
 @dataclass(slots=True)
 class _State:
     pid: int = 0
@@ -65,7 +73,7 @@ def catch_interruptions() -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """While open, a signal raises `KeyboardInterrupt` with its name; outside of it, the process leaves at once."""
+    """While open, a signal raises `Interruption`; outside of it, the process leaves at once."""
     _state.works += 1
     try:
         yield
@@ -125,7 +133,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
     if not _state.works or (not _state.held and _is_importing(frame)):
         # An exception would come out of the middle of a library's import, as whatever that makes of it.
         _leave(EXIT_INTERRUPTED)
-    raise KeyboardInterrupt(name)
+    raise Interruption(name)
 
 
 def _second(name: str) -> None:

@@ -12,7 +12,6 @@ from accelerate import PartialState
 from torch import nn
 
 from truebatch.errors import ConfigError
-from truebatch.gpus import check_processes
 from truebatch.training.reducing import is_sharded, num_ranks
 from truebatch.training.settings import TrainConfig
 
@@ -31,9 +30,6 @@ class Place:
 def find_place(config: TrainConfig) -> Place:
     """The device Accelerate gives this process; the number of processes must be the one asked for."""
     _refuse_foreign_engines()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if local > 1:
-        check_processes(local, gpus=usable_gpus(), cores=local, asked=f"LOCAL_WORLD_SIZE={local}")
     state = PartialState()
     if config.devices != num_ranks():
         raise ConfigError(

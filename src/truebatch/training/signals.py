@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from truebatch.interruption import EXIT_INTERRUPTED, NAMES
+from truebatch.interruption import EXIT_INTERRUPTED, NAMES, Interruption
 
 __all__ = ["EXIT_INTERRUPTED", "StopFlag", "StopRequested", "catch_signals"]
 
@@ -89,7 +89,7 @@ def _handler(flag: StopFlag) -> Any:
     def handle(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if number == signal.SIGINT and flag.is_second_ctrl_c():
-            raise KeyboardInterrupt
+            raise Interruption(name)
         flag.request(name)
 
     return handle
