@@ -293,10 +293,10 @@ class WrongBesideOneToken(Doubled):
 
 class WrongInLongRows(Doubled):
     def __init__(self):
-        super().__init__(max_length=2100)
+        super().__init__(max_length=300)
 
     def is_wrong(self, ids):
-        return len(ids) > 1 and ids.shape[1] > 2048
+        return len(ids) > 1 and ids.shape[1] > 256
 
 
 PADDED = VerifyConfig(layout="right")
@@ -311,9 +311,9 @@ def test_a_fault_beyond_so_many_rows_is_seen_up_to_the_rows_asked_for():
 
 def test_a_fault_beyond_so_many_positions_is_seen_up_to_the_length_asked_for():
     assert asked(language(WrongInLongRows), config=replace(PADDED, quick=True)).ok
-    report = asked(language(WrongInLongRows), config=replace(PADDED, longest=2060, quick=True))
+    report = asked(language(WrongInLongRows), config=replace(PADDED, longest=260, quick=True))
     assert report.is_broken
-    assert report.coverage.longest == 2060
+    assert report.coverage.longest == 260
 
 
 def test_a_fault_of_samples_of_one_token_is_seen_though_none_was_given():

@@ -36,6 +36,8 @@ PROMISED = {torch.float64: 1e-10, torch.float32: 1e-5}
 """How far a micro-batch may be from one by one. Half precision is measured against fp32 instead."""
 
 
+PROJECTION = "(projection)"
+"""The term that stands in for a loss where two functions have none: gradients are taken through it, and no more."""
 ROUNDING = 1e-3
 """Differences below this may be rounding, which the same model in fp64 tells from a fault."""
 
@@ -170,7 +172,7 @@ def add_sums(outcomes: Sequence[Outcome]) -> dict[str, Tensor]:
 
 def step_loss(sums: Mapping[str, Tensor], counts: Mapping[str, int]) -> dict[str, float]:
     """Every term divided once over the step."""
-    return {k: float(v.detach()) / max(counts[k], 1) for k, v in sums.items()}
+    return {k: float(v.detach()) / max(counts[k], 1) for k, v in sums.items() if k != PROJECTION}
 
 
 def by_sample(outputs: Sequence[PerSample], ids: list[int]) -> dict[str, dict[int, Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 from truebatch.errors import BatchError
 from truebatch.objective import add_counts
 from truebatch.proof.arrangements import Piece
-from truebatch.proof.comparing import Whole, add_sums, by_sample, step_loss
+from truebatch.proof.comparing import PROJECTION, Whole, add_sums, by_sample, relative, step_loss
 from truebatch.proof.gradients import gradients_apart, run_backward, taken_gradient
-from truebatch.proof.outputs import PerSample, as_tensors, named_tensors, split_list
+from truebatch.proof.outputs import PerSample, as_tensors, named_tensors, split_list, take_sequences
+from truebatch.proof.owncells import own_cells, place_of
 from truebatch.proof.subjects import Outcome, read_result
 
 Sample = Any
@@ -30,6 +32,8 @@ class ListSubject:
     function: Callable[[list[Sample]], Any]
     model: nn.Module | None
     causal: bool = False
+    expected: Mapping[str, Mapping[int, Tensor]] | None = None
+    """What it gives alone: where there is no loss, gradients are taken through a random projection of that."""
 
     @property
     def lengths(self) -> list[int]:
@@ -41,7 +45,9 @@ class ListSubject:
         source = self.samples if samples is None else samples
         chosen = [copy.deepcopy(source[int(i)]) for i in piece.rows.ids]  # a function may pad its samples in place
         value = as_tensors(self.function(chosen))
-        return read_result(value, lambda rest: _split(rest, len(chosen)), len(chosen), stand_in=False)
+        outcome = read_result(value, lambda rest: _split(rest, len(chosen)), len(chosen), stand_in=False)
+        ids = [int(i) for i in piece.rows.ids]
+        return outcome if self.expected is None else projected(outcome, ids, self.expected, self.lengths)
 
     def held(self, piece: Piece) -> AbstractContextManager[None]:
         """A function keeps nothing open."""
@@ -67,11 +73,47 @@ def run_one_by_one(
             read_result(v, lambda rest: _as_one(rest, names), 1, stand_in=stand_in, number_is_loss=not names)
             for v in values
         ]
+        if not any(o.sums for o in outcomes):
+            lengths = [_length(sample) for sample in samples]
+            outcomes = [projected(o, [at], batched.outputs, lengths) for at, o in enumerate(outcomes)]
         counts = add_counts(o.counts for o in outcomes)
         differentiated = [run_backward(model, o.sums, counts) for o in outcomes]
         grads = taken_gradient(model) if any(differentiated) else {}
     outputs = by_sample([o.outputs for o in outcomes], list(range(len(samples))))
     return Whole(outputs, step_loss(add_sums(outcomes), counts), grads)
+
+
+def projected(
+    outcome: Outcome, ids: Sequence[int], expected: Mapping[str, Mapping[int, Tensor]], lengths: Sequence[int]
+) -> Outcome:
+    """The outcome with a random projection of every sample's own cells in the place of a loss it has not."""
+    if outcome.sums:
+        return outcome
+    terms = [
+        term
+        for name in outcome.outputs.keys() & expected.keys()
+        for term in _projections(name, dict(zip(ids, outcome.outputs[name], strict=True)), expected[name], lengths)
+    ]
+    if not terms:
+        return outcome
+    return Outcome(outcome.outputs, {PROJECTION: torch.stack(terms).sum()}, {PROJECTION: len(ids)})
+
+
+def _projections(
+    name: str, parts: Mapping[int, Tensor], expected: Mapping[int, Tensor], lengths: Sequence[int]
+) -> list[Tensor]:
+    alone = {i: expected[i] for i in parts}
+    if not all(t.is_floating_point() for t in (*parts.values(), *alone.values())):
+        return []
+    own = own_cells(parts, alone, place_of(list(parts.values()), list(parts), lengths))
+    found = []
+    for i, windows in own.items():
+        fitting = [w for w in windows if w.shape == alone[i].shape and w.requires_grad]
+        if fitting:
+            near = min(fitting, key=lambda w, i=i: relative(w.detach(), alone[i], 1.0))  # type: ignore[misc]
+            draw = torch.Generator().manual_seed(zlib.crc32(f"{name} {i}".encode()))
+            found.append((near.float() * torch.randn(near.shape, generator=draw).to(near.device)).sum())
+    return found
 
 
 def _as_one(value: Any, names: set[str]) -> PerSample:
@@ -82,6 +124,12 @@ def _as_one(value: Any, names: set[str]) -> PerSample:
 
 
 def _split(value: Any, number: int) -> PerSample:
+    value, sequences = take_sequences(value)
+    wrong = {name: len(parts) for name, parts in sequences.items() if len(parts) != number}
+    if wrong:
+        raise _wrong_number(number, wrong)
+    if sequences:
+        return {**sequences, **_split_states(value, number)}
     if isinstance(value, list | tuple) and len(value) == number and not _is_outputs(value, number):
         return split_list(value)
     if isinstance(value, Mapping):
@@ -103,12 +151,24 @@ def _split_tensors(value: Any, number: int) -> PerSample:
     wrong = {k: tuple(t.shape) for k, t in tensors.items() if t.shape[0] != number}
     if wrong or (isinstance(value, list | tuple) and not tensors):
         got = wrong or f"a list of {len(value)}"
-        raise BatchError(
-            "the batched function gave a wrong number of results",
-            seen=f"{number} samples in, {got} out",
-            do="return one result a sample, in the order of the samples",
-        )
+        raise _wrong_number(number, got)
     return {k: list(t.unbind()) for k, t in tensors.items()}
+
+
+def _split_states(value: Any, number: int) -> PerSample:
+    """What stands beside packed sequences: states [layers, N, ...], or one result a sample."""
+    tensors = {k: t for k, t in named_tensors(value).items() if t.ndim}
+    is_state = {k: t.ndim > 2 and t.shape[1] == number for k, t in tensors.items()}
+    states = {k: list(t.unbind(1)) for k, t in tensors.items() if is_state[k]}
+    return {**states, **_split_tensors({k: t for k, t in tensors.items() if not is_state[k]}, number)}
+
+
+def _wrong_number(number: int, got: Any) -> BatchError:
+    return BatchError(
+        "the batched function gave a wrong number of results",
+        seen=f"{number} samples in, {got} out",
+        do="return one result a sample, in the order of the samples",
+    )
 
 
 def _length(sample: Sample) -> int:

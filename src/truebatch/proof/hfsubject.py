@@ -6,15 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from truebatch.hf.heads import head_of
 from truebatch.hf.limits import check_sample
 from truebatch.hf.objectives import HeadObjective
 from truebatch.hf.samples import make_samples, plain_ids
+from truebatch.proof.arrangements import alone
+from truebatch.proof.quiet import quieted
 from truebatch.proof.subjects import Subject, model_subject
+from truebatch.training.outofmemory import is_out_of_memory
 
-DEFAULT_LENGTHS = (5, 70, 9, 2, 37, 13, 19, 24)
+DEFAULT_LENGTHS = (5, 70, 9, 2, 37, 13, 1, 24)
 """Short beside long; the longest is beyond the windows and chunks of small models."""
 
 
@@ -34,4 +38,30 @@ def hf_subject(
 
 def random_samples(model: nn.Module, seed: int = 0) -> list[dict[str, Any]]:
     """Valid samples of different lengths for a model, made up."""
+    config: Any = model.config
+    text = config.get_text_config()
+    known = [getattr(c, name, None) for c in (config, text) for name in _POSITIONS]
+    most = min((n for n in known if isinstance(n, int) and n > 1), default=MANY)
+    longest = max(DEFAULT_LENGTHS)
+    for cap in (min(longest, most), *((most - 2, most - 4, most // 2) if most < MANY else ())):
+        samples = list(make_samples(model, [min(n, cap) for n in DEFAULT_LENGTHS], seed))
+        if most >= MANY or _runs(model, max(samples, key=lambda s: len(s["input_ids"]))):
+            return samples
     return list(make_samples(model, DEFAULT_LENGTHS, seed))
+
+
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions", "max_seq_len")
+MANY = 80
+"""Positions that need no second look: some tables begin to count at 2 or beyond."""
+
+
+def _runs(model: nn.Module, sample: Mapping[str, Any]) -> bool:
+    subject = hf_subject(model, [sample])
+    try:
+        with quieted(model, "eval"), torch.no_grad():
+            subject.run(alone(subject.lengths).pieces[0])
+    except (IndexError, RuntimeError, ValueError) as error:
+        if is_out_of_memory(error):
+            raise
+        return False
+    return True

@@ -63,6 +63,7 @@ def choose_layout(
     settings = config or VerifyConfig()
     reports: dict[LayoutName, VerifyReport] = {}
     reasons: dict[LayoutName, str] = {}
+    failed: list[TruebatchError] = []
     for layout in ORDER:
         subject = _subject(model, objective, samples, fields, layout, settings.causal)
         if subject is None:
@@ -72,11 +73,14 @@ def choose_layout(
         except MemoryLimitError:
             raise  # nothing is known of this layout: a slower one would be taken for no reason
         except TruebatchError as error:
+            failed.append(error)
             reasons[layout] = error.wrong
             continue
         if reports[layout].ok and not reports[layout].refused:
             return LayoutChoice(layout, reports, reasons)
         reasons[layout] = reason_against(reports[layout])
+    if failed and len(failed) == len(reasons) and len({error.wrong for error in failed}) == 1:
+        raise failed[0]  # whatever it is, it is not the layout
     raise LawError(
         "no layout of this model equals one by one",
         seen="; ".join(f"{name}: {why}" for name, why in reasons.items()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from truebatch.errors import AttentionError
+from truebatch.planning.rows import padded_rows
 from truebatch.proof.arrangements import Arrangement, Piece
 from truebatch.proof.comparing import relative, scale_of
 from truebatch.proof.outputs import PerSample
@@ -18,6 +20,7 @@ from truebatch.proof.subjects import Subject, as_array, is_marker
 from truebatch.tensors.causal import guard_decoder_layers
 from truebatch.tensors.field import Field
 from truebatch.tensors.microbatch import MicroBatch, RowAxis
+from truebatch.training.outofmemory import is_out_of_memory
 
 Sample = Mapping[str, Any]
 
@@ -78,19 +81,58 @@ def _with_changed(subject: Subject, sample: int) -> list[Sample]:
 
 
 def changed_sample(subject: Subject, sample: Sample) -> Sample:
-    """Another sample of the same shape: other whole numbers of those that may stand anywhere, other real numbers.
+    """Another sample of the same shape, that the model takes alone.
 
-    Whole numbers that lie flat (the sizes of images) say how the rest is to be read, and stay.
+    Other whole numbers of those that may stand anywhere, and other real numbers. Where that makes or unmakes
+    placeholders (of images, say) and the model raises, the whole numbers change places, or stay.
     """
-    new = dict(sample)
-    shapes = {f.key for f in subject.fields if f.kind == "flat" and as_array(sample[f.key]).dtype.kind != "f"}
-    for f in subject.fields:
-        if f.kind == "once" or f.shift or f.key in shapes or is_marker(f, subject.samples):
-            continue
-        known = _known_values(subject, f)
-        value = sample[f.key]
-        new[f.key] = [_other(v, known) for v in value] if f.kind == "nested" else _other(value, known)
-    return new
+    exchanged = {f.key: _exchanged(subject, f, sample[f.key]) for f in _changeable(subject)}
+    reversed_ = {f.key: _reversed(f, sample[f.key]) for f in _changeable(subject)}
+    kept = {f.key: _exchanged(subject, f, sample[f.key]) for f in _changeable(subject) if not _is_whole(f, sample)}
+    for new in (exchanged, {**reversed_, **kept}):
+        if _is_taken(subject, {**sample, **new}):
+            return {**sample, **new}
+    return {**sample, **kept}
+
+
+def _changeable(subject: Subject) -> list[Field]:
+    """Whole numbers that lie flat (the sizes of images) say how the rest is to be read, and stay; so do markers."""
+    shapes = {
+        f.key for f in subject.fields if f.kind == "flat" and as_array(subject.samples[0][f.key]).dtype.kind != "f"
+    }
+    return [
+        f
+        for f in subject.fields
+        if not (f.kind == "once" or f.shift or f.key in shapes or is_marker(f, subject.samples))
+    ]
+
+
+def _exchanged(subject: Subject, field: Field, value: Any) -> Any:
+    known = _known_values(subject, field)
+    return [_other(v, known) for v in value] if field.kind == "nested" else _other(value, known)
+
+
+def _reversed(field: Field, value: Any) -> Any:
+    return list(value)[::-1] if field.kind == "nested" else as_array(value)[::-1].copy()
+
+
+def _is_whole(field: Field, sample: Sample) -> bool:
+    values = sample[field.key] if field.kind == "nested" else [sample[field.key]]
+    return any(as_array(v).dtype.kind != "f" for v in values)
+
+
+def _is_taken(subject: Subject, sample: Sample) -> bool:
+    """True if the model runs on this sample alone."""
+    trial = replace(subject, samples=[sample])
+    piece = Piece(padded_rows(np.array([0]), trial.lengths[0]))
+    try:
+        with torch.no_grad():
+            trial.run(piece)
+    except Exception as error:  # that is the question
+        if is_out_of_memory(error):
+            raise
+        return False
+    return True
 
 
 def _known_values(subject: Subject, field: Field) -> NDArray[Any]:
@@ -109,25 +151,68 @@ def _other(value: Any, known: NDArray[Any]) -> NDArray[Any]:
     return np.where(known[at] == array, known[(at + max(len(known) // 2, 1)) % len(known)], array).astype(array.dtype)
 
 
-def sees_later_tokens(subject: Subject, piece: Piece, limit: float) -> float:
-    """How far earlier cells of a sample alone move when its last token changes; 0 where that cannot be asked."""
+def sees_later_tokens(subject: Subject, pieces: Sequence[Piece], limit: float) -> float:
+    """How far earlier cells of a sample alone move when its last token changes; 0 where that cannot be asked.
+
+    Only what the labels are shifted from is changed: the source of a translation may be seen as a whole. `pieces` hold
+    a sample each.
+    """
+    keys = {f.key for f in subject.fields if f.shift} or {f.key for f in _changeable(subject) if f.kind == "along"}
+    fields = [f for f in _changeable(subject) if f.kind == "along" and f.key in keys]
+    if not fields:
+        return 0.0
+    piece = max(pieces, key=lambda p: len(subject.samples[int(p.rows.ids[0])][fields[0].key]))
     sample = int(piece.rows.ids[0])
+    length = len(subject.samples[sample][fields[0].key])
     before = _outputs(subject, piece, subject.samples)
-    length = subject.lengths[sample]
     samples = list(subject.samples)
-    samples[sample] = _with_other_last(subject, samples[sample])
+    samples[sample] = _with_other_last(subject, samples[sample], fields)
     after = _outputs(subject, piece, samples)
     parts = [(before[n][0], after[n][0]) for n in before if before[n][0].shape[:1] == (length,)]
     moved = [relative(b[:-1], a[:-1], scale_of([a])) for a, b in parts if length > 1]
     return max((m for m in moved if not m <= limit), default=0.0)
 
 
-def _with_other_last(subject: Subject, sample: Sample) -> Sample:
-    changed, new = changed_sample(subject, sample), dict(sample)
-    for f in subject.fields:
-        if f.kind == "along" and not f.shift and not is_marker(f, subject.samples):
-            new[f.key] = np.concatenate([as_array(sample[f.key])[:-1], as_array(changed[f.key])[-1:]])
-    return new
+def _with_other_last(subject: Subject, sample: Sample, fields: Sequence[Field]) -> Sample:
+    """The last token exchanged, or replaced by another of the sample where that one cannot stand there."""
+    values = {f.key: as_array(sample[f.key]) for f in fields}
+    ways = [{f.key: _exchanged(subject, f, sample[f.key])[-1:] for f in fields}]
+    ways += [{key: value[at : at + 1] for key, value in values.items()} for at in range(min(4, len(sample)))]
+    for way in ways:
+        new = {**sample, **{key: np.concatenate([value[:-1], way[key]]) for key, value in values.items()}}
+        if any(not np.array_equal(new[key], values[key]) for key in values) and _is_taken(subject, new):
+            return new
+    return sample
+
+
+def context_move(subject: Subject, piece: Piece) -> float:
+    """How far the later half of a sample alone moves when its earlier half is another; infinite where nobody can ask.
+
+    That is how visible a leak can be at most: a neighbour reaches a cell as the cells of its own sample do.
+    """
+    sample = int(piece.rows.ids[0])
+    length, old = subject.lengths[sample], subject.samples[sample]
+    axis = subject.planned.axis
+    fields = [f for f in _changeable(subject) if f.axis == axis and f.kind in ("along", "nested")]
+    changed, half = changed_sample(subject, old), max(1, length // 2)
+    new = {**old, **{f.key: _joined(f, changed[f.key], old[f.key], half) for f in fields}}
+    if length < 2 or not fields or not _is_taken(subject, new):
+        return math.inf
+    samples = list(subject.samples)
+    samples[sample] = new
+    before, after = _outputs(subject, piece, subject.samples), _outputs(subject, piece, samples)
+    moves = []
+    for name, (value, *_) in before.items():
+        start = half if value.shape[:1] == (length,) else 0
+        moves.append(relative(after[name][0][start:] if value.ndim else after[name][0], value[start:] if value.ndim else value,
+                              scale_of([value])))  # fmt: skip
+    return max(moves, default=math.inf)
+
+
+def _joined(field: Field, first: Any, second: Any, at: int) -> Any:
+    if field.kind == "nested":
+        return [*list(first)[:at], *list(second)[at:]]
+    return np.concatenate([as_array(first)[:at], as_array(second)[at:]])
 
 
 def is_right_when_flipped(subject: Subject, alone: Arrangement, piece: Piece, limit: float) -> bool:

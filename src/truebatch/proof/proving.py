@@ -13,7 +13,7 @@ import torch
 
 from truebatch.errors import BatchError, DataError, MemoryLimitError, TruebatchError
 from truebatch.proof.arrangements import Arrangement, alone, arrangements
-from truebatch.proof.comparing import Whole, device_of, make_reference, sharper_reference
+from truebatch.proof.comparing import Whole, device_of, make_reference, run_whole, sharper_reference
 from truebatch.proof.explanation import Seen, explain
 from truebatch.proof.functions import ListSubject
 from truebatch.proof.quiet import Mode, quieted, steady_mode, steady_whole
@@ -84,11 +84,16 @@ def _prove(
     chosen: Sequence[Arrangement] | None,
 ) -> VerifyReport:
     singles = alone(subject.lengths)
+    _learn_readings(subject, singles)
     mode, one_by_one = steady_mode(subject, singles)
     if mode is None or one_by_one is None:
         return VerifyReport(
             [], unproven="the model gives other numbers each time it runs, even in eval mode", notes=_NOISE
         )
+    if isinstance(subject, ListSubject) and subject.model is not None and not one_by_one.loss:
+        subject = replace(subject, expected=one_by_one.outputs)
+        with quieted(subject.model, mode):
+            one_by_one = run_whole(subject, singles)
     case = _Case(subject, config, singles, original, chosen)
     primary = _compared(case, mode, one_by_one)
     second = _in_eval(case) if mode != "eval" else None
@@ -97,6 +102,21 @@ def _prove(
         report = explain(subject, singles, failing, config)
     found = [*primary.results, *(_in_eval_mode(second) if second is not None else [])]
     return _finish(replace(report, results=found), case, primary, second)
+
+
+def _learn_readings(subject: Subject | ListSubject, singles: Arrangement) -> None:
+    """A few samples alone show how outputs are taken apart; what they raise is said where they are run in earnest."""
+    if not isinstance(subject, Subject) or subject.readings is None:
+        return
+    by_length = sorted(range(len(subject.lengths)), key=lambda i: subject.lengths[i])
+    for at in {by_length[0], by_length[len(by_length) // 2], by_length[-1]}:
+        piece = singles.pieces[at]
+        try:
+            with quieted(subject.model, "eval"), torch.no_grad(), subject.learning(), subject.held(piece):
+                subject.run(piece)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
 
 
 @dataclass(frozen=True, slots=True, eq=False)

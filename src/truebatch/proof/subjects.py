@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from truebatch.errors import DataError
 from truebatch.objective import Objective, add_counts, held_open
 from truebatch.proof.arrangements import Piece
-from truebatch.proof.outputs import PerSample, split_output
+from truebatch.proof.outputs import PerSample, Readings, split_output
 from truebatch.tensors.collating import collate
 from truebatch.tensors.field import Field
 from truebatch.tensors.microbatch import CELLS, MicroBatch
@@ -54,6 +54,19 @@ class Subject:
     """What must stay open until backward is over, as the objective says: layers may be run again there."""
     count: Callable[[MicroBatch], dict[str, int]] | None = None
     """What a micro-batch adds to what the step is divided by; None if only its results tell."""
+
+    readings: Readings | None = None
+    """How outputs are taken apart; it learns from samples alone."""
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """While open, what is run shows how each output is to be taken apart."""
+        readings = self.readings or Readings()
+        readings.is_learning = True
+        try:
+            yield
+        finally:
+            readings.is_learning = False
 
     @property
     def planned(self) -> Field:
@@ -104,6 +117,7 @@ def model_subject(
     """
     both = getattr(objective, "outputs_and_sums", None)
     own = getattr(objective, "outputs", None)
+    readings = Readings()
 
     def call(model: nn.Module, batch: MicroBatch) -> Outcome:
         with noise_for(batch, seed=0):  # Noise keyed by sample is part of the model, and may stay on.
@@ -118,14 +132,15 @@ def model_subject(
             return own(model, batch), objective.sums(model, batch)
         with _returned(model) as values:
             sums = objective.sums(model, batch)
-        return (split_output(values[0], batch) if len(values) == 1 else {}), sums
+        return (split_output(values[0], batch, readings) if len(values) == 1 else {}), sums
 
     @contextmanager
     def hold(model: nn.Module, batch: MicroBatch) -> Iterator[None]:
         with noise_for(batch, seed=0), held_open(objective, model, batch):  # for layers that are run again
             yield
 
-    return Subject(samples, fields, call, model, _is_causal(fields, causal), hold=hold, count=objective.counts)
+    is_causal = _is_causal(fields, causal)
+    return Subject(samples, fields, call, model, is_causal, hold=hold, count=objective.counts, readings=readings)
 
 
 def callable_subject(
@@ -137,11 +152,13 @@ def callable_subject(
 ) -> Subject:
     """Any callable from a micro-batch to per-sample outputs, or to a mapping with a loss too (see `read_result`)."""
 
+    readings = Readings()
+
     def call(_model: nn.Module | None, batch: MicroBatch) -> Outcome:
-        return read_result(function(batch), lambda rest: split_output(rest, batch), batch.num_samples)
+        return read_result(function(batch), lambda rest: split_output(rest, batch, readings), batch.num_samples)
 
     found = model if model is not None else find_module(function)
-    return Subject(samples, fields, call, found, _is_causal(fields, causal))
+    return Subject(samples, fields, call, found, _is_causal(fields, causal), readings=readings)
 
 
 def read_result(
@@ -183,9 +200,9 @@ def _check_keys(sample: Any, fields: Sequence[Field], at: int) -> None:
 
 
 def find_module(function: Any) -> nn.Module | None:
-    """The model a function works with: itself, the object it is a method of, or the only module it reaches by name."""
-    modules = _reached_modules(function, depth=3)
-    return next(iter(modules.values())) if len(modules) == 1 else None
+    """The model a function works with: itself, the object it is a method of, or the modules it reaches by name."""
+    modules = list(_reached_modules(function, depth=3).values())
+    return modules[0] if len(modules) == 1 else nn.ModuleList(modules) if modules else None
 
 
 def _reached_modules(value: Any, depth: int) -> dict[int, nn.Module]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from truebatch.proof.arrangements import Piece
 from truebatch.proof.comparing import relative, scale_of
-from truebatch.proof.outputs import named_tensors, sample_parts
+from truebatch.proof.outputs import named_tensors, sample_parts, take_sequences
 from truebatch.proof.subjects import Subject
 from truebatch.tensors.microbatch import MicroBatch, RowAxis
 
@@ -65,6 +65,10 @@ def trace_modules(subject: Subject, piece: Piece, sample: int) -> dict[Key, Part
     calls: Counter[str] = Counter()
 
     def watch(name: str, value: Any) -> None:
+        value, sequences = take_sequences(value)
+        for output, each in sequences.items():
+            if len(each) == batch.num_samples:
+                found[name, calls[name], output] = each[at].detach().clone(), True
         for output, tensor in named_tensors(value).items():
             parts = sample_parts(tensor.detach(), batch) if tensor.ndim else None
             if parts is not None:
