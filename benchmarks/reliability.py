@@ -26,6 +26,7 @@ DRILL, RESUME = "tests/training/test_drill.py", "tests/training/test_resume.py"
 SWEEPS = {
     "corrupted checkpoints": ("tests/training/test_checkpoints.py::test_two_thousand_damages_are_seen",),
     "requests to stop": (f"{RESUME}::test_sixty_requests_to_stop_at_random_moments",),
+    "signals to commands": ("tests/test_interruption_sweep.py",),
     "nan cells": (
         "tests/training/test_nonfinite.py::test_no_nan_survives_as_good",
         "tests/training/test_processes.py::test_nan_on_any_rank_is_met_by_all_ranks_alike",
@@ -45,6 +46,7 @@ SWEEPS = {
 WHAT = {
     "corrupted checkpoints": "checkpoints damaged in twelve ways: seen, and the newest good one taken",
     "requests to stop": "SIGTERM at random samples: saved, exit 75, ended bit-equal",
+    "signals to commands": "SIGTERM, SIGINT, SIGHUP from the first line to the end of every command: 75, or its own code",
     "nan cells": "sources x policies on one and two processes: no NaN in a good checkpoint",
     "sharded processes": "FSDP2 on two processes: killed, full disk, memory, other numbers of processes",
     "resume at every step": "60 steps x padded, packed x augmentation x workers 0, 2: bit-equal",

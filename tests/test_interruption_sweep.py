@@ -21,7 +21,7 @@ import pytest
 from tests.test_interruption import SETTINGS, command
 
 WAITS = 600
-SHARES = (0.0, 0.02, 0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95, 1.0)
+SHARES = (0.0, 0.05, 0.25, 0.5, 0.8, 1.0)
 """Of the time that the command takes when it is left alone."""
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
 COMMANDS = {

@@ -267,6 +267,7 @@ def test_on_a_terminal_there_is_a_bar(folder):
 def test_the_end_of_a_run_says_how_many_samples_were_left_out(tmp_path, record, said):
     lines = []
     (tmp_path / "config.yaml").write_text("train: {layout: padded}")
+    (tmp_path / "run.json").write_text('{"system": "chinese_gpt"}')
     result = TrainResult(step=3, records=[record], best_loss=None, why="all steps are done")
     _say_end(SimpleNamespace(say=lines.append), result, tmp_path)
     assert lines[0].startswith("done: 3 steps (all steps are done), last loss 1.0000")

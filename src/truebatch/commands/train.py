@@ -276,14 +276,19 @@ def _say_end(show: Show, result: TrainResult, folder: Path) -> None:
 
 
 def _next(folder: Path, exported: Path) -> str:
+    from truebatch.training.durable import read_json
     from truebatch.training.runs import CONFIG
+    from truebatch.training.starting import ABOUT
     from truebatch.yamlfiles import read_yaml
 
     if (exported / "adapter_config.json").is_file():
         return f"next, in Python: peft.AutoPeftModel.from_pretrained({str(exported)!r})"
     is_whole = (exported / "config.json").is_file()
     layout = "packed" if read_yaml(folder / CONFIG).values["train"]["layout"] == "packed" else "right"
-    return f"next: truebatch verify {shlex.quote(str(exported if is_whole else folder))} --layout {layout}"
+    target = str(read_json(folder / ABOUT)["system"])
+    # A folder names no code that is run: a system of one's own is said again.
+    own = f" --system {shlex.quote(target)}" if ":" in target and not is_whole else ""
+    return f"next: truebatch verify {shlex.quote(str(exported if is_whole else folder))} --layout {layout}{own}"
 
 
 def _leave_processes() -> None:
