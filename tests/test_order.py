@@ -206,6 +206,7 @@ ORDER = [
     "scoring.records",
     "scoring.keys",
     "scoring.checksums",
+    "scoring.collection",
     "scoring.journal",
     "scoring.manifest",
     "scoring.labels",

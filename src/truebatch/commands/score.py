@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
@@ -225,6 +226,7 @@ def run_call(
     from truebatch.scoring.windows import window_size
 
     check_data(Path(call.data))
+    gc.freeze()  # what was imported stays: no search for garbage need look at it again
     pool = ray_engine(call) if call.engine == "ray" else None
     watch = _watch(lambda: save_call(folder, call))
     how = Running(retry=tuple(retry), shard=shard, watch=watch, engine=pool)

@@ -31,7 +31,8 @@ class Ahead:
     ) -> None:  # fmt: skip
         self._left = deque(work)
         self._asked, self._prepare, self._most = asked, prepare, batches
-        self._begun: deque[tuple[Work, list[Future[Any]]]] = deque()
+        self._begun: deque[tuple[Work, list[Future[list[Any]]]]] = deque()
+        self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="prepare")
         self._lock = Lock()
 
@@ -43,7 +44,7 @@ class Ahead:
                 return None
             work, futures = self._begun.popleft()
             self._fill()
-        return work, [future.result() for future in futures]
+        return work, [one for future in futures for one in future.result()]
 
     def stop(self) -> None:
         """Hand out nothing more."""
@@ -59,10 +60,17 @@ class Ahead:
     def _fill(self) -> None:
         while self._left and len(self._begun) < self._most:
             work = self._left.popleft()
-            self._begun.append((work, [self._pool.submit(self._one, self._asked[key]) for key in work.keys]))
+            parts = slices([self._asked[key] for key in work.keys], self._threads)
+            self._begun.append((work, [self._pool.submit(self._some, part) for part in parts]))
 
-    def _one(self, sample: Asked) -> Any:
-        return attempt(self._prepare, sample)
+    def _some(self, samples: Sequence[Asked]) -> list[Any]:
+        return [attempt(self._prepare, sample) for sample in samples]
+
+
+def slices(samples: Sequence[Asked], number: int) -> list[Sequence[Asked]]:
+    """The samples in at most so many parts, in order: handing each to a thread by itself would cost more than many take."""
+    each = max(1, -(-len(samples) // number))
+    return [samples[at : at + each] for at in range(0, len(samples), each)]
 
 
 def attempt(step: Callable[[Asked], Any], sample: Asked) -> Any:

@@ -11,12 +11,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import Literal, get_args
 
+import numpy as np
+
 from truebatch.errors import ConfigError
 from truebatch.planning.plan import build_plan
 from truebatch.planning.settings import PlanConfig
 from truebatch.scoring.backend import Cost
 from truebatch.scoring.shapes import Shapes
-from truebatch.training.durable import damage_named, read_json, write_json
+from truebatch.training.durable import damage_named, read_json, to_json, write_text
 
 PLAN = "plan.json"
 DEFAULT_CELLS = 8192
@@ -70,24 +72,25 @@ class Batches:
 
 def plan_batches(costs: Mapping[str, Cost], limits: Limits) -> list[tuple[str, ...]]:
     """Every key once, the dearest first, no batch over a limit but those of one sample."""
-    keys = sorted(costs, key=lambda key: (-_length(costs[key]), key))
+    lengths_of = {key: _length(cost) for key, cost in costs.items()}
+    keys = [key for _, key in sorted((-length, key) for key, length in lengths_of.items())]
     if limits.level == "shape":
         return _pinned(keys, costs, limits)
-    alone = [key for key in keys if _is_over(costs[key], limits)]
-    rest = [key for key in keys if not _is_over(costs[key], limits)]
-    batches: list[tuple[str, ...]] = [(key,) for key in alone]
+    over = {key for key in keys if _is_over(costs[key], limits)} if _may_be_over(costs, lengths_of, limits) else set()
+    rest = [key for key in keys if key not in over]
+    batches: list[tuple[str, ...]] = [(key,) for key in keys if key in over]
     if not rest:
         return batches
     config = PlanConfig(
         cells=limits.most_cells, samples=limits.rows, samples_per_step=len(rest),
         costs={} if limits.patches is None else {"patches": limits.patches},
     )  # fmt: skip
-    lengths = [_length(costs[key]) for key in rest]
+    lengths = [lengths_of[key] for key in rest]
     plan = build_plan(
         lengths, config, costs={"patches": [costs[key].patches for key in rest]} if config.costs else None
     )
-    found = [tuple(rest[i] for i in sorted(map(int, rows.ids))) for rows in plan.step(0)[0]]
-    return batches + sorted(found, key=lambda batch: (-_length(costs[batch[0]]), batch))
+    found = [tuple(rest[i] for i in np.sort(rows.ids).tolist()) for rows in plan.step(0)[0]]
+    return batches + sorted(found, key=lambda batch: (-lengths_of[batch[0]], batch))
 
 
 def extend(known: Batches, costs: Mapping[str, Cost], wanted: set[str], limits: Limits) -> Batches:
@@ -110,7 +113,9 @@ def load_batches(run: Path) -> Batches:
 
 def save_batches(run: Path, batches: Batches) -> None:
     """Freeze the plan."""
-    write_json(run / PLAN, {"batches": [list(b) for b in batches.batches], "tokens": dict(batches.tokens or {})})
+    # On one line: Python's encoder is many times as quick without an indent.
+    text = to_json({"batches": [list(b) for b in batches.batches], "tokens": dict(batches.tokens or {})})
+    write_text(run / PLAN, text + "\n")
 
 
 def halves(keys: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
@@ -121,6 +126,10 @@ def halves(keys: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
 
 def _length(cost: Cost) -> int:
     return max(1, cost.tokens + cost.new_tokens)
+
+
+def _may_be_over(costs: Mapping[str, Cost], lengths: Mapping[str, int], limits: Limits) -> bool:
+    return limits.patches is not None or max(lengths.values(), default=0) > limits.most_cells
 
 
 def _is_over(cost: Cost, limits: Limits) -> bool:

@@ -23,6 +23,7 @@ from typing import IO, Any
 from truebatch.errors import ConfigError, DataError
 from truebatch.notebook import html_table
 from truebatch.scoring.batching import load_batches
+from truebatch.scoring.collection import without_collecting
 from truebatch.scoring.journal import read_journals
 from truebatch.scoring.listing import Listed, load_list
 from truebatch.scoring.manifest import read_manifest
@@ -87,8 +88,9 @@ def read_rows(run: Path) -> Iterator[Row]:
     """A row for every sample of the input, in order, whatever its state; memory holds one window."""
     level = _level(run)
     for folder in window_folders(run):
-        told = read_journals(folder)
-        for one in load_list(folder):
+        with without_collecting():
+            told, listed = read_journals(folder), load_list(folder)
+        for one in listed:
             yield make_row(one, told.results.get(one.key), level, damaged=told.damaged.get(one.key, ""))
 
 
@@ -152,13 +154,14 @@ def read_status(run: Path) -> Status:
 
 
 def _window_status(run: Path, level: str) -> Status:
-    listed, told, tokens = load_list(run), read_journals(run), load_batches(run).tokens or {}
+    with without_collecting():
+        listed, told, tokens = load_list(run), read_journals(run), load_batches(run).tokens or {}
     states, kinds = Counter[str](), Counter[str]()
     for one in listed:
-        outcome = told.results.get(one.key)
-        states[PENDING if outcome is None else outcome.status] += 1
-        if outcome is not None and outcome.status == "failed":
-            kinds[f"{outcome.stage}/{outcome.kind}"] += 1
+        status, stage, kind = told.results.state(one.key) or (PENDING, "", "")
+        states[status] += 1
+        if status == "failed":
+            kinds[f"{stage}/{kind}"] += 1
     keys = {one.key for one in listed}
     return Status(
         samples=len(listed), ok=states["ok"], failed=states["failed"], pending=states[PENDING],

@@ -78,7 +78,7 @@ def judge_ready(
     good = [one for one in ready if not isinstance(one[1], SampleError)]
     keys, prepared, lengths = [key for key, _, _ in good], [one for _, one, _ in good], [n for _, _, n in good]
     found = judge_all(judge, keys, prepared, trouble, lengths)
-    by_key = {outcome.key: replace(outcome, attempts=attempts) for outcome in found}
+    by_key = {one.key: one if one.attempts == attempts else replace(one, attempts=attempts) for one in found}
     by_key |= {key: failure(key, one, attempts) for key, one, _ in ready if isinstance(one, SampleError)}
     return [by_key[key] for key, _, _ in ready]
 

@@ -35,6 +35,8 @@ _NETWORK = ("nfs", "cifs", "smb", "lustre", "beegfs", "gpfs", "ceph", "fuse", "9
 _BUSY_SECONDS = 30.0
 SYNC_SECONDS = 1.0
 """Batches quicker than this share one wait for the disk; closing waits too."""
+_LOG_PAGES = 8192
+"""Of the log, 32 MiB, before they are brought into the file; what is committed is in the log already."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS worker (name TEXT, host TEXT, pid INTEGER, born REAL);
 CREATE TABLE IF NOT EXISTS batches (
@@ -49,6 +51,8 @@ CREATE TABLE IF NOT EXISTS results (
 """
 _COLUMNS = "key, batch, status, score, output, tokens, stage, kind, message, attempts"
 _CHECKSUM = "checksum"
+_TEXTS = {str}
+_quoted = json.encoder.encode_basestring_ascii
 Place = tuple[float, str, int]
 """When a record was committed, its journal and its batch there: of two, the earlier is the smaller."""
 
@@ -63,11 +67,35 @@ class Suspect:
     keys: tuple[str, ...]
 
 
+class Results(Mapping[str, Outcome]):
+    """Results as they stand in journals; an outcome is made of a record when it is asked for."""
+
+    def __init__(self, records: Mapping[str, Record]) -> None:
+        self.records = records
+
+    def __getitem__(self, key: str) -> Outcome:
+        return _outcome(self.records[key])
+
+    def state(self, key: str) -> tuple[str, str, str] | None:
+        """Status, stage and kind of a key; None where it has no result."""
+        record = self.records.get(key)
+        return None if record is None else (record[2], record[6], record[7])
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.records
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.records)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+
 @dataclass(frozen=True, slots=True)
 class Told:
     """What all journals of a run say together."""
 
-    results: Mapping[str, Outcome] = field(default_factory=dict)
+    results: Results = field(default_factory=lambda: Results({}))
     """By key: the first success, else the last failure."""
     damaged: Mapping[str, str] = field(default_factory=dict)
     """Keys without a result since their record is not what was written, and the journal it is in."""
@@ -136,6 +164,7 @@ def open_journal(run: Path, *, worker: str = "0") -> Iterator[Journal]:
         connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, check_same_thread=False)
         connection.execute(f"PRAGMA journal_mode={'DELETE' if is_network(folder) else 'WAL'}")
         connection.execute("PRAGMA synchronous=FULL")
+        connection.execute(f"PRAGMA wal_autocheckpoint={_LOG_PAGES}")
         with connection:
             connection.executescript(_SCHEMA)
             born = psutil.Process().create_time()
@@ -148,25 +177,6 @@ def open_journal(run: Path, *, worker: str = "0") -> Iterator[Journal]:
         yield Journal(connection, path)
     finally:
         connection.close()
-
-
-class Results(Mapping[str, Outcome]):
-    """Results as they stand in journals; an outcome is made of a record when it is asked for."""
-
-    def __init__(self, records: Mapping[str, Record]) -> None:
-        self.records = records
-
-    def __getitem__(self, key: str) -> Outcome:
-        return _outcome(self.records[key])
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.records
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.records)
-
-    def __len__(self) -> int:
-        return len(self.records)
 
 
 def read_journals(run: Path) -> Told:
@@ -226,12 +236,13 @@ def _add_records(found: _Found, name: str, connection: sqlite3.Connection) -> No
     columns = f"{_COLUMNS}, {_CHECKSUM if is_checked else 'NULL'}"
     for row in connection.execute(f"SELECT {columns} FROM results"):  # noqa: S608
         record, checksum = row[:-1], row[-1]
-        place = (begun.get(record[1]) or 0.0, name, record[1])
+        committed = begun.get(record[1])
+        place = (committed or 0.0, name, record[1])
         if not is_checked:
             found.unchecked += 1
             _outcome(record)  # raises where it is none
             found.add(record, place)
-        elif is_whole(record, checksum) and begun.get(record[1]) is not None:
+        elif committed is not None and is_whole(record, checksum):
             found.add(record, place)
         else:
             key = str(record[0])
@@ -310,10 +321,17 @@ def _agree(one: Record, other: Record) -> bool:
 def _row(batch: int, outcome: Outcome) -> tuple[Any, ...]:
     score = outcome.score if outcome.score is None else float(outcome.score) + 0.0  # a database has no minus zero
     record = (
-        outcome.key, batch, outcome.status, score, to_json(dict(outcome.output)), outcome.tokens,
+        outcome.key, batch, outcome.status, score, _output(outcome.output), outcome.tokens,
         outcome.stage, outcome.kind, outcome.message, outcome.attempts,
     )  # fmt: skip
     return *record, record_checksum(record)
+
+
+def _output(output: Mapping[str, Any]) -> str:
+    """As `to_json` writes it; for names and texts only an encoder is not made for each."""
+    if _TEXTS.issuperset(map(type, output.values())):
+        return "{" + ", ".join([f"{_quoted(name)}: {_quoted(one)}" for name, one in output.items()]) + "}"
+    return to_json(dict(output))
 
 
 def _cannot_write(path: Path, error: sqlite3.Error) -> RunError:

@@ -15,7 +15,7 @@ from typing import Any
 
 from truebatch.errors import DataError, RunError
 from truebatch.scoring.backend import Asked
-from truebatch.scoring.keys import canonical, sample_key
+from truebatch.scoring.keys import canonical, quoted, sample_key
 from truebatch.scoring.reading import Broken, read_asked
 from truebatch.scoring.records import Outcome, failed
 from truebatch.textfiles import read_lines
@@ -60,12 +60,17 @@ def by_key(listed: Iterable[Listed]) -> dict[str, list[Listed]]:
 
 def save_list(run: Path, listed: Sequence[Listed]) -> None:
     """Keep the order of the input in the run folder; the same list is not written again."""
-    lines = (canonical({"index": x.index, "id": x.id, "key": x.key, "meta": dict(x.meta)}) for x in listed)
-    body = "".join(f"{line}\n" for line in lines)
+    body = "".join([_line(one) for one in listed])
     text = f"{canonical({_CHECKSUM: _checksum(body)})}\n{body}"
     path = run / INPUT
     if not path.exists() or path.read_bytes() != text.encode():
         write_text(path, text)
+
+
+def _line(one: Listed) -> str:
+    """As `canonical` writes the four of them."""
+    meta = canonical(dict(one.meta)) if one.meta else "{}"
+    return f'{{"id":{quoted(one.id)},"index":{one.index},"key":{quoted(one.key)},"meta":{meta}}}\n'
 
 
 def load_list(run: Path) -> list[Listed]:
@@ -73,17 +78,21 @@ def load_list(run: Path) -> list[Listed]:
     path = run / INPUT
     if not path.is_file():
         raise RunError(f"{run} has no list of samples", seen=f"no {INPUT} in it", do="give the folder of a scoring run")
-    lines = list(read_lines(path))
-    told = _told_checksum(lines[0][1]) if lines else None
+    lines = [line for _, line in read_lines(path)]
+    told = _told_checksum(lines[0]) if lines else None
     if told is None:  # an earlier version wrote none
-        return [_back(path, number, line) for number, line in lines]
-    if told != _checksum("".join(line for _, line in lines[1:])):
+        return _all_back(path, lines, first=1)
+    del lines[0]
+    if told != _checksum("".join(lines)):
         raise RunError(
             f"{path} is not what was written: names and scores may no longer belong together",
             seen="its checksum does not belong to its lines",
             do=_AGAIN,
         )
-    return [_back(path, number, line) for number, line in lines[1:]]
+    try:
+        return [Listed(**one) for one in json.loads(f"[{','.join(lines)}]")]
+    except (TypeError, ValueError, RecursionError):
+        return _all_back(path, lines, first=2)
 
 
 def _checksum(text: str) -> str:
@@ -99,9 +108,16 @@ def _told_checksum(line: str) -> object:
     return value[_CHECKSUM] if isinstance(value, dict) and value.keys() == {_CHECKSUM} else None
 
 
-def _back(path: Path, number: int, line: str) -> Listed:
-    with damage_named(Path(f"{path}:{number}"), do=_AGAIN):
-        return Listed(**json.loads(line))
+def _all_back(path: Path, lines: Sequence[str], *, first: int) -> list[Listed]:
+    out: list[Listed] = []
+    try:
+        for line in lines:
+            out.append(Listed(**json.loads(line)))
+    except (TypeError, ValueError, RecursionError):
+        number = len(out) + first
+        with damage_named(Path(f"{path}:{number}"), do=_AGAIN):
+            raise
+    return out
 
 
 def _listed(index: int, one: Asked | Broken) -> Listed:

@@ -22,7 +22,10 @@ from truebatch.textfiles import MAX_LINE_BYTES, nearest, open_file, read_lines
 PROMPTS = ("user", "prompt", "question", "text")
 """Names under which a plain prompt is found, the first that is there."""
 KNOWN = ("id", "system", "messages", "image", "images", "options", "meta", *PROMPTS)
+_UNCARRIED = {*KNOWN} - {"meta"}
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
+_NUL_SIGN = "\\u0000"
+_ENCODER = json.JSONEncoder(ensure_ascii=False, default=lambda one: "")
 _MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 
 
@@ -47,32 +50,44 @@ def read_asked(source: Path | str | Iterable[Any]) -> Iterator[Asked | Broken]:
             yield value if isinstance(value, Asked) else _asked(value, f"sample {index}", str(index), Path())
         return
     path = Path(source)
+    folder = path.parent
+    if path.suffix.lower() in (".jsonl", ".ndjson"):
+        for index, (place, value, is_text) in enumerate(_json_lines(path)):
+            yield _asked(value, place, str(index), folder, is_text=is_text)
+        return
     for index, (place, value) in enumerate(_values(path)):
-        yield _asked(value, place, str(index), path.parent)
+        yield _asked(value, place, str(index), folder)
 
 
 def _values(path: Path) -> Iterator[tuple[str, Any]]:
     kind = path.suffix.lower()
-    if kind in (".jsonl", ".ndjson"):
-        return _json_lines(path)
     if kind in (".csv", ".tsv"):
         return _csv_rows(path, "\t" if kind == ".tsv" else ",")
     return read_samples(path)
 
 
-def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+def _json_lines(path: Path) -> Iterator[tuple[str, Any, bool]]:
+    """Places and values, and whether a line can hold nothing but text: no escape of a character and no half of one."""
+    name = str(path)
     for number, line in _lines(path):
-        place = f"{path}:{number}"
-        if not line.strip():
+        place = f"{name}:{number}"
+        if not line or line.isspace():
             continue
         try:
-            yield place, json.loads(line, parse_constant=_refuse_constant)
+            value, end = _DECODER.raw_decode(line) if line[0] == "{" else (None, 0)
+            if not end or not line[end:].isspace():
+                value = _DECODER.decode(line)  # what stands behind it is refused, white space before it is not
         except (ValueError, RecursionError) as error:
-            yield place, Broken(id="", kind="invalid_json", message=f"{place}: {error}", raw=line)
+            yield place, Broken(id="", kind="invalid_json", message=f"{place}: {error}", raw=line), False
+            continue
+        yield place, value, "\\u" not in line and (line.isascii() or not _has_half(line))
 
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[str, Any]]:
@@ -118,26 +133,27 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, text.decode("utf-8", "surrogateescape")
 
 
-def _asked(value: Any, place: str, id_: str, folder: Path) -> Asked | Broken:
+def _asked(value: Any, place: str, id_: str, folder: Path, *, is_text: bool = False) -> Asked | Broken:
     if isinstance(value, Broken):
         return replace(value, id=id_)
     try:
-        return _read(value, place, id_, folder)
+        return _read(value, place, id_, folder, is_text=is_text)
     except SampleError as error:
         named = str(value["id"]) if isinstance(value, Mapping) and isinstance(value.get("id"), str | int) else id_
         return Broken(id=_shown(named), kind=error.kind, message=str(error), raw=repr(value))
 
 
-def _read(value: Any, place: str, id_: str, folder: Path) -> Asked:
+def _read(value: Any, place: str, id_: str, folder: Path, *, is_text: bool) -> Asked:
     if isinstance(value, str):
         value = {"user": value}
     if isinstance(value, list | tuple):
         value = {"messages": value}
     if not isinstance(value, Mapping):
         raise SampleError("read", "wrong_type", f"{place} is a {type(value).__name__}, an object is needed")
-    _refuse_halves(value, place)
-    messages, inside = _messages(_from_json(value.get("messages")), place)
-    prompt = next((value[name] for name in PROMPTS if value.get(name) not in (None, "")), None)
+    if not is_text:
+        _refuse_halves(value, place)
+    messages, inside = _messages(_from_json(value["messages"]), place) if "messages" in value else ((), [])
+    prompt = _prompt(value)
     if prompt is None and not messages:
         close = next((hint for key in value if (hint := nearest(str(key), list(KNOWN)))), "")
         raise SampleError(
@@ -147,11 +163,20 @@ def _read(value: Any, place: str, id_: str, folder: Path) -> Asked:
     for name, found, kind in (("prompt", prompt or "", str), ("system", system, str), ("options", options, Mapping)):
         if not isinstance(found, kind):
             raise SampleError("read", "wrong_type", f"{place}: {name} is a {type(found).__name__}: {str(found)[:40]!r}")
-    images = [*inside, *_images(value)]
+    images = [*inside, *_images(value)] if inside or "image" in value or "images" in value else ()
     return Asked(
         id=str(value.get("id", id_)), system=system, user=prompt or "", messages=messages,
-        images=tuple(_located(image, folder, place) for image in images), options=dict(options), meta=_meta(value),
+        images=tuple(_located(image, folder, place) for image in images) if images else (), options=dict(options),
+        meta={} if value.keys() <= _UNCARRIED else _meta(value),
     )  # fmt: skip
+
+
+def _prompt(value: Mapping[str, Any]) -> Any:
+    """What stands under the first name for a prompt that is there."""
+    for name in PROMPTS:
+        if value.get(name) not in (None, ""):
+            return value[name]
+    return None
 
 
 def _messages(value: Any, place: str) -> tuple[tuple[dict[str, Any], ...], list[Any]]:
@@ -240,7 +265,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def _refuse_halves(value: Mapping[str, Any], place: str) -> None:
-    texts = json.dumps(value, ensure_ascii=False, default=lambda one: "")
+    texts = _ENCODER.encode(value)
+    if texts.isascii() and _NUL_SIGN not in texts:
+        return
     at = (
         next((at for at, letter in enumerate(texts) if "\ud800" <= letter <= "\udfff"), None)
         if _has_half(texts)

@@ -77,8 +77,8 @@ def _cut(keys: Sequence[str], deaths: dict[tuple[str, ...], int]) -> Iterator[tu
 
 
 def _is_done(key: str, told: Told, retry: Collection[str]) -> bool:
-    outcome = told.results.get(key)
-    return outcome is not None and not (outcome.status == "failed" and outcome.kind in retry)
+    state = told.results.state(key)
+    return state is not None and not (state[0] == "failed" and state[2] in retry)
 
 
 def _crash(key: str, died: int) -> Outcome:

@@ -17,9 +17,10 @@ from typing import Any, Protocol
 from filelock import FileLock, Timeout
 
 from truebatch.errors import ConfigError, RestartError, RunError
-from truebatch.scoring.ahead import Ahead, attempt, judge_each, singles
+from truebatch.scoring.ahead import Ahead, attempt, judge_each, singles, slices
 from truebatch.scoring.backend import Asked, Backend, Cost, SampleError
 from truebatch.scoring.batching import Batches, Limits, extend, load_batches, save_batches
+from truebatch.scoring.collection import without_collecting
 from truebatch.scoring.faults import Trouble, failure, judge_ready
 from truebatch.scoring.following import Following, Progress, Watch
 from truebatch.scoring.journal import Journal, Told, open_journal, read_journals
@@ -32,6 +33,8 @@ from truebatch.training.signals import StopFlag, catch_signals
 UNPLANNED = -1
 """The number of a batch of failures that never came into the plan."""
 _SETTLE_SECONDS = 600.0
+_PARTS = 8
+"""Of the samples that a thread measures: one may have the dear ones."""
 _ASKED_AT_ONCE = 256
 """Samples whose cost is asked of another process in one request."""
 
@@ -86,17 +89,16 @@ class Running:
 class Finished:
     """What a call of `run_samples` did."""
 
-    told: Told
     trouble: Trouble
     seconds: float
     judged: int
     """Samples of this call."""
 
     def and_then(self, other: Finished) -> Finished:
-        """What both did, one after the other; what is told is of the last."""
+        """What both did, one after the other."""
         trouble = replace(self.trouble)
         trouble.add(other.trouble)
-        return Finished(other.told, trouble, self.seconds + other.seconds, self.judged + other.judged)
+        return Finished(trouble, self.seconds + other.seconds, self.judged + other.judged)
 
 
 def run_samples(
@@ -122,7 +124,7 @@ def run_samples(
             judged, trouble = _judge_left(left.work, asked, backends, run, how, (following, stop))
         if judged < sum(len(work.keys) for work in left.work):
             end_early(stop, run, judged)
-    return Finished(read_journals(run), trouble, time.monotonic() - began, judged)
+    return Finished(trouble, time.monotonic() - began, judged)
 
 
 def end_early(stop: StopFlag, run: Path, judged: int) -> None:
@@ -165,15 +167,16 @@ def _settle(
         costs, refused = _costs(fresh, asked, backend, how.threads)
         if failures or refused:
             _record(run, [*failures.values(), *refused], how, None)
-        batches = extend(known, costs, set(asked) | set(told.results), limits)
-        if batches.batches != known.batches:
-            save_batches(run, batches)
+        with without_collecting():
+            batches = extend(known, costs, set(asked) | set(told.results), limits)
+            if batches.batches != known.batches:
+                save_batches(run, batches)
         return batches
 
 
 def _is_open(key: str, told: Told, retry: Collection[str]) -> bool:
-    outcome = told.results.get(key)
-    return outcome is None or (outcome.status == "failed" and outcome.kind in retry)
+    state = told.results.state(key)
+    return state is None or (state[0] == "failed" and state[2] in retry)
 
 
 def _costs(
@@ -192,8 +195,12 @@ def cost_all(backend: Backend, samples: Sequence[Asked], threads: int = 1) -> li
     if many is not None:
         starts = range(0, len(samples), _ASKED_AT_ONCE)
         return [cost for at in starts for cost in many(samples[at : at + _ASKED_AT_ONCE])]
+
+    def some(part: Sequence[Asked]) -> list[Cost | SampleError]:
+        return [attempt(backend.cost, sample) for sample in part]
+
     with ThreadPoolExecutor(threads, thread_name_prefix="measure") as pool:
-        return list(pool.map(lambda sample: attempt(backend.cost, sample), samples))
+        return [cost for found in pool.map(some, slices(samples, threads * _PARTS)) for cost in found]
 
 
 def _tell_known(listed: Sequence[Listed], told: Told, how: Running) -> None:
@@ -221,10 +228,10 @@ def _following(listed: Sequence[Listed], batches: Batches, told: Told, how: Runn
     planned = {key: number % how.shard[1] for number, batch in enumerate(batches.batches) for key in batch}
     keys = {one.key for one in listed if planned.get(one.key, 0) == how.shard[0]}
     tokens = {key: number for key, number in (batches.tokens or {}).items() if key in keys}
-    done = [told.results[key] for key in keys if not _is_open(key, told, how.retry)]
+    done = [(key, told.results.state(key)) for key in keys if not _is_open(key, told, how.retry)]
     progress = Progress(
-        samples=len(keys), done=len(done), failed=sum(one.status == "failed" for one in done),
-        tokens=sum(tokens.values()), tokens_done=sum(tokens.get(one.key, 0) for one in done),
+        samples=len(keys), done=len(done), failed=sum(state is not None and state[0] == "failed" for _, state in done),
+        tokens=sum(tokens.values()), tokens_done=sum(tokens.get(key, 0) for key, _ in done),
     )  # fmt: skip
     return Following(progress, tokens, how.watch)
 

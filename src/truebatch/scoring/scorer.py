@@ -225,7 +225,9 @@ class Scorer:
         report, finished, number, limits = None, None, 0, self.limits
         with catch_signals() if how.stop is None else nullcontext(how.stop) as stop:
             how = replace(how, stop=stop)
-            for number, listed in enumerate(iter_windows(samples, window), start=1):
+            windows = iter_windows(samples, window)
+            while (listed := next(windows, None)) is not None:
+                number += 1
                 if finished is None:
                     folder.mkdir(parents=True, exist_ok=True)
                     limits = settle_limits(limits, folder, partial(_fit, self.backends[0], listed))
@@ -238,6 +240,7 @@ class Scorer:
                 note_window(folder, number - 1, window)
                 done = run_samples(listed, self.backends, window_folder(folder, number - 1), limits, how)
                 finished = done if finished is None else finished.and_then(done)
+                del listed  # before the next is read: memory holds one window
         if finished is None:
             raise DataError("there are no samples", seen=str(samples)[:100], do="name data with at least one")
         end_windows(folder, number, window)

@@ -37,7 +37,8 @@ class ScriptedBackend:
 
     def cost(self, sample: Asked, /) -> Cost:
         """A token a letter, and what the header of each image says."""
-        picture_sizes(sample.images)
+        if sample.images:
+            picture_sizes(sample.images)
         return Cost(tokens=1 + len(sample.user), patches=64 * len(sample.images))
 
     def prepare(self, sample: Asked, /) -> Asked:
@@ -62,8 +63,11 @@ class ScriptedBackend:
 
 
 def _play(sample: Asked) -> Answer | SampleError:
+    if not sample.options:
+        return _answer(sample, float(len(sample.user)))
     way = sample.options.get("fail")
-    time.sleep(float(sample.options.get("seconds", 0.0)))
+    if seconds := float(sample.options.get("seconds", 0.0)):
+        time.sleep(seconds)
     if way == "exit":
         os._exit(EXIT_CODE)
     if way == "segfault":
@@ -75,4 +79,8 @@ def _play(sample: Asked) -> Answer | SampleError:
     if way == "hang":
         time.sleep(3600)
     score = float("nan") if way == "nan" else float(sample.options.get("score", len(sample.user)))
+    return _answer(sample, score)
+
+
+def _answer(sample: Asked, score: float) -> Answer:
     return Answer(score=score, output={"said": sample.user[:20]}, tokens=len(sample.user) + 1)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from truebatch.errors import ConfigError, RunError
+from truebatch.scoring.collection import without_collecting
 from truebatch.scoring.listing import Listed, iter_samples
 from truebatch.training.durable import read_json, write_json
 
@@ -25,8 +26,14 @@ def iter_windows(source: Path | str | Iterable[Any], size: int) -> Iterator[list
     if size < 1:
         raise ConfigError("a window holds at least one sample", seen=f"window={size}", do="give 1 or more")
     listed = iter_samples(source)
-    while window := list(islice(listed, size)):
-        yield window
+    is_open = True
+    while is_open:
+        with without_collecting():
+            window = list(islice(listed, size))
+        is_open = bool(window)
+        if is_open:
+            yield window
+        del window  # before the next is read: memory holds one
 
 
 def window_folder(run: Path, number: int) -> Path:

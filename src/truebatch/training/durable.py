@@ -23,6 +23,7 @@ from truebatch.training.failpoints import failpoint
 
 DRAFT = ".part"
 _HASH_CHUNK = 1 << 20
+_STRICT = json.JSONEncoder(allow_nan=False)
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 _CAUSES = {
     errno.ENOSPC: ("the disk is full", "free some space"),
@@ -81,7 +82,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
     """Strict JSON text in ASCII, so that no name or path can make it unwritable."""
-    return json.dumps(value, allow_nan=False, indent=indent)
+    return _STRICT.encode(value) if indent is None else json.dumps(value, allow_nan=False, indent=indent)
 
 
 def read_json(path: Path, *, max_bytes: int = 1 << 30) -> Any:
