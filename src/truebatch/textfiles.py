@@ -65,6 +65,12 @@ def read_text(path: Path, *, max_bytes: int) -> str:
     return _decode(path, data.removeprefix(codecs.BOM_UTF8), first_line=1)
 
 
+def read_start(path: Path, *, max_bytes: int) -> str:
+    """The text at the beginning of a file; bytes that are not UTF-8 are replaced."""
+    with open_file(path) as file:
+        return file.read(max_bytes).decode("utf-8", errors="replace")
+
+
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Every line of a UTF-8 file with its number from 1, holding one line in memory at a time."""
     with open_file(path) as file:

@@ -98,10 +98,12 @@ MODELS = [
     Hostile("config: code of others", models(_remote_code), "names no class"),
     Hostile("config: code of others, to train", models(_remote_code, TRAIN), "model"),
     Hostile("config: a negative width", models(config(hidden_size=-4)), "the model in model cannot be loaded"),
-    Hostile("config: a text for a width", models(config(hidden_size="wide")), "the model in model cannot be loaded"),
-    Hostile("config: no heads", models(config(num_attention_heads=0)), "the model in model cannot be loaded"),
-    Hostile("config: a billion layers", models(config(num_hidden_layers=10**9)), "more layers"),
-    Hostile("config: a billion layers, to train", models(config(num_hidden_layers=10**9), TRAIN), "more layers"),
+    Hostile("config: a text for a width", models(config(hidden_size="wide")), "model has no configuration"),
+    Hostile("config: no heads", models(config(num_attention_heads=0)), "model has no configuration"),
+    Hostile("config: a billion layers", models(config(num_hidden_layers=10**9)), "more than any model"),
+    Hostile(
+        "config: a billion layers, to train", models(config(num_hidden_layers=10**9), TRAIN), "more than any model"
+    ),
     Hostile("config: another width", models(config(hidden_size=48)), "the model in model cannot be loaded"),
     Hostile(
         "weights: a pickle named .bin", models(lambda f: _only_pickle(f, "pytorch_model.bin", pickled())), "loaded"
@@ -128,7 +130,7 @@ MODELS = [
         models(changed("model.safetensors", safetensors({"w": entry([4], 0, 99)}, b"\0"))),
         "loaded",
     ),
-    Hostile("weights: an index that leads outside", models(_index_outside), "the model in model cannot be loaded"),
+    Hostile("weights: an index that leads outside", models(_index_outside), "no safetensors file of its folder"),
     Hostile("weights: a pickle, to score", models(changed("model.safetensors", pickled()), SCORE), "cannot be loaded"),
     Hostile("tokenizer: a pickle", models(changed("tokenizer.json", pickled()), SCORE), "tokenizer"),
     Hostile("tokenizer: deep", models(changed("tokenizer.json", "[" * 100_000), SCORE), "tokenizer"),

@@ -1,50 +1,122 @@
-"""Load a Hugging Face model from a local folder: safetensors only, no code of others, no network."""
+"""Load what a Hugging Face folder holds: safetensors only, no code of others, no network. All models come through here.
+
+folder -> files looked at -> config.json -> shapes without memory -> weights; a test finds every other `from_pretrained`
+"""
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+import torch
 import transformers
 from torch import nn
+from transformers.initialization import no_init_weights
 
-from truebatch.errors import ConfigError, DataError
-from truebatch.textfiles import nearest, read_text
+from truebatch.errors import ConfigError, DataError, TruebatchError
+from truebatch.hf.modelfiles import check_files, check_pipeline, check_weights, is_model_folder, read_configuration
 
-MAX_BYTES = 16 << 20
-MAX_LAYERS = 10_000
-"""More than any model has: a file that asks for a billion would otherwise be built for hours."""
-_LAYERS = re.compile(r"(n|num)(_\w+)?_layers?|depth")
+__all__ = [
+    "first_line", "is_model_folder", "load_config", "load_model", "load_part", "load_pipeline", "load_weights_of",
+    "model_of_config", "without_chatter",
+]  # fmt: skip
 
-
-def is_model_folder(path: str | Path) -> bool:
-    """True if the folder looks like a saved Hugging Face model."""
-    return (Path(path) / "config.json").is_file()
+_SPARE_PARAMETERS = 100_000_000
+"""A new head of a classifier may have these more than the folder holds; so may small models in any format."""
+_PARAMETERS_A_BYTE = 2
+"""Of weights of four bits."""
 
 
 def load_model(folder: str | Path) -> nn.Module:
     """The model of a folder, in the class its configuration names and the dtype it was saved in."""
     path = Path(folder)
-    model_class = _class_of(path)
+    model, found = load_weights_of(_class_of(path), path, dtype="auto", output_loading_info=True)
+    _refuse_missing(path, sorted(map(str, found["missing_keys"])))
+    loaded: nn.Module = model
+    return loaded.eval()
+
+
+def load_config(folder: str | Path) -> Any:
+    """The configuration of a model folder."""
+    read_configuration(Path(folder))
+    return load_part(transformers.AutoConfig, folder)
+
+
+def load_part(kind: Any, folder: str | Path) -> Any:
+    """A configuration, a tokenizer or a processor of a model folder: whatever has no weights."""
+    path = Path(folder)
     try:
+        check_files(path)
         with without_chatter():
-            model, found = model_class.from_pretrained(
-                path, local_files_only=True, trust_remote_code=False, use_safetensors=True, dtype="auto",
-                output_loading_info=True,
-            )  # fmt: skip
+            return kind.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except TruebatchError:
+        raise
+    except Exception as error:  # a wrong file fails in any line of its library
+        name = {"AutoConfig": "configuration", "AutoTokenizer": "tokenizer"}.get(
+            kind.__name__, "tokenizer or processor"
+        )
+        raise DataError(
+            f"{path} has no {name} that can be used",
+            seen=f"{type(error).__name__}: {first_line(error)}",
+            do="save it beside the model with save_pretrained, and check that the folder is complete",
+        ) from error
+
+
+def load_weights_of(kind: Any, folder: str | Path, **settings: Any) -> Any:
+    """What `kind.from_pretrained` makes of the weights of a model folder."""
+    path = Path(folder)
+    read_configuration(path)
+    check_files(path)
+    stored = check_weights(path)
+    try:
+        _check_size(kind, path, settings.get("config"), stored)
+        with without_chatter():
+            return kind.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False, use_safetensors=True, **settings
+            )
+    except TruebatchError:
+        raise
     except Exception as error:  # a wrong configuration fails in any line of the model's own code
         raise DataError(
             f"the model in {path} cannot be loaded",
             seen=f"{type(error).__name__}: {first_line(error)}",
             do="save it again with save_pretrained (safetensors), and check that the folder is complete",
         ) from error
-    _refuse_missing(path, sorted(map(str, found["missing_keys"])))
-    loaded: nn.Module = model
-    return loaded.eval()
+
+
+def load_pipeline(kind: Any, folder: str | Path, **settings: Any) -> Any:
+    """A pipeline of diffusers from its folder, every part of it looked at first."""
+    path = Path(folder)
+    index = path / "model_index.json"
+    if not index.is_file():
+        raise ConfigError(
+            f"{path} is not the folder of a pipeline",
+            seen="no model_index.json in it" if path.is_dir() else "no such folder",
+            do="name a folder written by the save_pretrained of a diffusers pipeline; nothing is downloaded",
+        )
+    check_pipeline(path)
+    return kind.from_pretrained(path, local_files_only=True, trust_remote_code=False, use_safetensors=True, **settings)
+
+
+def model_of_config(kind: Any, config: Any, **settings: Any) -> Any:
+    """A model of a configuration without weights, never in a class of a model folder."""
+    return kind.from_config(config, trust_remote_code=False, **settings)
+
+
+def _check_size(kind: Any, path: Path, config: Any, stored: int) -> None:
+    """Refuse a configuration that asks for far more numbers than the folder holds, before memory is taken for them."""
+    config = load_config(path) if config is None else config
+    with torch.device("meta"), without_chatter(), no_init_weights():
+        model = kind._from_config(config) if hasattr(kind, "config_class") else model_of_config(kind, config)
+    asked = sum(p.numel() for p in model.parameters()) + sum(b.numel() for b in model.buffers())
+    if asked > stored * _PARAMETERS_A_BYTE + _SPARE_PARAMETERS:
+        raise DataError(
+            f"the config.json in {path} asks for a model far larger than its weights",
+            seen=f"{asked:,} numbers, the files of weights have {stored:,} bytes",
+            do="bring the weights that belong to this config.json, or save the model again with save_pretrained",
+        )
 
 
 def first_line(error: BaseException) -> str:
@@ -86,38 +158,3 @@ def _class_of(path: Path) -> Any:
             do="load it yourself and pass it as file.py:name, or save it from a class of transformers",
         )
     return found
-
-
-def read_configuration(path: Path) -> dict[str, Any]:
-    """What the config.json of a model folder says, after looking for what no model has."""
-    file = path / "config.json"
-    if not file.is_file():
-        beside = [one.name for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
-        hint = "" if path.exists() else nearest(path.name, beside)
-        raise ConfigError(
-            f"{path} is not a model folder{hint}",
-            seen="no config.json in it" if path.is_dir() else "it is a file" if path.exists() else "no such folder",
-            do="name a folder written by save_pretrained, or a target such as model.py:build",
-        )
-    text = read_text(file, max_bytes=MAX_BYTES)
-    try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{file} cannot be read", seen=str(error)[:200], do="save the model again with save_pretrained"
-        ) from error
-    if not isinstance(config, dict):
-        raise DataError(f"{file} is not a configuration", seen=type(config).__name__, do="save the model again")
-    for part in (config, *(inner for inner in config.values() if isinstance(inner, dict))):
-        for name, value in part.items():
-            if _LAYERS.fullmatch(name) and isinstance(value, int) and value > MAX_LAYERS:
-                _refuse_layers(file, name, value)
-    return config
-
-
-def _refuse_layers(file: Path, name: str, value: int) -> NoReturn:
-    raise DataError(
-        f"{file} asks for more layers than any model has",
-        seen=f"{name}={value:,}, at most {MAX_LAYERS:,} are built",
-        do="save the model again with save_pretrained",
-    )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from truebatch.errors import ConfigError
+from truebatch.planning.tokenizerfiles import read_tokenizer_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ def load_tokenizer(folder: str | Path | None) -> Tokenizer | None:
             seen=f"no file {file}",
             do="save it there: AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)",
         )
-    data = file.read_bytes()
+    data = read_tokenizer_text(file).encode()
     return Tokenizer(_parse(file, data), hashlib.blake2b(data, digest_size=16).hexdigest())
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from truebatch.errors import ConfigError, DataError
 from truebatch.reports.galleries import Exhibit, plain_exhibit, read_exhibit
 from truebatch.reports.tables import Table
+from truebatch.textfiles import read_start
 from truebatch.training.durable import read_json, write_json, write_text
 
 FOLDER = "findings"
@@ -65,7 +66,7 @@ def kept_findings(run: Path) -> Iterator[tuple[str, Table | Gallery | str]]:
             is_gallery = isinstance(values, dict) and "gallery" in values
             yield path.stem, _gallery(run, path, values) if is_gallery else _table(path, values)
         elif path.suffix == ".svg":
-            yield path.stem, path.read_text(encoding="utf-8", errors="replace")[:_MOST_BYTES]
+            yield path.stem, read_start(path, max_bytes=_MOST_BYTES)
 
 
 def _table(path: Path, values: Any) -> Table:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from truebatch.planning.imagesizes import FORMATS
 from truebatch.reports.page import Card, Image
 
 SIDE = 200
@@ -64,7 +65,11 @@ def small_picture(source: Any) -> bytes | str:
 def _opened(source: Any) -> Any:
     from PIL import Image as Pillow
 
-    return Pillow.open(io.BytesIO(source) if isinstance(source, bytes | bytearray | memoryview) else Path(source))
+    if isinstance(source, bytes | bytearray | memoryview):
+        return Pillow.open(io.BytesIO(source), formats=FORMATS)
+    if Path(source).exists() and not Path(source).is_file():
+        raise OSError("a folder, a pipe or a device")
+    return Pillow.open(Path(source), formats=FORMATS)
 
 
 def shorten(line: str) -> str:

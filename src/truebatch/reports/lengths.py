@@ -20,6 +20,7 @@ from truebatch.reports.page import Section
 from truebatch.reports.pictures import bars, histogram
 from truebatch.reports.plans import COMPARED_SAMPLES, compared_settings, plan_and_count, plans_table
 from truebatch.reports.tables import Table
+from truebatch.textfiles import open_file
 from truebatch.training.opening import LENGTHS
 
 PLANNED = 10_000
@@ -50,8 +51,9 @@ def lengths_table(lengths: NDArray[np.int64]) -> Table:
 
 def _read(path: Path) -> NDArray[np.int64]:
     try:
-        found = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        with open_file(path) as file:
+            found = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError, SyntaxError, MemoryError, RecursionError) as error:
         raise DataError(
             f"{path} is damaged", seen=str(error), do="remove the file; the report does not need it"
         ) from error

@@ -21,6 +21,7 @@ from truebatch.reports.pictures import curves
 from truebatch.reports.proofs import VERIFICATION, proof_sections
 from truebatch.reports.scores import read_scored, scoring_sections, stages_of
 from truebatch.reports.tables import Table, figures_table
+from truebatch.textfiles import open_file, read_start
 from truebatch.training.durable import damage_named, read_json
 from truebatch.training.memoryfit import FIT
 from truebatch.training.runs import CONFIG, METRICS, STATUS, read_status
@@ -29,6 +30,7 @@ from truebatch.yamlfiles import read_yaml
 _MOST_POINTS = 1500
 """Of one curve: more cannot be seen, and a long run would make a large file."""
 _MOST_BYTES = 1 << 28
+_LONGEST_LINE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,14 @@ def read_log(run: Path, name: str | None = None) -> Log:
     records = []
     path = run / METRICS
     if path.is_file():
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+        with open_file(path) as file:
+            for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
+                if len(line) == _LONGEST_LINE:
+                    raise DataError(
+                        f"{path} is damaged in line {number}",
+                        seen=f"over {_LONGEST_LINE:,} bytes without an end",
+                        do="bring the file back from a copy",
+                    )
                 records += (
                     [_record(path, number, line)] if line.endswith(b"\n") else []
                 )  # a torn last line is no record
@@ -161,7 +169,7 @@ def _evaluation(run: Path) -> Iterator[Section]:
         return
     with damage_named(folder / "figures.json", do="evaluate again: `truebatch evaluate RUN`"):
         figures = dict(read_json(folder / "figures.json", max_bytes=_MOST_BYTES))
-    pictures = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(folder.glob("*.svg"))]
+    pictures = [read_start(path, max_bytes=1 << 22) for path in sorted(folder.glob("*.svg"))]
     yield Section(title="Evaluation", tables=[figures_table(figures)], found=pictures)
 
 

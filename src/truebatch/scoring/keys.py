@@ -66,6 +66,10 @@ def image_hash(image: Any) -> bytes:
 
 
 def _add_file(digest: Any, path: Path) -> None:
+    if path.exists() and not path.is_file():
+        raise DataError(
+            f"the image {path} cannot be read", seen="a folder, a pipe or a device", do="name a file with a picture"
+        )
     try:
         with path.open("rb", buffering=0) as file:
             while chunk := file.read(_CHUNK):

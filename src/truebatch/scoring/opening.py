@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoProcessor
 
-from truebatch.errors import ConfigError, DataError
-from truebatch.hf.finetuning.models import without_chatter
-from truebatch.hf.loading import first_line, load_model
+from truebatch.errors import ConfigError
+from truebatch.hf.loading import load_model, load_part, without_chatter
 from truebatch.scoring.batching import Limits
 from truebatch.scoring.inprocess import ModelBackend, model_backend
 from truebatch.scoring.readouts import Readout
@@ -52,11 +51,4 @@ def choose_device(device: str) -> torch.device:
 
 def load_processor(folder: Path) -> Any:
     """The processor of a vision-language model, or the tokenizer of a text model."""
-    try:
-        return AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # files of a tokenizer fail in any line of its library
-        raise DataError(
-            f"{folder} has no tokenizer or processor that can be used",
-            seen=f"{type(error).__name__}: {first_line(error)}",
-            do="save it beside the model with save_pretrained",
-        ) from error
+    return load_part(AutoProcessor, folder)

@@ -12,6 +12,7 @@ from typing import Any
 from truebatch.errors import ConfigError
 from truebatch.generation.prompts import key_prompts
 from truebatch.hf.imagefeatures import PicturePrompt
+from truebatch.hf.templates import apply_template
 from truebatch.scoring.backend import Asked, Cost, SampleError
 from truebatch.scoring.keys import image_hash
 from truebatch.scoring.pictures import open_picture, picture_sizes
@@ -84,7 +85,7 @@ class Prompting:
         owner = self.processor if getattr(self.processor, "chat_template", None) else self.tokenizer
         is_open = messages[-1]["role"] != "assistant"
         try:
-            text = owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_open)
+            text = apply_template(owner, messages, tokenize=False, add_generation_prompt=is_open)
         except Exception as error:  # a template is code of others and may raise anything
             raise SampleError("prepare", "template", f"{sample.id}: {type(error).__name__}: {error}") from error
         return str(text) + self.prefix

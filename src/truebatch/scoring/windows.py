@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from truebatch.errors import ConfigError, RunError
+from truebatch.errors import CheckpointError, ConfigError, RunError
 from truebatch.scoring.collection import without_collecting
 from truebatch.scoring.listing import Listed, iter_samples
 from truebatch.training.durable import read_json, write_json
@@ -19,6 +19,7 @@ from truebatch.training.durable import read_json, write_json
 WINDOW = 100_000
 """Samples of a window; what is not longer has one."""
 WINDOWS = "windows.json"
+_MOST_BYTES = 1 << 16
 
 
 def iter_windows(source: Path | str | Iterable[Any], size: int) -> Iterator[list[Listed]]:
@@ -71,5 +72,20 @@ def window_size(run: Path) -> int:
 
 
 def _known(run: Path) -> dict[str, int]:
-    found: dict[str, int] = read_json(run / WINDOWS) if (run / WINDOWS).is_file() else {}
-    return found
+    path = run / WINDOWS
+    if not path.is_file():
+        return {}
+    found = read_json(path, max_bytes=_MOST_BYTES)
+    begun = sum(1 for _ in run.glob("window-*")) + 2  # the first has no folder of its own, the newest perhaps not yet
+    is_right = isinstance(found, dict) and set(found) == {"windows", "size"} and all(map(_is_count, found.values()))
+    if not is_right or found["windows"] > begun:
+        raise CheckpointError(
+            f"{path} does not hold what it should",
+            seen=f"{str(found)[:100]}; at most {begun:,} windows are begun in this folder",
+            do="bring the file back from a copy",
+        )
+    return dict(found)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -13,6 +13,7 @@ from typing import Any
 from truebatch.errors import ConfigError, DataError
 from truebatch.hf.finetuning.records import ANSWERING, Chat
 from truebatch.hf.losses import IGNORE
+from truebatch.hf.templates import apply_template
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 Ids = list[int]
@@ -39,8 +40,8 @@ def encode_chat(tokenizer: Any, chat: Chat, place: str) -> tuple[Ids, Ids]:
 
 def _encode_marked(tokenizer: Any, chat: Chat, place: str) -> tuple[Ids, Ids]:
     encoded = _templated(
-        lambda: tokenizer.apply_chat_template(
-            list(chat.messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        lambda: apply_template(
+            tokenizer, list(chat.messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         ),
         place,
     )
@@ -103,7 +104,7 @@ def _refuse_straddling(text: str, offsets: list[Span], spans: list[Span], place:
 
 def _render(tokenizer: Any, messages: Any, place: str, *, is_asking: bool = False) -> str:
     text = _templated(
-        lambda: tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=is_asking), place
+        lambda: apply_template(tokenizer, list(messages), tokenize=False, add_generation_prompt=is_asking), place
     )
     return str(text)
 

@@ -13,11 +13,19 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from truebatch.errors import ConfigError, DataError
-from truebatch.hf.loading import first_line, is_model_folder, read_configuration
+from truebatch.hf.loading import (
+    first_line,
+    is_model_folder,
+    load_config,
+    load_part,
+    load_weights_of,
+    model_of_config,
+)
 from truebatch.hf.loading import without_chatter as without_chatter
+from truebatch.textfiles import read_text
 
 CLASSES = {
     "causal_lm": "AutoModelForCausalLM",
@@ -26,6 +34,7 @@ CLASSES = {
     "seq2seq": "AutoModelForSeq2SeqLM",
 }
 _TOKENIZER_FILES = ("*token*", "chat_template*", "vocab*", "merges*", "*.model")
+_MOST_TEMPLATE_BYTES = 1 << 20
 _POSITIONS = ("max_position_embeddings", "n_positions")
 
 
@@ -37,19 +46,14 @@ def load_configuration(folder: Path) -> Any:
             seen="no config.json in it" if folder.is_dir() else "no such folder",
             do=f"save it with save_pretrained, or fetch it: hf download NAME --local-dir {folder}",
         )
-    read_configuration(folder)
-    return _loaded(lambda: AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False), folder)
+    return load_config(folder)
 
 
 def load_tokenizer(folder: Path, chat_template: Path | None) -> Any:
     """The tokenizer of a model folder, with another chat template if one is given."""
-    tokenizer = _loaded(
-        lambda: AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False), folder
-    )
+    tokenizer = load_part(AutoTokenizer, folder)
     if chat_template is not None:
-        if not chat_template.is_file():
-            raise ConfigError(f"there is no file {chat_template}", seen="chat_template", do="check the path")
-        tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
+        tokenizer.chat_template = read_text(chat_template, max_bytes=_MOST_TEMPLATE_BYTES)
     # A long sample is handled by the settings, and would otherwise be warned about one by one.
     tokenizer.model_max_length = 10**9
     return tokenizer
@@ -109,7 +113,7 @@ def with_dropout(config: Any, before: Mapping[str, float]) -> None:
 def shape_of(config: Any, task: str) -> nn.Module:
     """The model of a configuration without weights: enough to ask what its head needs."""
     with torch.device("meta"):
-        return _loaded(lambda: _class_of(task).from_config(config), Path(config.name_or_path))  # type: ignore[no-any-return]
+        return _loaded(lambda: model_of_config(_class_of(task), config), Path(config.name_or_path))  # type: ignore[no-any-return]
 
 
 def load_weights(folder: Path, config: Any, task: str, *, seed: int) -> tuple[nn.Module, list[str]]:
@@ -119,14 +123,10 @@ def load_weights(folder: Path, config: Any, task: str, *, seed: int) -> tuple[nn
     """
     torch.manual_seed(seed)
     is_classifier = task in ("sequence_classification", "token_classification")
-    with without_chatter():
-        model, found = _loaded(
-            lambda: _class_of(task).from_pretrained(
-                folder, config=config, local_files_only=True, trust_remote_code=False, use_safetensors=True,
-                dtype=torch.float32, ignore_mismatched_sizes=is_classifier, output_loading_info=True,
-            ),
-            folder,
-        )  # fmt: skip
+    model, found = load_weights_of(
+        _class_of(task), folder, config=config, dtype=torch.float32, ignore_mismatched_sizes=is_classifier,
+        output_loading_info=True,
+    )  # fmt: skip
     missing = sorted(found["missing_keys"])
     if missing and not is_classifier:
         raise DataError(
@@ -141,7 +141,7 @@ def load_weights(folder: Path, config: Any, task: str, *, seed: int) -> tuple[nn
 def sketch_model(config: Any, task: str) -> nn.Module:
     """A model of the same shapes whose weights hold nothing: no file is read, and memory nobody writes to is not taken."""
     with torch.device("meta"), without_chatter():
-        model: nn.Module = _class_of(task).from_config(config, dtype=torch.float32)
+        model: nn.Module = model_of_config(_class_of(task), config, dtype=torch.float32)
     model = model.to_empty(device="cpu")
     model.tie_weights()  # type: ignore[operator]  # each name of a tied weight got one of its own
     return model

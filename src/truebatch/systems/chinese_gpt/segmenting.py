@@ -19,6 +19,9 @@ from typing import Any, Literal, Protocol
 from truebatch.errors import ConfigError
 from truebatch.systems.chinese_gpt.characters import is_han, normalise, pieces_of
 from truebatch.systems.chinese_gpt.dictionary import learn_words
+from truebatch.textfiles import read_text
+
+_MOST_BYTES = 1 << 26
 
 Backend = Literal["builtin", "jieba", "bpe"]
 BPE_WORDS = 4000
@@ -210,7 +213,7 @@ def segmenter_from(description: Mapping[str, Any]) -> Segmenter:
 def read_dictionary(file: Path) -> dict[str, int]:
     """Words and counts of a dictionary file, as jieba's are written: `word [count [tag]]`; without a count, 1."""
     words: dict[str, int] = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_text(file, max_bytes=_MOST_BYTES).splitlines(), start=1):
         parts = line.split()
         if len(parts) > 1 and not parts[1].isdigit():
             raise ConfigError(

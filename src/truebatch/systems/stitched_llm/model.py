@@ -43,10 +43,10 @@ class StitchedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
 
     def __init__(self, config: StitchedConfig) -> None:
         super().__init__(config)
-        self.bottom = AutoModel.from_config(config.bottom)
+        self.bottom = AutoModel.from_config(config.bottom, trust_remote_code=False)
         self.bottom.norm = nn.Identity()
         self.adapter = StitchAdapter(config.adapter_shape)
-        self.top = AutoModel.from_config(config.top)
+        self.top = AutoModel.from_config(config.top, trust_remote_code=False)
         self.top.embed_tokens = None
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=bool(config.origin.get("head_bias")))
         self.config.bottom, self.config.top = self.bottom.config, self.top.config

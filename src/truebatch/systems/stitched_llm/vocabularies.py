@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from truebatch.errors import ConfigError
 from truebatch.systems.stitched_llm.donors import Donor
+from truebatch.textfiles import read_text
+
+_MOST_BYTES = 1 << 27
 
 NOBODY = -1
 """In a map of ids: the other vocabulary has no such token."""
@@ -55,7 +58,7 @@ def match_by_text(bottom: Any, top: Any, *, size: int) -> Tensor:
 def read_vocabulary_map(file: Path, *, size: int) -> Tensor:
     """The same from a JSON file: {"id below": id above}."""
     try:
-        pairs = {int(a): _id(b) for a, b in json.loads(file.read_text(encoding="utf-8")).items()}
+        pairs = {int(a): _id(b) for a, b in json.loads(read_text(file, max_bytes=_MOST_BYTES)).items()}
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(
             f"{file} is no map of ids", seen=str(error)[:200], do='write a JSON object: {"id below": id above, ...}'

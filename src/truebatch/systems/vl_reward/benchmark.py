@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from truebatch.errors import ConfigError, DataError
 from truebatch.planning.imagesizes import MAX_PIXELS, opened_image
-from truebatch.textfiles import nearest, read_text
+from truebatch.textfiles import nearest, open_file, read_text
 
 Language = Literal["en", "zh"]
 MOST_BYTES = 4 << 30
@@ -123,12 +123,14 @@ def require_sound(benchmark: Benchmark) -> None:
 def source_hash(pair: Pair) -> str:
     """A hash of the source picture as it is given."""
     try:
-        raw = Path(pair.image).read_bytes() if pair.is_path else pair.image.encode()
+        if pair.is_path:
+            with open_file(Path(pair.image)) as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise DataError(
             f"the image of {pair.id!r} cannot be read", seen=f"{pair.image}: {error.strerror}", do="check the file"
         ) from error
-    return hashlib.sha256(raw).hexdigest()
+    return hashlib.sha256(pair.image.encode()).hexdigest()
 
 
 def decode_image(pair: Pair, *, max_pixels: int = MAX_PIXELS) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from truebatch.errors import ConfigError, DataError
+from truebatch.hf.loading import load_pipeline
 from truebatch.planning.imagesizes import opened_image
 from truebatch.systems.vl_reward.benchmark import to_rgb
 
@@ -116,7 +117,7 @@ class DiffusersEditor:
                 seen=f"{type(error).__name__}: {error}",
                 do="pip install 'truebatch[diffusers]', and name the class as module:Class",
             ) from error
-        loaded = kind.from_pretrained(self.model_name, torch_dtype=getattr(torch, self.dtype), local_files_only=True)
+        loaded = load_pipeline(kind, self.model_name, torch_dtype=getattr(torch, self.dtype))
         self.pipeline = loaded.to(self.device)
         self.pipeline.set_progress_bar_config(disable=True)
 

@@ -10,7 +10,8 @@ import transformers
 from torch import nn
 
 from truebatch.errors import ConfigError
-from truebatch.hf.finetuning.models import load_configuration, load_tokenizer, without_chatter, without_dropout
+from truebatch.hf.finetuning.models import load_configuration, load_tokenizer, without_dropout
+from truebatch.hf.loading import load_part, load_weights_of
 from truebatch.systems.vlm_pruning.encoding import Encoder
 from truebatch.systems.vlm_pruning.families import family_of
 from truebatch.systems.vlm_pruning.settings import TINY, BackboneSettings, MethodSettings
@@ -58,10 +59,9 @@ def load_backbone(settings: BackboneSettings) -> nn.Module:
     config = load_configuration(Path(settings.name))
     family_of(config)
     without_dropout(config)
-    with without_chatter():
-        model = transformers.AutoModelForImageTextToText.from_pretrained(
-            settings.name, config=config, local_files_only=True, trust_remote_code=False, attn_implementation="sdpa"
-        )
+    model = load_weights_of(
+        transformers.AutoModelForImageTextToText, settings.name, config=config, attn_implementation="sdpa"
+    )
     ready: nn.Module = model.eval()
     return ready
 
@@ -71,7 +71,7 @@ def _image_processor(settings: BackboneSettings, config: Any) -> Any:
     if config.model_type == "llava":
         return None
     if settings.name not in TINY:
-        return transformers.AutoImageProcessor.from_pretrained(settings.name, local_files_only=True)
+        return load_part(transformers.AutoImageProcessor, settings.name)
     vision = config.vision_config
     if config.model_type == "llava_next":
         side = vision.image_size
