@@ -96,6 +96,8 @@ def test_a_model_folder_needs_nothing_else(here, capsys):
         (["mine.py:broken"], "the file of the weights is gone"),
         (["mine.py:right", "--samples", "mine.py:samples", "--layout", "sideways"], "unknown layout"),
         (["mine.py:right", "--samples", "mine.py:samples", "--tolerance", "-1"], "tolerance"),
+        (["mine.py:right", "--samples", "mine.py:samples", "--rows", "1"], "2 or more"),
+        (["mine.py:right", "--samples", "mine.py:samples", "--longest", "900"], "cannot be made longer"),
     ],
 )
 def test_a_wrong_question_gets_three_lines_and_exit_code_2(here, capsys, arguments, words):
@@ -115,3 +117,13 @@ def test_a_damaged_model_folder_is_named(here, capsys):
     code, _, err = ask(capsys, str(folder))
     assert code == 2
     assert "cannot be loaded" in err
+
+
+def test_the_sizes_and_the_thoroughness_asked_for_are_those_of_the_proof(here, capsys):
+    folder = str(here / "model")
+    tiny_model("llama").save_pretrained(folder)
+    code, out, _ = ask(capsys, folder, "--quick", "--rows", "11", "--longest", "90", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert (found["coverage"]["rows"], found["coverage"]["longest"]) == (11, 90)
+    assert {a["name"] for a in found["arrangements"]} == {"right padded", "cut in pairs", "packed"}

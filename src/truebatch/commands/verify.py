@@ -74,7 +74,13 @@ def show_verify(
     named = {"one": one, "samples": samples, "fields": fields, "objective": objective}
     given = {k: v for k, v in named.items() if v is not None}
     _check_system(target, system)
-    report = _report(target, given, config, _Settings(set_ or [], system), {"layout": layout, "tolerance": tolerance})
+    report = _report(
+        target,
+        given,
+        config,
+        _Settings(set_ or [], system),
+        {"layout": layout, "tolerance": tolerance, "quick": quick, "longest": longest, "rows": rows},
+    )
     _keep(report, target, out or _own_run(target))
     _write(report, as_json)
     return 0 if report.ok else CHECK_FAILED
