@@ -34,7 +34,8 @@ SWEEPS = {
     "sharded processes": ("tests/training/test_sharding.py",),
     "resume at every step": (f"{RESUME}::test_a_run_resumes_to_the_bit_at_every_step",),
     "random kills": (f"{DRILL}::test_a_thousand_kills_at_random_times_are_survived",),
-    "every failpoint visit": (f"{DRILL}::test_every_failure_at_every_visit_is_survived",),
+    "every failpoint visit": (f"{DRILL}::test_a_kill_at_every_visit_of_every_failpoint_is_survived",),
+    "errors of the disk": (f"{DRILL}::test_an_error_of_the_disk_at_every_failpoint_is_survived",),
     "every system call": (f"{DRILL}::test_a_fault_of_any_call_to_the_system_is_survived",),
     "real out of memory": (
         "tests/training/test_survival.py::test_real_errors_under_a_limit_of_the_system_change_nothing",
@@ -51,7 +52,9 @@ WHAT = {
     "sharded processes": "FSDP2 on two processes: killed, full disk, memory, other numbers of processes",
     "resume at every step": "60 steps x padded, packed x augmentation x workers 0, 2: bit-equal",
     "random kills": "SIGKILL at random moments, keep 1 or 3: went on, ended bit-equal",
-    "every failpoint visit": "kill, exit and four errors of the disk at every visit x keep 1, 3: ended bit-equal",
+    "every failpoint visit": "SIGKILL at every visit of every failpoint, keep 1 or 3: went on; the exported model, best.json, "
+    "metrics.jsonl, the newest checkpoint and the state of every generator are those of the run that was never stopped",
+    "errors of the disk": "exit and four errors of the disk at one visit of every failpoint, keep 1 or 3: the same",
     "every system call": "kill and four errors at every call to the system of a run, by strace",
     "real out of memory": "errors of the allocator under a limit of the system: gradient equal",
     "journal kills": "SIGKILL of a scoring run at random moments: went on, export byte for byte",

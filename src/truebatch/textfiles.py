@@ -71,6 +71,19 @@ def read_start(path: Path, *, max_bytes: int) -> str:
         return file.read(max_bytes).decode("utf-8", errors="replace")
 
 
+def bounded_lines(file: BufferedReader, *, most: int = MAX_LINE_BYTES) -> Iterator[bytes | None]:
+    """Every line of an open file, of at most `most` bytes; None in the place of one that is longer.
+
+    The pieces of such a line would each pass for a line of their own.
+    """
+    while line := file.readline(most + 1):
+        is_longer = len(line) > most
+        rest = line
+        while is_longer and rest and not rest.endswith(b"\n"):
+            rest = file.readline(most)
+        yield None if is_longer else line
+
+
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Every line of a UTF-8 file with its number from 1, holding one line in memory at a time."""
     with open_file(path) as file:

@@ -57,6 +57,19 @@ def test_every_broken_line_is_a_record_and_every_other_one_a_sample(tmp_path):
     assert [one.id for one in found] == [str(n) for n in range(len(found))]
 
 
+def test_a_line_that_is_too_long_is_one_record_and_not_several(tmp_path, monkeypatch):
+    monkeypatch.setattr("truebatch.textfiles.bounded_lines.__kwdefaults__", {"most": 40})
+    file = tmp_path / "data.jsonl"
+    file.write_bytes(GOOD + b'\n{"user": "' + 200 * b"a" + b'"}\n' + GOOD + b"\n")
+    found = list(read_asked(file))
+    assert [one.kind if isinstance(one, Broken) else "" for one in found] == ["", "too_long", ""]
+    assert f"{file}:2 has more than" in found[1].message
+    table = tmp_path / "data.csv"
+    table.write_bytes(b"id,user\na," + 200 * b"b" + b"\n")
+    with pytest.raises(DataError, match=r"data\.csv:2 is too long"):
+        list(read_asked(table))
+
+
 def test_a_csv_row_with_other_cells_is_a_record(tmp_path):
     file = tmp_path / "data.csv"
     file.write_bytes(b'id,user,note\na,"hello, you",x\nb,one\nc,"two\nlines",\nd,\xff,z\n')

@@ -9,6 +9,7 @@ import random
 import resource
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,8 @@ from truebatch.errors import CheckpointError
 from truebatch.training import durable
 from truebatch.training.checkpoints import Checkpoint, load_checkpoint, load_newest, save_checkpoint
 from truebatch.training.failpoints import ERRORS, armed, recorded
-from truebatch.training.keeping import best_step, clean_leftovers, discard_after, list_checkpoints, mark_best
-from truebatch.training.manifests import manifest_text, read_manifest
+from truebatch.training.keeping import best_step, clean_leftovers, discard_after, list_checkpoints, mark_best, mend_best
+from truebatch.training.manifests import Best, manifest_text, read_manifest
 
 
 def checkpoint(step: int, *, bad: bool = False) -> Checkpoint:
@@ -90,6 +91,27 @@ def test_pruning_keeps_the_newest_and_the_best_and_what_was_just_saved(order, ke
         assert best_step(folder) == marked
     assert newest(folder) == max(on_disk)
     shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("mark", [None, 2, 5])
+def test_the_best_that_a_checkpoint_names_is_never_pruned_whatever_the_mark_says(mark, folder):
+    """As after kills between a checkpoint and the mark."""
+    for step in range(1, 8):
+        best = Best(3, 0.5) if step >= 3 else Best(step, 1.0)
+        save_checkpoint(folder, replace(checkpoint(step), best=best), keep=1)
+        if step == mark:
+            mark_best(folder, step)
+        assert best_step(folder) == best.step
+        assert steps(folder) == sorted({best.step, step})
+    assert mend_best(folder, load_newest(folder).checkpoint.best)
+    assert json.loads((folder / "best.json").read_text()) == {"step": 3, "about": {"loss": 0.5}}
+    assert not mend_best(folder, load_newest(folder).checkpoint.best)
+
+
+def test_the_best_waits_under_its_other_name_while_it_is_replaced(folder):
+    save_checkpoint(folder, replace(checkpoint(3), best=Best(3, 0.5)))
+    (folder / "step-3").rename(folder / ".replaced-3-0")
+    assert best_step(folder) == 3
 
 
 def test_nan_is_never_good_never_best_never_picked_and_prunes_nothing_good(folder):
@@ -334,10 +356,10 @@ def test_a_manifest_with_one_changed_value_is_refused(folder, name):
 def test_a_newer_format_is_refused_by_its_version(folder, monkeypatch):
     save_checkpoint(folder, checkpoint(1))
     saved = save_checkpoint(folder, checkpoint(2))
-    monkeypatch.setattr("truebatch.training.manifests.VERSION", 2)
+    monkeypatch.setattr("truebatch.training.manifests.VERSION", 3)
     (saved.path / "manifest.json").write_text(manifest_text(read_manifest_of(saved.path, monkeypatch)))
     monkeypatch.undo()
-    assert "version 2" in load_newest(folder).rejected[0]
+    assert "version 3" in load_newest(folder).rejected[0]
 
 
 def read_manifest_of(path: Path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -17,13 +18,13 @@ from truebatch.cli import run
 from truebatch.errors import TruebatchError
 from truebatch.training import drill, memorydrill
 from truebatch.training.checkpoints import load_newest
-from truebatch.training.drill import CONFIG, Trial, end_of, num_visits, practise, prepare_ground, run_trial
+from truebatch.training.drill import Trial, list_trials, num_visits, prepare_ground, run_trial
 from truebatch.training.failpoints import ERRORS, FAILPOINTS
-from truebatch.training.keeping import list_checkpoints
-from truebatch.training.runs import open_run
+from truebatch.training.keeping import BEST, best_step, list_checkpoints
+from truebatch.training.practice import STEPS, end_of, practise
 
-DRILLED = [name for name in FAILPOINTS if not name.startswith(("loop.", "step.", "journal."))]
-"""The loop has kill tests of its own; everything below it is visited by the small run of the drill."""
+DRILLED = [name for name in FAILPOINTS if not name.startswith("journal.")]
+"""Everything that is not scoring is visited by the small run of the drill."""
 
 
 @pytest.fixture(scope="module")
@@ -36,31 +37,51 @@ def test_the_small_run_comes_to_every_failpoint(ground):
     assert len(DRILLED) >= 40
 
 
-@pytest.mark.parametrize("keep", [1, 3])
 @pytest.mark.parametrize("part", range(8))
-def test_a_kill_at_every_failpoint_is_survived(ground, keep, part):
-    for name in DRILLED[part::8]:
-        # keep=1: the last but one visit, with a full folder; keep=3: the first one.
-        nth = max(1, num_visits(ground, name) - 1) if keep == 1 else 1
-        assert run_trial(ground, Trial(name, "kill", nth, keep)).problem == ""
+def test_a_kill_at_every_failpoint_is_survived(ground, part):
+    # By turns: one checkpoint kept and the last visit but one, with a full folder; or three kept, and the first visit.
+    for number, name in list(enumerate(DRILLED))[part::8]:
+        (trial,) = list_trials(ground, names=[name], actions=("kill",), keeps=((1, 3)[number % 2],))
+        assert run_trial(ground, trial).problem == "", trial
+
+
+def test_a_kill_at_any_visit_beside_the_mark_leaves_the_best_checkpoint_best(ground):
+    """The mark of step 4 is written at the second visit; the checkpoint says itself that it is the best."""
+    for name in ("best.before_mark", "best.marked"):
+        assert num_visits(ground, name) == 2
+        for trial in list_trials(ground, names=[name], actions=("kill",), keeps=(1,), every_visit=True):
+            assert run_trial(ground, trial).problem == "", trial
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("keep", [1, 3])
 @pytest.mark.parametrize("name", DRILLED)
-def test_every_failure_at_every_visit_is_survived(ground, keep, name, record_property):
-    visits, actions = num_visits(ground, name), ("kill", "exit", *ERRORS)
-    for nth in range(1, visits + 1):
-        for action in actions:
-            assert run_trial(ground, Trial(name, action, nth, keep)).problem == ""
-    record_property("trials", visits * len(actions))
+def test_a_kill_at_every_visit_of_every_failpoint_is_survived(ground, keep, name, record_property):
+    trials = list(list_trials(ground, names=[name], actions=("kill",), keeps=(keep,), every_visit=True))
+    for trial in trials:
+        assert run_trial(ground, trial).problem == "", trial
+    record_property("trials", len(trials))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("name", DRILLED)
+def test_an_error_of_the_disk_at_every_failpoint_is_survived(ground, name, record_property):
+    trials = list(list_trials(ground, names=[name], actions=("exit", *ERRORS), keeps=(1, 3)))
+    for trial in trials:
+        assert run_trial(ground, trial).problem == "", trial
+    record_property("trials", len(trials))
 
 
 def test_a_trial_that_does_not_recover_is_told(ground, monkeypatch):
-    spoilt = {start: {**end, "metrics": b""} for start, end in ground.ends.items()}
-    result = run_trial(drill.Ground(ground.folder, ground.visits, spoilt), Trial("prune.done", "kill"))
-    assert "ended otherwise" in result.problem
+    for what in ("metrics", "model", "best.json", "files"):
+        spoilt = {start: {**end, what: None} for start, end in ground.ends.items()}
+        result = run_trial(
+            drill.Ground(ground.folder, ground.visits, spoilt), Trial("prune.done", "kill", nth=1, keep=2)
+        )
+        assert f"ended otherwise than the quiet run: {what}" in result.problem
+        shutil.rmtree(ground.folder / "prune.done-kill-1-keep2")
     assert "not reached" in run_trial(ground, Trial("prune.done", "kill", nth=999)).problem
 
 
@@ -109,8 +130,7 @@ def attempt_under_strace(folder: Path, inject: str) -> tuple[int, bool]:
         os.read(ready, 1)
         code = 0
         try:
-            with open_run(folder / "run", CONFIG) as opened:
-                practise(opened, keep=1)
+            practise(folder / "run", keep=1)
         except Exception as error:
             code = 2 if isinstance(error, TruebatchError) else 70
         os._exit(code)
@@ -166,9 +186,21 @@ def test_a_fault_of_any_call_to_the_system_is_survived(ground, tmp_path, call, f
 
 
 def test_the_quiet_run_keeps_what_it_should(tmp_path):
-    with open_run(tmp_path / "run", CONFIG) as opened:
-        practise(opened, keep=1)
-    assert [entry.step for entry in list_checkpoints(tmp_path / "run" / "checkpoints")] == [drill.BEST, drill.STEPS]
+    practise(tmp_path / "run", keep=1)
+    assert [entry.step for entry in list_checkpoints(tmp_path / "run" / "checkpoints")] == [4, STEPS]
+
+
+def test_the_best_is_known_from_the_checkpoints_alone(tmp_path):
+    """As after a kill between a checkpoint and the mark, for whoever reads the run before it goes on."""
+    practise(tmp_path / "run", keep=3)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    right = (checkpoints / BEST).read_bytes()
+    (checkpoints / BEST).write_text(json.dumps({"step": 3, "about": {"loss": 9.0}}))
+    assert best_step(checkpoints) == 4
+    (checkpoints / BEST).unlink()
+    assert best_step(checkpoints) == 4
+    practise(tmp_path / "run", keep=3)
+    assert (checkpoints / BEST).read_bytes() == right
 
 
 # The command
@@ -194,7 +226,7 @@ def test_the_drill_of_the_command_shows_every_trial_and_ends_with_1_when_one_fai
     monkeypatch.setattr(memorydrill, "PLACES", ())
     assert run(["doctor", "--drill", "--folder", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "8 of 8 trials recovered" in out
+    assert "8 of 8 trials recovered" in out  # two failpoints, killed and on a full disk, one or three kept
     assert not list(tmp_path.iterdir())
     monkeypatch.setattr(drill, "_check_left", lambda folder, start: "planted")
     assert run(["doctor", "--drill", "--folder", str(tmp_path), "--keep", "2", "--json"]) == 1

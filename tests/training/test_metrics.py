@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -11,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from truebatch.errors import RunError
+from truebatch.errors import DataError, RunError
 from truebatch.training.failpoints import armed
-from truebatch.training.metrics import metrics_line, open_metrics, read_metrics
+from truebatch.training.metrics import find_gaps, metrics_line, open_metrics, read_metrics
 
 
 def lines_until(path, step):
@@ -68,11 +69,51 @@ def test_a_run_from_the_beginning_starts_an_empty_log(tmp_path):
 
 def test_damage_in_the_middle_loses_one_line_and_says_so(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n\xff\x00garbage\n{"step": 2}\n[3]\n{"step": "4"}\n')
+    damaged = b'{"step": 1}\n\xff\x00garbage\n{"step": 2}\n[3]\n{"step": "4"}\n{"step": 5'
+    path.write_bytes(damaged)
+    with pytest.raises(DataError, match=r"metrics.jsonl is damaged in line 2[\s\S]*garbage"):
+        read_metrics(path)
     log = open_metrics(path, step=5)
     log.close()
-    assert log.num_cut == 3
+    assert log.num_cut == 4
+    assert [words.partition(" of ")[0] for words in log.damage] == ["line 2", "line 4", "line 5"]
+    assert "metrics.jsonl.damaged-1" in log.damage[0]
+    assert (tmp_path / "metrics.jsonl.damaged-1").read_bytes() == damaged
     assert [line["step"] for line in read_metrics(path)] == [1, 2]
+
+
+def test_a_torn_last_line_is_no_damage(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')
+    assert [line["step"] for line in read_metrics(path)] == [1]
+    log = open_metrics(path, step=1)
+    log.close()
+    assert log.damage == ()
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]
+
+
+def test_a_line_without_end_is_one_damaged_line_and_not_several(tmp_path, monkeypatch):
+    monkeypatch.setattr("truebatch.textfiles.bounded_lines.__kwdefaults__", {"most": 100})
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + b'{"step": 2, "x": "' + 500 * b"a" + b'"}\n{"step": 3}\n')
+    with pytest.raises(DataError, match="damaged in line 2"):
+        read_metrics(path)
+    log = open_metrics(path, step=3)
+    log.close()
+    assert len(log.damage) == 1
+    assert [line["step"] for line in read_metrics(path)] == [1, 3]
+
+
+def test_steps_without_a_line_are_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [metrics_line(step, {"loss": 1.0}) + "\n" for step in range(1, 21)]
+    path.write_text("".join(lines) + metrics_line(20, {"validation_loss": 1.0}) + "\n")
+    assert find_gaps(path, step=20) == ""
+    path.write_text("".join(lines[:6] + lines[7:]))
+    assert find_gaps(path, step=20) == "1 of 20 steps have no line in metrics.jsonl: 7"
+    path.unlink()
+    assert find_gaps(path, step=20) == "20 of 20 steps have no line in metrics.jsonl: 1, 2, 3, 4, 5 and 15 more"
+    assert find_gaps(path, step=0) == ""
 
 
 @settings(deadline=None, max_examples=60)

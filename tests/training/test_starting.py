@@ -88,6 +88,21 @@ def test_the_layout_a_system_chooses_is_the_one_of_the_run(tmp_path):
     assert "layout: padded" in (tmp_path / "given/config.yaml").read_text()
 
 
+def test_a_run_that_goes_on_keeps_its_layout_and_times_nothing(tmp_path):
+    answers = iter([("packed", "first"), ("padded", "second")])
+    system = replace(tasks.system, choose_layout=lambda config, model: next(answers))
+    said = []
+    start = Start(out=tmp_path / "run", is_layout_open=True, say=said.append)
+    train_system(system, config_of(max_steps=2), start)
+    assert f"run: {tmp_path / 'run'} (packed rows, seed 0)" in said
+    said.clear()
+    train_system(system, config_of(max_steps=4), start)
+    assert "layout: packed, as the run began" in said
+    assert f"run: {tmp_path / 'run'} (packed rows, seed 0)" in said
+    train_system(system, config_of(max_steps=4), replace(start, fresh=True))
+    assert "second" in said
+
+
 def test_first_samples_are_the_first_and_never_more():
     data = TrainData(samples=tasks.Samples(tasks.Settings()), fields=tasks.system.fields(None))
     assert first_samples(data, None) is data

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from truebatch.errors import ConfigError
 from truebatch.interruption import holding
 from truebatch.language.saying import say
 
@@ -28,6 +29,9 @@ def show_doctor(
     keep: Annotated[
         int | None, typer.Option(help="Checkpoints the runs of the drill keep. Default: 1, then 3.", min=1)
     ] = None,
+    every_visit: Annotated[
+        bool, typer.Option("--every-visit", help="With --drill: at every visit of a failpoint, not only at one.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Check versions, accelerator, write access, locks and free space; with --drill, prove recovery on this disk.
@@ -49,18 +53,21 @@ def show_doctor(
         header = ("check", "verdict", "found")
         _print(header, [(check.name, check.verdict, check.words) for check in checks])
     is_well = all(check.verdict != "failed" for check in checks)
-    trials = _drill(place, (1, 3) if keep is None else (keep,), quiet=as_json) if drill and is_well else []
+    if every_visit and not drill:
+        raise ConfigError("--every-visit belongs to the drill", seen="--every-visit without --drill", do="add --drill")
+    keeps = (1, 3) if keep is None else (keep,)
+    trials = _drill(place, keeps, every_visit=every_visit, quiet=as_json) if drill and is_well else []
     if as_json:
         _write_json(checks, trials)
     return 0 if is_well and not any(trial["problem"] for trial in trials) else CHECK_FAILED
 
 
-def _drill(folder: Path, keeps: tuple[int, ...], *, quiet: bool) -> list[dict[str, Any]]:
+def _drill(folder: Path, keeps: tuple[int, ...], *, every_visit: bool, quiet: bool) -> list[dict[str, Any]]:
     from truebatch.training.drill import run_drill
     from truebatch.training.memorydrill import run_memory_drill
 
     with holding(), tempfile.TemporaryDirectory(dir=folder, prefix=".truebatch-") as place:
-        results = run_drill(Path(place), keeps=keeps, told=lambda result: None)
+        results = run_drill(Path(place), keeps=keeps, every_visit=every_visit, told=lambda result: None)
     results += run_memory_drill(told=lambda result: None)
     trials: list[dict[str, Any]] = [
         {

@@ -32,8 +32,7 @@ def read_settings(file: Path | None, overrides: list[str], given: dict[tuple[str
 def settle(document: Document, folder: Path, *, fresh: bool) -> bool:
     """Fill in what the surroundings say; whether the layout is still open."""
     from truebatch.training.launching import ranks_around
-    from truebatch.training.runs import CONFIG
-    from truebatch.yamlfiles import read_yaml
+    from truebatch.training.runs import kept_layout
 
     train = document.values.setdefault("train", {})
     if not isinstance(train, dict):
@@ -43,11 +42,11 @@ def settle(document: Document, folder: Path, *, fresh: bool) -> bool:
         train.setdefault("devices", around)
     if "layout" in train:
         return False
-    saved = {} if fresh or not (folder / CONFIG).is_file() else read_yaml(folder / CONFIG).values.get("train", {})
-    if isinstance(saved, dict) and "layout" in saved:
-        train["layout"] = saved["layout"]  # A run keeps the layout it began with.
-        return False
-    return True
+    kept = None if fresh else kept_layout(folder)
+    if kept is None:
+        return True
+    train["layout"] = kept
+    return False
 
 
 def checked(system: System, document: Document) -> Any:

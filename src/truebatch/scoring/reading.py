@@ -17,7 +17,7 @@ from typing import Any
 from truebatch.errors import DataError
 from truebatch.planning.datafiles import read_samples
 from truebatch.scoring.backend import Asked, SampleError
-from truebatch.textfiles import MAX_LINE_BYTES, nearest, open_file, read_lines
+from truebatch.textfiles import MAX_LINE_BYTES, bounded_lines, nearest, open_file, read_lines
 
 PROMPTS = ("user", "prompt", "question", "text")
 """Names under which a plain prompt is found, the first that is there."""
@@ -71,6 +71,10 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any, bool]]:
     name = str(path)
     for number, line in _lines(path):
         place = f"{name}:{number}"
+        if line is None:
+            message = f"{place} has more than {MAX_LINE_BYTES:,} bytes without a line end: write one JSON object a line"
+            yield place, Broken(id="", kind="too_long", message=message, raw=place), False
+            continue
         if not line or line.isspace():
             continue
         try:
@@ -91,7 +95,7 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[str, Any]]:
-    reader = csv.reader((line for _, line in _lines(path)), delimiter=delimiter)
+    reader = csv.reader(_short_lines(path), delimiter=delimiter)
     before = csv.field_size_limit(MAX_LINE_BYTES)
     try:
         header = _next_row(reader) or []
@@ -121,12 +125,25 @@ def _next_row(reader: Any) -> list[str] | str | None:
         return str(error)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines of a file; bytes that are not UTF-8 come as lone surrogates, which `_asked` names."""
+def _short_lines(path: Path) -> Iterator[str]:
+    for number, line in _lines(path):
+        if line is None:
+            raise DataError(
+                f"{path}:{number} is too long for a line of a CSV file",
+                seen=f"more than {MAX_LINE_BYTES:,} bytes without a line end",
+                do="close every quote and write one sample a row",
+            )
+        yield line
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str | None]]:
+    """Lines of a file, None for one that is too long; bytes that are not UTF-8 come as lone surrogates, which `_asked`
+    names."""
     with open_file(path) as file:
-        number = 0
-        while line := file.readline(MAX_LINE_BYTES):
-            number += 1
+        for number, line in enumerate(bounded_lines(file), start=1):
+            if line is None:
+                yield number, None
+                continue
             if number == 1 and line.startswith(_MARKS):
                 next(read_lines(path))  # says how to convert the file
             text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line

@@ -27,7 +27,7 @@ from truebatch.training.durable import (
 )
 from truebatch.training.failpoints import failpoint
 from truebatch.training.keeping import Saved, check_shape, finite_problem, list_checkpoints, prune_after
-from truebatch.training.manifests import MANIFEST, Manifest, check_hashes, manifest_text, new_manifest, untrusted
+from truebatch.training.manifests import MANIFEST, Best, Manifest, check_hashes, manifest_text, new_manifest, untrusted
 from truebatch.training.nested import Packed, pack, unpack
 from truebatch.training.tensorfiles import nonfinite_names, num_bytes, read_tensors, write_tensors
 
@@ -47,6 +47,8 @@ class Checkpoint:
     """Nested values by name (`model`, `optimiser`, `rng`, ...); the tensors of each go into a file of that name."""
     fingerprint: str = ""
     """Of the configuration that made it."""
+    best: Best | None = None
+    """The best validation so far; its checkpoint, this one or an earlier one, is never pruned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
         failpoint("load.read")
     except OSError as error:
         raise untrusted(path, str(error)) from error
-    return Checkpoint(step=manifest.step, parts=parts, fingerprint=manifest.fingerprint)
+    return Checkpoint(step=manifest.step, parts=parts, fingerprint=manifest.fingerprint, best=manifest.best)
 
 
 def _read_parts(path: Path, manifest: Manifest) -> dict[str, Any]:
@@ -157,7 +159,9 @@ def _write(folder: Path, checkpoint: Checkpoint, packed: Mapping[str, Packed], n
         stage.mkdir()
         failpoint("checkpoint.staged")
         files = _write_files(stage, packed)
-        manifest = new_manifest(checkpoint.step, files, fingerprint=checkpoint.fingerprint, nonfinite=nonfinite)
+        manifest = new_manifest(
+            checkpoint.step, files, fingerprint=checkpoint.fingerprint, nonfinite=nonfinite, best=checkpoint.best
+        )
         _write_manifest(stage, manifest)
         _commit(stage, target, step=checkpoint.step)
     except BaseException:

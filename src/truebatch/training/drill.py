@@ -7,32 +7,26 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import random
+import os
 import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
 
 from truebatch.errors import RunError, TruebatchError
-from truebatch.training.checkpoints import Checkpoint, Loaded, load_newest, save_checkpoint
+from truebatch.training.checkpoints import load_newest
 from truebatch.training.durable import read_json, write_json
 from truebatch.training.failpoints import EXIT_CODE, FAILPOINTS, armed, recorded
-from truebatch.training.keeping import list_checkpoints, mark_best
-from truebatch.training.metrics import open_metrics
-from truebatch.training.runs import METRICS, Run, open_run, read_status, write_status
-from truebatch.training.states import optimiser_state, random_state, restore_optimiser, restore_random
+from truebatch.training.practice import BEGUN, end_of, practise
+from truebatch.training.runs import METRICS
 
-STEPS, BEGUN, SAVE_EVERY, BEST = 6, 2, 2, 4
-CONFIG = {"drill": {"steps": STEPS, "learning_rate": 0.1}}
-_EARLIER = {"drill": {"steps": STEPS, "learning_rate": 0.2}}
+_PROCESS_ENDS = ("kill", "exit")
 _REFUSED, _FAULT = 2, 70
 _PATIENCE_SECONDS = 120
 
@@ -65,7 +59,8 @@ class Ground:
     """Prepared folders, the visits of a quiet run from each, and how that run ends."""
 
     folder: Path
-    visits: dict[str, dict[str, int]]
+    visits: dict[str, dict[str, dict[str, int]]]
+    """By beginning, number of checkpoints kept, and failpoint."""
     ends: dict[str, dict[str, Any]]
 
 
@@ -74,44 +69,65 @@ def run_drill(
     *,
     actions: Sequence[str] = ("kill", "enospc"),
     keeps: Sequence[int] = (1, 3),
+    every_visit: bool = False,
     told: Callable[[TrialResult], None] = print,
 ) -> tuple[TrialResult, ...]:
     """Fail at every failpoint in every way asked, on the filesystem of `folder` (which is left as it was).
 
-    `keeps` are the numbers of checkpoints the runs keep. Each result is handed to `told` as it comes. Failpoints that
-    the small run never visits have no trial.
+    `keeps` are the numbers of checkpoints the runs keep. With `every_visit` the run fails at each of its visits of a
+    failpoint in turn, else at one. Each result is handed to `told` as it comes. Failpoints that the small run never
+    visits have no trial.
     """
-    ground = prepare_ground(folder / "truebatch-drill")
+    ground = prepare_ground(folder / "truebatch-drill", keeps=keeps)
     try:
         results = []
-        for name in (name for name in FAILPOINTS if num_visits(ground, name)):
-            for action, keep in itertools.product(actions, keeps):
-                # With one checkpoint to keep, the last visit but one: the folder is full then.
-                nth = max(1, num_visits(ground, name) - 1) if keep == 1 else 1
-                results.append(run_trial(ground, Trial(name, action, nth, keep)))
-                told(results[-1])
+        for trial in list_trials(ground, actions=actions, keeps=keeps, every_visit=every_visit):
+            results.append(run_trial(ground, trial))
+            told(results[-1])
         return tuple(results)
     finally:
         shutil.rmtree(ground.folder, ignore_errors=True)
 
 
-def prepare_ground(folder: Path) -> Ground:
+def list_trials(
+    ground: Ground,
+    *,
+    actions: Sequence[str],
+    keeps: Sequence[int],
+    every_visit: bool = False,
+    names: Sequence[str] | None = None,
+) -> Iterator[Trial]:
+    """The trials of a drill. Inside a step nothing is written: an error of the disk has no trial there."""
+    for name in FAILPOINTS if names is None else names:
+        possible = [action for action in actions if action in _PROCESS_ENDS or not name.startswith("step.")]
+        for action, keep in itertools.product(possible, keeps):
+            visits = num_visits(ground, name, keep)
+            # With one checkpoint to keep, the last visit but one: the folder is full then.
+            one = [max(1, visits - 1) if keep == 1 else 1] if visits else []
+            for nth in range(1, visits + 1) if every_visit else one:
+                yield Trial(name, action, nth, keep)
+
+
+def prepare_ground(folder: Path, *, keeps: Sequence[int] = (1, 3)) -> Ground:
     """Make the two folders every trial begins from: a run to go on with, and one to replace by a fresh start."""
     folder.mkdir(parents=True)
-    _in_child(_make_templates, folder)
-    visits, ends = {}, {}
+    _make_templates(folder)
+    visits: dict[str, dict[str, dict[str, int]]] = {}
+    ends = {}
     for start in ("go-on", "fresh"):
-        trial = folder / f"quiet-{start}"
-        shutil.copytree(folder / start, trial)
-        _in_child(_quiet, trial, start == "fresh")
-        visits[start] = read_json(trial / "visits.json")
-        ends[start] = end_of(trial / "run")
+        visits[start] = {}
+        for keep in keeps:
+            trial = folder / f"quiet-{start}-{keep}"
+            shutil.copytree(folder / start, trial)
+            _in_child(_quiet, trial, keep, start == "fresh")
+            visits[start][str(keep)] = read_json(trial / "visits.json")
+            ends[start] = end_of(trial / "run")
     return Ground(folder, visits, ends)
 
 
-def num_visits(ground: Ground, name: str) -> int:
-    """How often a quiet run visits a failpoint."""
-    return ground.visits[_start_for(ground, name)].get(name, 0)
+def num_visits(ground: Ground, name: str, keep: int = 1) -> int:
+    """How often a quiet run that keeps so many checkpoints visits a failpoint."""
+    return ground.visits[_start_for(ground, name)][str(keep)].get(name, 0)
 
 
 def run_trial(ground: Ground, trial: Trial) -> TrialResult:
@@ -124,99 +140,41 @@ def run_trial(ground: Ground, trial: Trial) -> TrialResult:
     if not problem:
         code = _in_child(_attempt, folder, trial.keep, False, "")
         problem = f"starting again ended with exit code {code}" if code else ""
-    if not problem and end_of(folder / "run") != ground.ends[start]:
-        problem = "it went on, but ended otherwise than the quiet run"
+    if not problem:
+        problem = _compare(end_of(folder / "run"), ground.ends[start])
     if not problem:
         shutil.rmtree(folder)
     return TrialResult(trial, problem)
 
 
-def practise(run: Run, *, keep: int, until: int = STEPS, saved: Callable[[int], None] = lambda step: None) -> None:
-    """A small real run: a linear model and AdamW, with a log, checkpoints, a best one and a status."""
-    torch.manual_seed(0)
-    np.random.seed(0)
-    random.seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 1))
-    optimiser = torch.optim.AdamW(model.parameters(), lr=float(run.config["drill"]["learning_rate"]))
-    loaded = load_newest(run.checkpoints)
-    first = _restore(loaded, model, optimiser)
-    write_status(run, "running", step=first)
-    log = open_metrics(run.metrics, step=first if loaded else None)
-    for step in range(first + 1, until + 1):
-        loss = _train(model, optimiser)
-        drawn = random.random() + float(np.random.random())  # noqa: S311 - to see whether the generators go on
-        log.write(step, {"loss": loss, "drawn": drawn})
-        if step % SAVE_EVERY == 0:
-            log.sync()
-            _save(run, step, model, optimiser, keep)
-            saved(step)
-        if step == BEST:
-            mark_best(run.checkpoints, step, about={"loss": loss})
-    # A loop saves its last step when the period says so and again because it is the last.
-    _save(run, until, model, optimiser, keep)
-    log.close()
-    write_status(run, "done", step=until, exit_code=0)
-
-
-def end_of(folder: Path) -> dict[str, Any]:
-    """What must be equal at the end of two runs: status, log, and every byte of the newest checkpoint."""
-    newest = load_newest(folder / "checkpoints")
-    manifest = list_checkpoints(folder / "checkpoints")[-1].manifest
-    assert newest is not None
-    assert manifest is not None
-    return {
-        "state": read_status(folder)["state"],
-        "step": newest.checkpoint.step,
-        "rejected": newest.rejected,
-        "files": {name: facts.sha256 for name, facts in manifest.files.items()},
-        "metrics": (folder / METRICS).read_bytes(),
-    }
-
-
-def _restore(loaded: Loaded | None, model: nn.Module, optimiser: Any) -> int:
-    if loaded is None:
-        return 0
-    parts = loaded.checkpoint.parts
-    model.load_state_dict(parts["model"])
-    restore_optimiser(optimiser, parts["optimiser"], model.named_parameters())
-    restore_random(parts["rng"])
-    return loaded.checkpoint.step
-
-
-def _train(model: nn.Module, optimiser: Any) -> float:
-    inputs = torch.randn(4, 8)
-    loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
-    optimiser.zero_grad()
-    loss.backward()
-    optimiser.step()
-    return float(loss.detach())
-
-
-def _save(run: Run, step: int, model: nn.Module, optimiser: Any, keep: int) -> None:
-    parts = {
-        "model": model.state_dict(),
-        "optimiser": optimiser_state(optimiser, model.named_parameters()),
-        "rng": random_state(),
-    }
-    save_checkpoint(run.checkpoints, Checkpoint(step, parts, run.fingerprint), keep=keep)
+def _compare(end: dict[str, Any], quiet: dict[str, Any]) -> str:
+    other = [name for name in quiet if end[name] != quiet[name]]
+    return f"it went on, but ended otherwise than the quiet run: {', '.join(other)}" if other else ""
 
 
 def _make_templates(folder: Path) -> None:
     """`go-on`: a run at step 2 that was killed in the worst places. `fresh`: a run with another configuration."""
-    with open_run(folder / "fresh" / "run", _EARLIER) as run:
-        practise(run, keep=1, until=BEGUN)
-    with open_run(folder / "go-on" / "run", CONFIG) as run:
-        practise(run, keep=1, until=BEGUN)
-        with run.metrics.open("ab") as file:
-            file.write(b'{"step": 3, "loss": 0.5}\n{"step": 4, "lo')
-        (run.checkpoints / f"step-{BEGUN}").rename(run.checkpoints / f".replaced-{BEGUN}-0")
-        (run.checkpoints / ".stage-4-0").mkdir()
-        (run.checkpoints / ".stage-4-0" / "model.safetensors").write_bytes(b"half")
+    _in_child(_earlier, folder / "fresh" / "run")
+    run = folder / "go-on" / "run"
+    code = _in_child(_attempt, folder / "go-on", 1, False, f"step.loading:exit:{BEGUN + 1}")
+    assert code == EXIT_CODE, code
+    with (run / METRICS).open("ab") as file:
+        file.write(b'{"step": 3, "loss": 0.5}\n{"step": 4, "lo')
+    checkpoints = run / "checkpoints"
+    (checkpoints / f"step-{BEGUN}").rename(checkpoints / f".replaced-{BEGUN}-0")
+    (checkpoints / "step-4").mkdir()  # damaged: it is passed over, and replaced when its step comes again
+    (checkpoints / "step-4" / "model.safetensors").write_bytes(b"half")
+    (checkpoints / ".stage-4-0").mkdir()
+    (checkpoints / ".stage-4-0" / "model.safetensors").write_bytes(b"half")
 
 
-def _quiet(folder: Path, fresh: bool) -> None:
+def _earlier(folder: Path) -> None:
+    practise(folder, keep=1, earlier=True)
+
+
+def _quiet(folder: Path, keep: int, fresh: bool) -> None:
     with recorded() as visits:
-        _attempt(folder, 1, fresh, "")
+        _attempt(folder, keep, fresh, "")
     write_json(folder / "visits.json", dict(visits))
 
 
@@ -226,10 +184,8 @@ def _attempt(folder: Path, keep: int, fresh: bool, spec: str) -> None:
         with armed(spec):
             _attempt(folder, keep, fresh, "")
         return
-    note = folder / "saved"
     try:
-        with open_run(folder / "run", CONFIG, fresh=fresh) as run:
-            practise(run, keep=keep, saved=lambda step: _note(note, step))
+        practise(folder / "run", keep=keep, fresh=fresh, saved=folder / "saved")
     except RunError as error:
         # Killed before the fresh start came to be: the user gives the same command, with --fresh, again.
         if fresh or "configuration" not in error.wrong:
@@ -237,13 +193,8 @@ def _attempt(folder: Path, keep: int, fresh: bool, spec: str) -> None:
         _attempt(folder, keep, True, "")
 
 
-def _note(path: Path, step: int) -> None:
-    with path.open("a") as file:
-        file.write(f"{step}\n")
-
-
 def _start_for(ground: Ground, name: str) -> str:
-    return "go-on" if name in ground.visits["go-on"] else "fresh"
+    return "go-on" if any(name in visits for visits in ground.visits["go-on"].values()) else "fresh"
 
 
 def _check_failure(trial: Trial, code: int) -> str:
@@ -293,6 +244,7 @@ def _context() -> Any:
 
 def _child(work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what is tried is the disk; a GPU takes seconds to start in every child
     try:
         work(*arguments)
     except TruebatchError:

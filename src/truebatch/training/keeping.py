@@ -17,7 +17,7 @@ from typing import Any
 from truebatch.errors import CheckpointError, TruebatchError
 from truebatch.training.durable import read_json, storage_error, sync_folder, write_json
 from truebatch.training.failpoints import failpoint
-from truebatch.training.manifests import Manifest, check_names, read_manifest, untrusted
+from truebatch.training.manifests import Best, Manifest, check_names, read_manifest, untrusted
 
 BEST, KEPT = "best.json", "kept.json"
 _BEST_BYTES = 1 << 20
@@ -65,10 +65,14 @@ def mark_best(folder: Path, step: int, *, about: Mapping[str, Any] | None = None
         )
     try:
         failpoint("best.before_mark")
-        write_json(folder / BEST, {"step": step, "about": dict(about or {})})
+        write_json(folder / BEST, _mark_of(step, about))
         failpoint("best.marked")
     except OSError as error:
         raise storage_error(CheckpointError, error, what=BEST, folder=folder) from error
+
+
+def _mark_of(step: int, about: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {"step": step, "about": dict(about or {})}
 
 
 def mark_kept(folder: Path, step: int) -> None:
@@ -85,8 +89,37 @@ def kept_step(folder: Path) -> int | None:
 
 
 def best_step(folder: Path) -> int | None:
-    """The step that was marked as the best, if its checkpoint is still there."""
+    """The step of the best checkpoint, if it is still there.
+
+    What the newest good checkpoint says of the run counts: a kill may have come between it and the mark. The mark
+    counts where no checkpoint says anything, as in runs of earlier versions.
+    """
+    newest = next((entry for entry in reversed(list_checkpoints(folder)) if entry.is_good), None)
+    return _best_of(folder, newest)
+
+
+def _best_of(folder: Path, saved: Saved | None) -> int | None:
+    best = saved.manifest.best if saved is not None and saved.manifest is not None else None
+    if best is not None and _is_there(folder, best.step):
+        return best.step
     return _marked(folder, BEST)
+
+
+def mend_best(folder: Path, best: Best | None) -> bool:
+    """Write the mark of the best checkpoint that a kill has prevented; True if it was missing or another's.
+
+    `best` is what the loaded checkpoint says. Only the owner of the run may call this.
+    """
+    if best is None or not any(entry.step == best.step and entry.is_good for entry in list_checkpoints(folder)):
+        return False
+    wanted = _mark_of(best.step, {"loss": best.loss})
+    try:
+        if (folder / BEST).exists() and read_json(folder / BEST, max_bytes=_BEST_BYTES) == wanted:
+            return False
+    except TruebatchError:
+        pass  # A mark that cannot be read is written anew from what the checkpoint says.
+    mark_best(folder, best.step, about={"loss": best.loss})
+    return True
 
 
 def _marked(folder: Path, name: str) -> int | None:
@@ -94,7 +127,12 @@ def _marked(folder: Path, name: str) -> int | None:
         return None
     values = read_json(folder / name, max_bytes=_BEST_BYTES)
     step = values.get("step") if isinstance(values, dict) else None
-    return step if isinstance(step, int) and (folder / f"step-{step}").is_dir() else None
+    return step if isinstance(step, int) and _is_there(folder, step) else None
+
+
+def _is_there(folder: Path, step: int) -> bool:
+    """Also while it waits under another name for the folder that replaces it."""
+    return any(step_of(name) == step and (folder / name).is_dir() for name in os.listdir(folder))
 
 
 def discard_after(folder: Path, step: int) -> None:
@@ -164,7 +202,7 @@ def _to_prune(folder: Path, saved: Saved, *, keep: int) -> list[Saved]:
     older = [entry for entry in others if entry.step < saved.step]
     good = [entry for entry in others if entry.is_good and entry not in replaced]
     kept = good[max(0, len(good) - keep + 1) :]
-    marked = (best_step(folder), kept_step(folder))
+    marked = (_best_of(folder, saved), kept_step(folder))
     return replaced + [entry for entry in older if entry not in kept and entry.step not in marked]
 
 

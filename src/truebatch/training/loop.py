@@ -39,7 +39,7 @@ from truebatch.training.checking import compare_with_one_by_one
 from truebatch.training.guard import Guard, steady_steps
 from truebatch.training.job import ALL_DONE, ASKED, Job, Record, TrainResult, exit_code_of_end
 from truebatch.training.law import refuse_couplings, refused_if_seen
-from truebatch.training.metrics import MetricsLog, open_metrics
+from truebatch.training.metrics import MetricsLog, find_gaps, open_metrics
 from truebatch.training.nonfinite import handle_nonfinite, is_bad
 from truebatch.training.opening import check_data, opened_run
 from truebatch.training.optimising import Group, check_terms, make_groups
@@ -52,6 +52,7 @@ from truebatch.training.runs import Run, RunState, write_status
 from truebatch.training.saving import resume_run
 from truebatch.training.settings import TrainConfig
 from truebatch.training.signals import EXIT_INTERRUPTED, catch_signals
+from truebatch.training.states import seed_random
 from truebatch.training.step import Engine, StepOutcome, apply_update, check_moved, step_counts, take_gradients
 from truebatch.training.task import TrainData, alone_of, content_of, first_samples, measure_by_reading
 from truebatch.training.watchdog import Watchdog, watch_progress
@@ -106,7 +107,8 @@ def train(
     num_steps = _num_steps(measured, plan_config, config)
     with opened_run(out, config) as run, catch_signals() as stop, _watched(config) as dog:
         if run is not None and rank() == 0:
-            check_data(run, measured, content=content_of(data))
+            tell = say or (lambda _line: None)
+            check_data(run, measured, content=content_of(data, say=tell), say=tell)
         open_guard(guard, None if run is None else run.folder, is_sharded=is_sharded(model))
         job = Job(
             engine=engine, data=data, measured=measured, config=config, num_steps=num_steps, couplings=couplings,
@@ -198,6 +200,8 @@ def _begin(job: Job) -> Progress:
     job.say(f"{job.num_steps:,} steps, {job.config.precision} on {job.engine.device}; equality: {equality}")
     found = resume_run(job.run.checkpoints, job.engine) if job.run is not None else None
     if found is None:
+        # Else every process would draw its own, and a run that begins again would not be the one that was killed.
+        seed_random(job.config.seed, rank=rank())
         return Progress(num_steps=job.num_steps)
     progress, rejected = found
     for why in rejected:
@@ -224,7 +228,14 @@ def _note_steps(job: Job, progress: Progress) -> None:
 def _open_log(job: Job, progress: Progress) -> MetricsLog | None:
     if job.run is None or rank() != 0:
         return None
-    return open_metrics(job.run.metrics, step=progress.step or None)
+    log = open_metrics(job.run.metrics, step=progress.step or None)
+    for line in log.damage:
+        job.say(f"warning: {line}")
+    if gaps := find_gaps(job.run.metrics, step=progress.step):
+        job.say(
+            f"warning: {gaps}; the weights do not depend on it, the log stays incomplete: bring it back from a copy"
+        )
+    return log
 
 
 def _status(job: Job, state: RunState, progress: Progress, *, exit_code: int | None = None, message: str = "") -> None:

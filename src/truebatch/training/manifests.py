@@ -20,10 +20,20 @@ from truebatch.training.durable import FileFacts, hash_file, read_json, to_json
 
 MANIFEST = "manifest.json"
 FORMAT = "truebatch checkpoint"
-VERSION = 1
+VERSION = 2
+_READ = (1, 2)
+"""1 says nothing of the best checkpoint."""
 _MOST_BYTES = 1 << 26
 _MOST_NAMES = 20
 _PACKAGES = ("truebatch", "torch", "safetensors", "numpy", "transformers", "accelerate")
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best validation of a run, as it was known when a checkpoint was saved."""
+
+    step: int
+    loss: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +50,13 @@ class Manifest:
     """The first names of tensors that hold NaN or infinity."""
     versions: Mapping[str, str]
     written: str
+    best: Best | None = None
+    """Which checkpoint of the run is the best, this one or an earlier one; None before the first validation."""
 
 
-def new_manifest(step: int, files: Mapping[str, FileFacts], *, fingerprint: str, nonfinite: list[str]) -> Manifest:
+def new_manifest(
+    step: int, files: Mapping[str, FileFacts], *, fingerprint: str, nonfinite: list[str], best: Best | None = None
+) -> Manifest:
     """The manifest of files that are on the disk already."""
     return Manifest(
         step=step,
@@ -52,6 +66,7 @@ def new_manifest(step: int, files: Mapping[str, FileFacts], *, fingerprint: str,
         nonfinite=tuple(nonfinite[:_MOST_NAMES]),
         versions=_versions(),
         written=datetime.now(UTC).isoformat(timespec="seconds"),
+        best=best,
     )
 
 
@@ -75,7 +90,7 @@ def read_manifest(folder: Path) -> Manifest:
     check, version = values.pop("check", None), values.get("version")
     if check != _check_of(values):
         raise untrusted(folder, f"{MANIFEST} does not agree with its own hash")
-    if version != VERSION:
+    if version not in _READ:
         raise untrusted(folder, f"{MANIFEST} has version {version}, this truebatch reads {VERSION}")
     try:
         return _parse(values)
@@ -85,8 +100,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _parse(values: dict[str, Any]) -> Manifest:
     files = {name: FileFacts(**facts) for name, facts in values["files"].items()}
-    rest = {key: value for key, value in values.items() if key not in ("format", "version", "files", "nonfinite")}
-    return Manifest(files=files, nonfinite=tuple(values["nonfinite"]), **rest)
+    apart = ("format", "version", "files", "nonfinite", "best")
+    rest = {key: value for key, value in values.items() if key not in apart}
+    best = Best(**values["best"]) if values.get("best") is not None else None
+    return Manifest(files=files, nonfinite=tuple(values["nonfinite"]), best=best, **rest)
 
 
 def check_names(folder: Path, manifest: Manifest) -> None:

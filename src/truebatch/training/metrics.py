@@ -8,16 +8,20 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from truebatch.errors import RunError
+from truebatch.errors import DataError, RunError
+from truebatch.textfiles import MAX_LINE_BYTES, bounded_lines
 from truebatch.training.durable import storage_error, write_bytes
 from truebatch.training.failpoints import failpoint
 
 NONFINITE = "nonfinite"
+_Line = tuple[bytes | None, dict[str, Any] | None]
+"""The bytes of a line, None if it is too long to be one; its values, None if it has none."""
 
 
 @dataclass(slots=True)
@@ -28,6 +32,8 @@ class MetricsLog:
     handle: int
     num_cut: int = 0
     """Lines of later steps, or torn ones, that were removed when the log was opened."""
+    damage: tuple[str, ...] = ()
+    """Words for lines that were no record though they were whole; a kill leaves none of these."""
     is_closed: bool = field(default=False, init=False)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -72,11 +78,11 @@ def open_metrics(path: Path, *, step: int | None = None) -> MetricsLog:
     Lines of later steps and a torn last line are removed first. Only the owner of the run may call this.
     """
     try:
-        num_cut = _cut(path, step)
+        num_cut, damage = _cut(path, step)
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
     except OSError as error:
         raise storage_error(RunError, error, what=path.name, folder=path.parent) from error
-    return MetricsLog(path, handle, num_cut)
+    return MetricsLog(path, handle, num_cut, damage)
 
 
 def metrics_line(step: int, values: Mapping[str, Any]) -> str:
@@ -87,10 +93,30 @@ def metrics_line(step: int, values: Mapping[str, Any]) -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a log as dictionaries; a torn last line is left out."""
+    """The lines of a log as dictionaries; a torn last line is left out, any other that is none raises `DataError`."""
     if not path.exists():
         return []
-    return [values for _, values in _lines(path) if values is not None]
+    lines = _lines(path)
+    for number, (line, values) in enumerate(lines, start=1):
+        if values is None and not _is_torn(lines, number):
+            raise DataError(
+                f"{path} is damaged in line {number}",
+                seen=_shown(line),
+                do="bring it back from a copy; a run that goes on takes the line out, and keeps the file as it was",
+            )
+    return [values for _, values in lines if values is not None]
+
+
+def find_gaps(path: Path, *, step: int) -> str:
+    """Which of the steps 1 to `step` have no line in the log of a run, in words; empty when all have one."""
+    found = {
+        values["step"]
+        for _, values in (_lines(path) if path.exists() else ())
+        if values is not None and ("loss" in values or "passed_over" in values)
+    }
+    missing = [at for at in range(1, step + 1) if at not in found]
+    shown = ", ".join(map(str, missing[:5])) + (f" and {len(missing) - 5:,} more" if len(missing) > 5 else "")
+    return f"{len(missing):,} of {step:,} steps have no line in {path.name}: {shown}" if missing else ""
 
 
 def _plain(name: str, value: Any, bad: list[str]) -> Any:
@@ -112,27 +138,53 @@ def _plain(name: str, value: Any, bad: list[str]) -> Any:
     return value
 
 
-def _cut(path: Path, step: int | None) -> int:
+def _cut(path: Path, step: int | None) -> tuple[int, tuple[str, ...]]:
     if not path.exists():
-        return 0
-    lines = list(_lines(path))
+        return 0, ()
+    lines = _lines(path)
     kept = [line for line, values in lines if values is not None and step is not None and values["step"] <= step]
     if len(kept) == len(lines):
-        return 0
+        return 0, ()
+    damage = _damage(path, lines) if step is not None else ()
     failpoint("metrics.before_cut")
     # The whole file is replaced: a cut in place could be torn by the next kill.
-    write_bytes(path, b"".join(kept))
+    write_bytes(path, b"".join(line for line in kept if line is not None))
     failpoint("metrics.cut")
-    return len(lines) - len(kept)
+    return len(lines) - len(kept), damage
 
 
-def _lines(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
+def _damage(path: Path, lines: Sequence[_Line]) -> tuple[str, ...]:
+    """Words for the lines that no kill explains. The log as it was is kept under another name before they go."""
+    bad = [n for n, (_, values) in enumerate(lines, start=1) if values is None and not _is_torn(lines, n)]
+    if not bad:
+        return ()
+    number = 1
+    while (kept := path.with_name(f"{path.name}.damaged-{number}")).exists():
+        number += 1
+    shutil.copyfile(path, kept)
+    return tuple(
+        f"line {n} of {path.name} is damaged ({_shown(lines[n - 1][0])}): left out; the file as it was is {kept.name}"
+        for n in bad
+    )
+
+
+def _is_torn(lines: Sequence[_Line], number: int) -> bool:
+    """The last line, without its end: a killed process wrote it."""
+    line = lines[number - 1][0]
+    return number == len(lines) and line is not None and not line.endswith(b"\n")
+
+
+def _shown(line: bytes | None) -> str:
+    return f"more than {MAX_LINE_BYTES:,} bytes" if line is None else repr(line[:60].decode(errors="replace"))
+
+
+def _lines(path: Path) -> list[_Line]:
     with path.open("rb") as file:
-        return [(line, _parse(line)) for line in file]
+        return [(line, _parse(line)) for line in bounded_lines(file)]
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    if not line.endswith(b"\n"):
+def _parse(line: bytes | None) -> dict[str, Any] | None:
+    if line is None or not line.endswith(b"\n"):
         return None
     try:
         values = json.loads(line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,8 @@ import torch.distributed as dist
 from truebatch.errors import RunError, TruebatchError, exit_code_of
 from truebatch.interruption import EXIT_INTERRUPTED, holding
 from truebatch.planning.measured import Measured
-from truebatch.training.durable import damage_named, read_json, write_bytes, write_json
+from truebatch.training.durable import read_json, storage_error, write_bytes, write_json
+from truebatch.training.keeping import list_checkpoints
 from truebatch.training.reducing import num_ranks, rank
 from truebatch.training.runs import Run, RunState, open_run, read_status, write_status
 from truebatch.training.settings import TrainConfig
@@ -80,10 +81,13 @@ def _settled(config: Any) -> Any:
     return replace(config, train=_settled(inner)) if isinstance(inner, TrainConfig) else config
 
 
-def check_data(run: Run, measured: Measured, *, content: str = "") -> None:
+def check_data(
+    run: Run, measured: Measured, *, content: str = "", say: Callable[[str], None] = lambda _line: None
+) -> None:
     """A run goes on with the samples it began with: steps of other samples would be another run.
 
-    `content` is a hash of what samples hold; where there was or is none, it is not compared.
+    `content` is a hash of what samples hold; where there was or is none, it is not compared. `say` gets a line where a
+    run that has steps no longer knows its data.
     """
     lengths = hashlib.sha256(np.ascontiguousarray(measured.lengths, dtype=np.int64).tobytes()).hexdigest()
     now = {
@@ -94,21 +98,50 @@ def check_data(run: Run, measured: Measured, *, content: str = "") -> None:
     }
     file = run.plan / DATA
     if not file.exists():
-        run.plan.mkdir(exist_ok=True)
-        _keep_lengths(run.plan / LENGTHS, measured)
-        write_json(file, now)
+        if list_checkpoints(run.checkpoints):
+            say(f"warning: {file} is gone: the run goes on with the data of now, which nothing was compared with")
+        _keep_data(run, measured, now)
         return
-    with damage_named(file):
-        then = dict(read_json(file, max_bytes=1 << 20))
+    then = _read_data(file)
     same = {name: now.get(name) == value for name, value in then.items()}
     if not content or not then.get("content"):
         same["content"] = True
     if not all(same.values()):
         raise RunError(
             "the data is not what this run began with",
-            seen=f"{now['samples']:,} samples now, {then.get('samples', 0):,} then, or other content or lengths",
+            seen=f"{now['samples']:,} samples now, {then['samples']:,} then, or other content or lengths",
             do="bring the data (and its tokenizer) back, give another folder (--out), or begin anew (--fresh)",
         )
+
+
+def _keep_data(run: Run, measured: Measured, now: Mapping[str, Any]) -> None:
+    try:
+        run.plan.mkdir(exist_ok=True)
+        _keep_lengths(run.plan / LENGTHS, measured)
+        write_json(run.plan / DATA, now)
+    except OSError as error:
+        raise storage_error(RunError, error, what=DATA, folder=run.plan) from error
+
+
+def _read_data(file: Path) -> dict[str, Any]:
+    """What the run began with; a file that is empty or damaged is named, for it would let any data pass."""
+    try:
+        then = read_json(file, max_bytes=1 << 20)
+        wrong = "" if isinstance(then, dict) else f"a {type(then).__name__}"
+    except TruebatchError as error:
+        then, wrong = {}, error.seen
+    kinds = {"samples": int, "lengths": str}
+    wrong = wrong or ", ".join(
+        f"{name!r} is missing" for name, kind in kinds.items() if not isinstance(then.get(name), kind)
+    )
+    if wrong:
+        raise RunError(
+            "the run no longer says which data it began with",
+            seen=f"{file}: {wrong}" if file.stat().st_size else f"{file} is empty",
+            do="bring that file back from a copy; only if you know that the data is the same, delete it: it is then "
+            "written anew from the data of now",
+        )
+    return dict(then)
 
 
 def _keep_lengths(path: Path, measured: Measured) -> None:

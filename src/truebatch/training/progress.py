@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from truebatch.training.manifests import Best
+
 
 @dataclass(slots=True)
 class Progress:
@@ -31,6 +33,12 @@ class Progress:
     def as_dict(self) -> dict[str, Any]:
         """Plain data for a checkpoint."""
         return asdict(self)
+
+    def best(self) -> Best | None:
+        """The best validation so far, for the manifest of a checkpoint."""
+        if self.best_step is None or self.best_loss is None:
+            return None
+        return Best(self.best_step, self.best_loss)
 
     def improve(self, loss: float, *, min_delta: float) -> bool:
         """Take a validation loss in; True if it is the best so far by at least `min_delta`. NaN never improves."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from truebatch.errors import CheckpointError, TruebatchError
 from truebatch.training.checkpoints import Checkpoint, load_checkpoint, load_newest, save_checkpoint
-from truebatch.training.keeping import list_checkpoints, mark_best, mark_kept
+from truebatch.training.keeping import list_checkpoints, mark_best, mark_kept, mend_best
 from truebatch.training.optimising import check_settings
 from truebatch.training.progress import Progress
 from truebatch.training.reducing import all_say, first_says, rank
@@ -32,7 +32,8 @@ def save_run(
     Gives words for what is wrong with what was saved; empty when nothing is. What rank 0 cannot write stops all ranks,
     with its reason.
     """
-    checkpoint, problem, failed = Checkpoint(progress.step, _parts(engine, progress), fingerprint), "", None
+    checkpoint = Checkpoint(progress.step, _parts(engine, progress), fingerprint, progress.best())
+    problem, failed = "", None
     if rank() == 0:
         try:
             problem = _save(folder, checkpoint, keep=keep, best=best)
@@ -52,8 +53,8 @@ def _save(folder: Path, checkpoint: Checkpoint, *, keep: int, best: bool) -> str
     problem = ""
     if not _is_saved(folder, checkpoint.step, checkpoint.parts):
         problem = save_checkpoint(folder, checkpoint, keep=keep).problem
-    if best:
-        mark_best(folder, checkpoint.step, about={"loss": checkpoint.parts["progress"]["best_loss"]})
+    if best and checkpoint.best is not None:
+        mark_best(folder, checkpoint.best.step, about={"loss": checkpoint.best.loss})
     return problem
 
 
@@ -120,13 +121,19 @@ def _check_tensors(engine: Engine, saved: Any) -> None:
 
 
 def resume_run(folder: Path, engine: Engine) -> tuple[Progress, tuple[str, ...]] | None:
-    """Bring the newest good checkpoint back into the engine; None if there is none. Also why newer ones were passed over."""
+    """Bring the newest good checkpoint back into the engine; None if there is none. Also why newer ones were passed over.
+
+    Rank 0 mends the mark of the best checkpoint, which a kill after the save may have left at an earlier one.
+    """
     if not folder.is_dir():
         return None
     loaded = load_newest(folder)
     if loaded is None:
         return None
-    return restore(engine, loaded.checkpoint.parts), loaded.rejected
+    progress = restore(engine, loaded.checkpoint.parts)
+    if rank() == 0:
+        mend_best(folder, progress.best())
+    return progress, loaded.rejected
 
 
 def restore(engine: Engine, parts: Any) -> Progress:

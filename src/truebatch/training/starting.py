@@ -12,10 +12,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from truebatch.errors import RunError
 from truebatch.system import System
 from truebatch.systems.finding import lasting_target
 from truebatch.training.checkpoints import load_checkpoint
-from truebatch.training.durable import read_json, write_json
+from truebatch.training.durable import read_json, storage_error, write_json
+from truebatch.training.failpoints import failpoint
 from truebatch.training.fitting import stale_fit_warnings
 from truebatch.training.job import TrainResult
 from truebatch.training.keeping import best_step, list_checkpoints
@@ -24,7 +26,9 @@ from truebatch.training.opening import opened_run
 from truebatch.training.outofmemory import free_memory
 from truebatch.training.place import find_place
 from truebatch.training.reducing import num_ranks, rank
-from truebatch.training.runs import Run
+from truebatch.training.runs import Run, kept_layout
+from truebatch.training.settings import TrainConfig
+from truebatch.training.states import seed_random
 from truebatch.training.systemsettings import settings_type, settled
 from truebatch.training.task import TrainData, first_samples
 from truebatch.training.watching import Watch
@@ -71,6 +75,7 @@ def train_system(system: System, config: Any, start: Start) -> TrainResult:
     `config` is an instance of `settings_type(system)`. Every rank calls this with the same arguments.
     """
     config = settled(system, config)
+    seed_random(config.train.seed)  # the same on every rank, for what builds data and model
     device = find_place(config.train).device
     say = start.say if rank() == 0 else (lambda _line: None)
     data = system_data(system, config)
@@ -78,13 +83,13 @@ def train_system(system: System, config: Any, start: Start) -> TrainResult:
     for line in system.describe(config) if system.describe is not None else ():
         say(line)
     if start.is_layout_open and system.choose_layout is not None and config.train.true_batch != "off":
-        config = _with_layout(system, config, model, say)
+        config = _with_layout(system, config, model, start, say)
     groups = system.groups(config, model) if system.groups is not None else None
     with opened_run(start.out, config, fresh=start.fresh) as run:
         assert run is not None
         if rank() == 0:
             write_json(run.folder / ABOUT, {"system": lasting_target(start.target or system.name)})
-        _say_where(run, say)
+        _say_where(run, config.train, say)
         for line in stale_fit_warnings(run.folder, model, config.train, device=device, fields=data.fields):
             say(line)
         objective = system.objective(config)
@@ -102,16 +107,21 @@ def train_system(system: System, config: Any, start: Start) -> TrainResult:
         if not result.is_interrupted and rank() == 0:
             model.zero_grad(set_to_none=True)
             free_memory(device)  # an export holds the weights twice
+            if result.best_loss is not None and best_step(run.checkpoints) is None:
+                say("warning: the checkpoint of the best validation is gone; the model of the last step is exported")
             _export(system, config, model, run, step=result.step)
         if num_ranks() > 1:
             dist.barrier()
     return result
 
 
-def _with_layout(system: System, config: Any, model: nn.Module, say: Callable[[str], None]) -> Any:
-    """The layout rank 0 chooses, on every rank: a plan must be one plan."""
+def _with_layout(system: System, config: Any, model: nn.Module, start: Start, say: Callable[[str], None]) -> Any:
+    """The layout rank 0 chooses, on every rank: a plan must be one plan. A run keeps the one it began with."""
     assert system.choose_layout is not None
-    chosen: list[Any] = [system.choose_layout(config, model) if rank() == 0 else None]
+    chosen: list[Any] = [None]
+    if rank() == 0:
+        kept = None if start.fresh else kept_layout(start.out)
+        chosen = [system.choose_layout(config, model) if kept is None else (kept, f"layout: {kept}, as the run began")]
     if num_ranks() > 1:
         dist.broadcast_object_list(chosen, 0)
     layout, why = chosen[0]
@@ -119,10 +129,11 @@ def _with_layout(system: System, config: Any, model: nn.Module, say: Callable[[s
     return replace(config, train=replace(config.train, layout=layout))
 
 
-def _say_where(run: Run, say: Callable[[str], None]) -> None:
+def _say_where(run: Run, config: TrainConfig, say: Callable[[str], None]) -> None:
     if run.previous is not None:
         say(f"the earlier run is now {run.previous}")
-    say(f"run: {run.folder}")
+    way = "one by one" if config.true_batch == "off" else f"{config.layout} rows"
+    say(f"run: {run.folder} ({way}, seed {config.seed})")
 
 
 def _export(system: System, config: Any, model: nn.Module, run: Run, *, step: int) -> None:
@@ -136,9 +147,17 @@ def _export(system: System, config: Any, model: nn.Module, run: Run, *, step: in
     for saved in list_checkpoints(run.checkpoints):
         if saved.step == best != step and saved.is_good:  # those of the last step are in the model
             model.load_state_dict(load_checkpoint(saved.path).parts["model"], strict=False)
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    system.save(config, model, part)
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(part, target)
-    write_json(mark, about)
+    try:
+        failpoint("export.before_write")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        system.save(config, model, part)
+        failpoint("export.written")
+        shutil.rmtree(target, ignore_errors=True)
+        failpoint("export.old_removed")
+        os.replace(part, target)
+        failpoint("export.renamed")
+        write_json(mark, about)
+        failpoint("export.done")
+    except OSError as error:
+        raise storage_error(RunError, error, what="the trained model", folder=run.folder) from error

@@ -94,6 +94,17 @@ def random_state() -> State:
     }
 
 
+def seed_random(seed: int, *, rank: int = 0) -> None:
+    """Seed every global generator: Python, NumPy, torch on the CPU and, once they are used, on CUDA devices.
+
+    Ranks draw differently; rank 0 draws as after `torch.manual_seed(seed)`.
+    """
+    mixed = seed if rank == 0 else int(np.random.SeedSequence((seed, rank)).generate_state(1, np.uint64)[0])
+    random.seed(mixed)
+    np.random.seed(mixed % 2**32)
+    torch.manual_seed(mixed % 2**63)
+
+
 def restore_random(state: State) -> tuple[str, ...]:
     """Give the global generators their states back, and say which could not get theirs on this machine."""
     random.setstate(state["python"])

@@ -107,27 +107,50 @@ SELECTED = 128
 """Samples whose content is looked at, to tell whether the data is what it was: all of a small dataset."""
 
 
-def content_of(data: TrainData) -> str:
-    """A hash of what some samples hold, the same ones every time; empty if samples are drawn anew when they are read."""
+def content_of(data: TrainData, *, say: Callable[[str], None] = lambda _line: None) -> str:
+    """A hash of what some samples hold, the same ones every time; empty where they cannot be compared, and `say` is told.
+
+    That is so where samples are drawn anew when they are read, or hold what has no numbers. A sample that cannot be
+    read raises `DataError` with its number.
+    """
     number = len(data.samples) if isinstance(data.samples, Sized) else 0
     chosen = np.arange(number)
     if number > SELECTED:
         chosen = np.sort(np.random.default_rng((SELECTED, number)).choice(number, SELECTED, replace=False))
     try:
-        is_steady = _hash_samples(data, chosen[:2]) == _hash_samples(data, chosen[:2])
-        return _hash_samples(data, chosen) if is_steady else ""
-    except Exception:  # a sample that cannot be read is named by the loader, when its step comes
-        return ""
+        if _hash_samples(data, chosen[:2]) == _hash_samples(data, chosen[:2]):
+            return _hash_samples(data, chosen)
+        why = f"sample {chosen[0]} or {chosen[-1] if number < 2 else chosen[1]} differs each time it is read"
+    except _NotComparableError as error:
+        why = str(error)
+    say(f"warning: only the lengths of the data will be compared when this run goes on: {why}")
+    return ""
 
 
 def _hash_samples(data: TrainData, chosen: Ints) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for sample_id in chosen:
-        sample = data.samples[int(sample_id)]
-        for name in sorted({f.key for f in data.fields}):
+        sample = read_sample(data.samples, int(sample_id))
+        for name, value in _hashed_values(sample, data.fields):
             digest.update(name.encode() + b"\0")
-            _add_value(digest, sample[name] if isinstance(sample, Mapping) else sample)
+            try:
+                _add_value(digest, value)
+            except Exception as error:  # whatever a value of the user's own raises, it is told and not compared
+                raise _NotComparableError(f"sample {sample_id}, {name!r}: {type(error).__name__}: {error}") from error
     return digest.hexdigest()
+
+
+class _NotComparableError(Exception):
+    """A value whose content has no hash."""
+
+
+def _hashed_values(sample: Any, fields: Sequence[Field]) -> list[tuple[str, Any]]:
+    """The declared fields; where a transform makes them out of others, those others."""
+    declared = sorted({f.key for f in fields})
+    if not isinstance(sample, Mapping):
+        return [(name, sample) for name in declared]
+    found = [(name, sample[name]) for name in declared if name in sample]
+    return found or [(str(name), value) for name, value in sample.items()]
 
 
 def _add_value(digest: Any, value: Any) -> None:

@@ -108,6 +108,26 @@ def test_words_the_tokenizer_makes_nothing_of_are_counted_and_named(tmp_path):
     assert not [note for note in clean.notes if "no tokens" in note]
 
 
+@pytest.mark.parametrize(
+    ("task", "good", "empty"),
+    [
+        ("causal_lm", {"text": "green"}, {"text": ""}),
+        ("causal_lm", {"text": "green"}, {"text": " \n"}),
+        ("causal_lm", {"prompt": "sky", "completion": "blue"}, {"prompt": "sky", "completion": ""}),
+        ("causal_lm", chat("a", "b"), chat("a", "")),
+        ("sequence_classification", {"text": "green", "label": 1}, {"text": "", "label": 0}),
+    ],
+)
+def test_an_empty_text_that_is_trained_on_is_counted_and_named(task, good, empty, tmp_path):
+    encoded = encode_file(encoder(task), write_lines(tmp_path / "x.jsonl", [good, empty, good, empty]))
+    notes = [note for note in encoded.notes if "empty text" in note]
+    assert len(notes) == 1
+    assert notes[0].startswith("warning: 2 of 4 samples have an empty text")
+    assert "x.jsonl:2" in notes[0]
+    clean = encode_file(encoder(task), write_lines(tmp_path / "y.jsonl", [good, good]))
+    assert not [note for note in clean.notes if "empty text" in note]
+
+
 def test_a_source_and_its_target(tmp_path):
     lines = [{"source": "the sky", "target": "blue"}]
     sample = encode_file(encoder("seq2seq"), write_lines(tmp_path / "x.jsonl", lines))[0]

@@ -31,6 +31,7 @@ def test_what_memory_allows_is_timed_and_nothing_changes(cells, monkeypatch):
     layout, why = chosen(model)
     assert layout in ("padded", "packed")
     assert "the quicker of both" in why
+    assert f"--set train.layout={layout} fixes it" in why
     assert len(objective.ran) >= 2 * timing.ROUNDS * timing.STEPS
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
     assert all(weight.grad is None for weight in model.parameters())

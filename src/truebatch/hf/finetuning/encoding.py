@@ -22,7 +22,7 @@ from truebatch.planning.datafiles import read_samples
 from truebatch.planning.measuring import content_hash
 from truebatch.planning.settings import Overlong
 
-WAY = "3"
+WAY = "4"
 """Raised whenever the same file would be encoded differently."""
 Sample = dict[str, Sequence[int]]
 Placed = tuple[str, Record]
@@ -84,7 +84,8 @@ def _encode(encoder: Encoder, path: Path, names: Sequence[str] | None) -> Encode
             do="raise max_length, or check the texts",
         )
     columns = make_columns(kept)
-    return Encoded(columns, tuple(names), (*_described(encoder, records, kept, names), *mute, *notes))
+    lines = (*_described(encoder, records, kept, names), *_empty_texts(records), *mute, *notes)
+    return Encoded(columns, tuple(names), lines)
 
 
 def _refuse_mixture(records: Sequence[Placed], path: Path) -> None:
@@ -161,6 +162,29 @@ def _of_tagged(encoder: Encoder, record: Any, place: str, names: Sequence[str]) 
         labels.append(number_of(record.tags[word], names, place) if is_first else IGNORE)
         before = word
     return {"input_ids": _some(encoded["input_ids"], place), "labels": labels}
+
+
+def _empty_texts(records: Sequence[Placed]) -> list[str]:
+    """What is learned of an empty text is the end alone; it is trained on, and named."""
+    empty = [place for place, record in records if not all(text.strip() for text in _texts_of(record))]
+    if not empty:
+        return []
+    return [
+        f"warning: {len(empty):,} of {len(records):,} samples have an empty text, and are trained on all the same; the first "
+        f"is {empty[0]}: remove such lines if they are not meant"
+    ]
+
+
+def _texts_of(record: Any) -> Iterable[str]:
+    """What is learned from, or classified."""
+    if isinstance(record, Chat):
+        said = [
+            m for m in record.messages[record.first_learned :] if m["role"] == ANSWERING and not m.get("tool_calls")
+        ]
+        return [str(message.get("content") or "") for message in said]
+    if isinstance(record, Pair):
+        return [record.answer]
+    return [record.text] if isinstance(record, Plain | Labelled) else []
 
 
 def _words_without_tokens(

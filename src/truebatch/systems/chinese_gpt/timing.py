@@ -52,7 +52,10 @@ def choose_layout(model: nn.Module, samples: Encoded, config: TrainConfig) -> tu
         return "packed", "layout: packed; memory did not suffice to time the layouts; the result is the same"
     best = min(LAYOUTS, key=lambda layout: seconds[layout])
     times = ", ".join(f"{layout} {seconds[layout] * 1e3:.0f} ms" for layout in LAYOUTS)
-    return best, f"layout: {best}, the quicker of both on {STEPS} steps ({times}); the result is the same"
+    return best, (
+        f"layout: {best}, the quicker of both on {STEPS} steps ({times}); the run keeps it. It was timed: the same command "
+        f"anew may choose the other, whose result is the same but for rounding; --set train.layout={best} fixes it"
+    )
 
 
 def _first_batches(samples: Encoded, config: TrainConfig, layout: Layout) -> list[MicroBatch]:
