@@ -43,6 +43,9 @@ SWEEPS = {
     "journal kills": (
         "tests/scoring/test_running.py::test_kills_at_random_moments_leave_the_export_byte_for_byte[20-50]",
     ),
+    "http faults": (
+        "tests/scoring/test_httpfaults.py::test_rounds_of_every_fault_take_no_memory_and_end_at_the_deadline",
+    ),
 }
 WHAT = {
     "corrupted checkpoints": "checkpoints damaged in twelve ways: seen, and the newest good one taken",
@@ -57,6 +60,7 @@ WHAT = {
     "errors of the disk": "exit and four errors of the disk at one visit of every failpoint, keep 1 or 3: the same",
     "every system call": "kill and four errors at every call to the system of a run, by strace",
     "real out of memory": "errors of the allocator under a limit of the system: gradient equal",
+    "http faults": "rounds of every fault of a server: a record of its kind each, no score but those given",
     "journal kills": "SIGKILL of a scoring run at random moments: went on, export byte for byte",
 }
 
@@ -78,6 +82,7 @@ def run_sweep(nodes: tuple[str, ...]) -> dict[str, Any]:
         "failed": len(bad),
         "skipped": skipped,
         "trials": sum(map(trials_of, cases)) - skipped,
+        **{name: figure for case in cases for name, figure in figures_of(case).items() if name != "trials"},
         "passed": done.returncode == 0 and not skipped,
         "seconds": round(time.monotonic() - began),
         "command": " ".join(["python", *(part for part in command if not part.startswith("--junit"))]),
@@ -86,8 +91,12 @@ def run_sweep(nodes: tuple[str, ...]) -> dict[str, Any]:
 
 
 def trials_of(case: ElementTree.Element) -> int:
-    counted = [int(p.attrib["value"]) for p in case.iter("property") if p.attrib["name"] == "trials"]
-    return counted[0] if counted else 1
+    return int(figures_of(case).get("trials", 1))
+
+
+def figures_of(case: ElementTree.Element) -> dict[str, float]:
+    """What a test measured of itself."""
+    return {p.attrib["name"]: float(p.attrib["value"]) for p in case.iter("property")}
 
 
 def main() -> None:

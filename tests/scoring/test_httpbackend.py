@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import pytest
 
+from tests.scoring.faultserver import FaultServer, http
 from tests.scoring.judges import picture
 from truebatch.errors import ConfigError
 from truebatch.generation.settings import Generation
@@ -117,3 +118,19 @@ def test_a_server_that_is_not_there_or_refuses_all_stops_the_run(address, tmp_pa
         run_samples(list_samples(["x"]), [gone], tmp_path / "b", Limits(level="close"), Running())
     with pytest.raises(ConfigError, match="heads"):
         HttpBackend(address, "m", Head())
+
+
+def test_the_byte_limit_of_an_answer_grows_with_what_is_asked_for(address):
+    """A text of many tokens is no flood; an answer with a label is short."""
+    long = {"token": "Yes", "logprob": -0.1, "bytes": [1] * 100_000}
+    for readout, is_short in ((YesNo(), True), (Generate(Generation(max_new_tokens=10_000)), False)):
+        choice = {
+            "message": {"content": "a" * 300_000},
+            "finish_reason": "length",
+            "logprobs": {"content": [{"top_logprobs": [long]}]},
+        }
+        with FaultServer({"x": (http({"choices": [choice]}), "")}) as server:
+            backend = HttpBackend(server.address, "m", readout, ASKING)
+            (found,) = backend.judge([backend.prepare(one.asked) for one in list_samples(["x"])])
+            backend.close()
+        assert (getattr(found, "kind", "") == "too_large") == is_short

@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -53,7 +55,7 @@ def score_faults(folder, texts, *options):
 def check_rows(rows, texts):
     """A record for each: of the kind of its fault, or with the score that was given for this sample."""
     assert list(rows) == texts
-    wanted = {text: FAULTS.get(text, (None, ""))[1] for text in texts}
+    wanted = {text: FAULTS.get(text.partition("#")[0], (None, ""))[1] for text in texts}
     assert {name: row["kind"] or "" for name, row in rows.items()} == wanted
     for name, row in rows.items():
         assert row["score"] is None if wanted[name] else row["score"] == pytest.approx(score(name))
@@ -194,3 +196,52 @@ def test_failures_are_asked_for_again_with_a_key_that_is_named_again(tmp_path, m
         assert server.authorization == f"Bearer {KEY}"
     assert "key_env" not in (tmp_path / "r" / "call.json").read_text()
     assert "NOT_THERE_AT_ALL" not in "".join(capfd.readouterr())
+
+
+MEASURED = """
+import sys
+from pathlib import Path
+from truebatch.cli import run
+code = run(sys.argv[1:])
+print(*(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line))
+sys.exit(code)
+"""
+"""Its own peak: that of a child as its parent sees it would hold the parent's, too."""
+
+
+def score_in_a_process(folder, texts, *options):
+    """The exit code, the rows, the server, and the most memory the process had, in bytes."""
+    folder.mkdir()
+    data = write_samples(folder / "d.jsonl", texts)
+    with FaultServer() as server:
+        given = ["--model", server.address, "--served", "m", "--yesno", *options, "--out", str(folder / "r")]
+        command = [sys.executable, "-c", MEASURED, "score", str(data), *given, "--export", str(folder / "o.jsonl")]
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+    most = int(process.stdout.rpartition("VmHWM:")[2].split()[0]) * 1024
+    return process.returncode, rows_of(folder / "o.jsonl"), server, most
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_rounds_of_every_fault_take_no_memory_and_end_at_the_deadline(tmp_path, monkeypatch, record_property):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    rounds, deadline = 5, 10.0
+    faults = [f"{name}#{number}" for number in range(rounds) for name in FAULTS if name != FLOOD or number == 0]
+    good = [f"good {number}" for number in range(1, 500)]
+    options = ["--timeout", str(deadline), "--tries", "3"]
+    usual = score_in_a_process(tmp_path / "usual", good, *options)
+    assert usual[0] == 0
+    code, rows, server, most = score_in_a_process(tmp_path / "faults", spread(faults, good), *options)
+    late = max(server.seconds[text] for text in faults if FAULTS[text.partition("#")[0]][1] == "timeout")
+    figures = {
+        "trials": len(faults), "faults": len(FAULTS), "deadline_seconds": deadline,
+        "longest_seconds": round(max(server.seconds.values()), 2), "more_megabytes": round((most - usual[3]) / 2**20, 1),
+    }  # fmt: skip
+    for name, figure in figures.items():
+        record_property(name, figure)
+    assert code == 3
+    check_rows(rows, spread(faults, good))
+    assert server.elsewhere == 0
+    assert most - usual[3] < 64 * 2**20
+    assert max(server.seconds.values()) < 2 * deadline
+    assert late >= deadline  # it was the deadline that ended them

@@ -86,7 +86,10 @@ def show_score(
         int | None, typer.Option(help="Of a request, where a server is busy or the connection breaks. Default: 5.")
     ] = None,
     answer_bytes: Annotated[
-        int | None, typer.Option(help="Most bytes of a server's answer; a longer one is a failure. Default: 1048576.")
+        int | None,
+        typer.Option(
+            help="Most bytes of a server's answer; a longer one fails. Default: 262144, and 64 for every new token."
+        ),
     ] = None,
     key_env: Annotated[
         str | None,

@@ -56,8 +56,8 @@ class ScoreCall:
     """Requests to a server at a time."""
     tries: int = HTTP.tries
     """Of a request to a server that is busy or cannot be reached."""
-    answer_bytes: int = HTTP.answer_bytes
-    """Most bytes of an answer of a server."""
+    answer_bytes: int | None = HTTP.answer_bytes
+    """Most bytes of an answer of a server. None: enough for what is asked for."""
     key_env: str | None = ""
     """The variable with the API key; empty: no key, None: the usual one. It is not kept in the run folder."""
     engine: str = "local"

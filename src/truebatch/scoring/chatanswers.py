@@ -28,7 +28,7 @@ class Choice:
     """Read and written for it, as the server counts; 0 where it does not say."""
 
 
-def read_choice(body: bytes, content_type: str) -> Choice:
+def read_choice(body: bytes | bytearray, content_type: str) -> Choice:
     """The one choice of an answer; anything else raises `SampleError`."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind not in ("", "application/json"):
@@ -83,11 +83,11 @@ def _chance(one: Any) -> tuple[str, float]:
     return _unicode(token), math.exp(min(0.0, number))
 
 
-def _parse(body: bytes) -> dict[str, Any]:
+def _parse(body: bytes | bytearray) -> dict[str, Any]:
     try:
         found = json.loads(body.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_not_json)
     except (ValueError, RecursionError) as error:
-        _refuse(f"it is no JSON that can be read: {str(error)[:_SHOWN]}: {body[:_SHOWN]!r}")
+        _refuse(f"it is no JSON that can be read: {str(error)[:_SHOWN]}: {bytes(body[:_SHOWN])!r}")
     if not isinstance(found, dict):
         _refuse(f"it is {_shown(found)}")
     return found

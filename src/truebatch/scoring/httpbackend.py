@@ -10,14 +10,14 @@ import io
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from truebatch.errors import ConfigError
 from truebatch.scoring.addresses import KEY_ENV, check_key, endpoint
 from truebatch.scoring.backend import Answer, Asked, Cost, SampleError
 from truebatch.scoring.chatanswers import read_chances, read_choice, read_text
-from truebatch.scoring.httpclient import HttpClient, HttpSettings, Reply, http_library
+from truebatch.scoring.httpclient import ANSWER_BYTES, TOKEN_BYTES, HttpClient, HttpSettings, Reply, http_library
 from truebatch.scoring.inflight import InFlight
 from truebatch.scoring.labels import Read
 from truebatch.scoring.pictures import open_picture
@@ -95,7 +95,7 @@ class HttpBackend:
         rest left out. A server that refuses everybody raises `ConfigError`, after what was answered was given.
         """
         with self._lock:
-            client = self._client = self._client or HttpClient(self.address, self.key, self.settings)
+            client = self._client = self._client or HttpClient(self.address, self.key, self._limited())
         most = self.settings.concurrency + _WAITING
         flight: InFlight[_Tag] = InFlight(client, most, is_stopped)
         doubted: list[tuple[_Tag, SampleError]] = []
@@ -123,6 +123,11 @@ class HttpBackend:
             client, self._client = self._client, None
         if client is not None:
             client.close()
+
+    def _limited(self) -> HttpSettings:
+        """The settings, with a byte limit that fits what is asked for where none is given."""
+        new = self.readout.settings.max_new_tokens if isinstance(self.readout, Generate) else 1
+        return replace(self.settings, answer_bytes=self.settings.answer_bytes or ANSWER_BYTES + TOKEN_BYTES * new)
 
     def _wanted(self) -> dict[str, Any]:
         if not isinstance(self.readout, Generate):

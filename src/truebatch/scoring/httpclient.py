@@ -13,6 +13,7 @@ import threading
 import zlib
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -24,6 +25,8 @@ from truebatch.errors import ConfigError
 from truebatch.scoring.addresses import endpoint, is_loopback
 from truebatch.scoring.backend import SampleError
 
+ANSWER_BYTES, TOKEN_BYTES = 1 << 18, 64
+"""Of an answer, and more for each token it may have: what no honest one needs."""
 LONGEST_PAUSE = 60.0
 """Seconds; a server that asks for more is asked again after these."""
 _CONNECT_SECONDS = 30.0
@@ -44,14 +47,16 @@ class HttpSettings:
     """Requests under way at a time."""
     tries: int = 5
     """Of one request, where the server is busy or the connection breaks."""
-    answer_bytes: int = 1 << 20
-    """Most bytes of one answer, also after it is unpacked."""
+    answer_bytes: int | None = None
+    """Most bytes of one answer, also after it is unpacked. None: 262,144, and 64 for every new token."""
     pause: float = 0.5
     """Seconds before the second try; twice as long before each further one."""
 
     def __post_init__(self) -> None:
         for name, kind in (("timeout", int | float), ("concurrency", int), ("tries", int), ("answer_bytes", int)):
             value = getattr(self, name)
+            if name == "answer_bytes" and value is None:
+                continue
             if not isinstance(value, kind) or not 0 < value < _BEYOND:
                 raise ConfigError(f"{name} is out of range", seen=f"{name}={value!r}", do="give 1 or more")
 
@@ -61,7 +66,7 @@ class Reply:
     """What a server said with status 200."""
 
     content_type: str
-    body: bytes
+    body: bytes | bytearray
 
 
 class RequestError(SampleError):
@@ -116,7 +121,10 @@ class HttpClient:
 
     def close(self) -> None:
         """Drop what is under way and end the thread."""
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_CLOSE_SECONDS)
+        with suppress(
+            TimeoutError
+        ):  # a name that is still looked up cannot be dropped; the thread ends with the process
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_CLOSE_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_SECONDS)
         if not self._thread.is_alive():
@@ -176,7 +184,7 @@ class HttpClient:
             is_busy = status == 429 or status >= 500
             raise RequestError(f"http_{status}", text, is_temporary=is_busy, retry_after=headers.get("retry-after", ""))
         packing = headers.get("content-encoding", "").strip().lower()
-        body = await read_body(response.aiter_raw(), packing, self._settings.answer_bytes)
+        body = await read_body(response.aiter_raw(), packing, self._settings.answer_bytes or ANSWER_BYTES)
         return Reply(headers.get("content-type", ""), body)
 
 
@@ -211,7 +219,7 @@ def _asked_seconds(retry_after: str) -> float:
     return max(0.0, left)
 
 
-async def read_body(chunks: AsyncIterator[bytes], packing: str, most: int) -> bytes:
+async def read_body(chunks: AsyncIterator[bytes], packing: str, most: int) -> bytearray:
     """The body, unpacked as it comes; nothing beyond the limit is ever held, packed or unpacked."""
     unpack, is_whole = _unpacker(packing)
     body, received = bytearray(), 0
@@ -222,7 +230,7 @@ async def read_body(chunks: AsyncIterator[bytes], packing: str, most: int) -> by
             raise RequestError("too_large", f"the answer has more than {most:,} bytes")
     if not is_whole():
         raise RequestError("bad_answer", f"the answer's {packing} is cut off, or followed by something else")
-    return bytes(body)
+    return body
 
 
 Unpack = Callable[[bytes, int], bytes]
