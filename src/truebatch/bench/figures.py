@@ -71,6 +71,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("vlm_pruning: choices of its training", "vlm_pruning --only choices", ("vlm_pruning_choices*",)),
     Figure("judging and generating beside transformers' own ways; planning, journal", "scoring", ("scoring_cpu",)),
     Figure("the same on a card", "scoring --device cuda", ("scoring_cuda", "scoring_shape_cuda")),
+    Figure("CPU time and memory of scoring around a model", "scoring_cost", ("scoring_cost",)),
     Figure("scores and texts of real weights, one by one and in batches", "scoring_real --model FOLDER", ("scoring_smollm2*",)),
     Figure("judging edited pictures by batch, and where the time goes", "vl_reward", ("vl_reward_cpu",)),
     Figure("the same on a card", "vl_reward --device cuda", ("vl_reward_cuda",)),

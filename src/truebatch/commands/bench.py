@@ -17,6 +17,7 @@ SCRIPTS = {
     "oom_cuda": "Real out-of-memory errors: the gradient of every step against the step with room.",
     "sdpa_cuda": "How far the attention kernels of a card are from fp64, length by length.",
     "reliability": "The long sweeps of kills, damaged checkpoints and NaN, counted.",
+    "scoring_cost": "CPU time and memory of `score` over a million samples of the scripted judge.",
     "vl_reward_editing": "Editing and judging with an editor that takes its time, on 1, 2 and 6 workers.",
     "trainer_accumulation": "The gradient of a Hugging Face Trainer, with and without truebatch, against one by one.",
     "deepspeed": "The gradient of a step under DeepSpeed ZeRO in two processes, against one by one.",
