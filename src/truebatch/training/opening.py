@@ -130,10 +130,10 @@ def _read_data(file: Path) -> dict[str, Any]:
         wrong = "" if isinstance(then, dict) else f"a {type(then).__name__}"
     except TruebatchError as error:
         then, wrong = {}, error.seen
-    kinds = {"samples": int, "lengths": str}
-    wrong = wrong or ", ".join(
-        f"{name!r} is missing" for name, kind in kinds.items() if not isinstance(then.get(name), kind)
-    )
+    if not wrong and not isinstance(then.get("samples"), int):
+        wrong = "'samples' is missing"
+    elif not wrong and not any(isinstance(then.get(name), str) and then[name] for name in ("lengths", "fingerprint")):
+        wrong = "'lengths' is missing"
     if wrong:
         raise RunError(
             "the run no longer says which data it began with",
