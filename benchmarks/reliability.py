@@ -40,6 +40,9 @@ SWEEPS = {
     "real out of memory": (
         "tests/training/test_survival.py::test_real_errors_under_a_limit_of_the_system_change_nothing",
     ),
+    "hostile folders": (
+        "tests/hostile/test_strangers.py::test_no_file_of_a_stranger_runs_code_hangs_or_takes_the_memory[strangers]",
+    ),
     "journal kills": (
         "tests/scoring/test_running.py::test_kills_at_random_moments_leave_the_export_byte_for_byte[20-50]",
     ),
@@ -61,6 +64,7 @@ WHAT = {
     "every system call": "kill and four errors at every call to the system of a run, by strace",
     "real out of memory": "errors of the allocator under a limit of the system: gradient equal",
     "http faults": "rounds of every fault of a server: a record of its kind each, no score but those given",
+    "hostile folders": "each met by a command in a process of its own: no code, 30 s, 1 GB, no traceback, exit code of ours",
     "journal kills": "SIGKILL of a scoring run at random moments: went on, export byte for byte",
 }
 

@@ -113,17 +113,13 @@ def _listed(**values: Any) -> Callable[[Path], object]:
     return edited("config.json", **values)
 
 
-def pictures(make: Callable[[Path], object], command: str) -> Callable[[Path], Sequence[str]]:
+def pictures(make: Callable[[Path], object]) -> Callable[[Path], Sequence[str]]:
     """A picture that is none, named by a sample of a file."""
 
     def write(folder: Path) -> Sequence[str]:
         make(folder / "a.png")
         put(folder, "d.jsonl", '{"user": "a", "images": ["a.png"]}\n')
-        pair = {"id": "1", "edit_instruction": "x", "instruction": "x", "image_path": "a.png", "subset": "physical"}
-        put(folder, "b.json", [pair])
-        if command == "score":
-            return ["score", "d.jsonl", "--model", "scripted", "--yesno", "--no-check"]
-        return ["vl_reward", "validate", "--set", "benchmark.data_path=b.json"]
+        return ["score", "d.jsonl", "--model", "scripted", "--yesno", "--no-check"]
 
     return write
 
@@ -197,28 +193,29 @@ STRANGERS = [
     Hostile("model: weights of 8 TB", models(_huge_weights), "model"),
     Hostile("model: a template of 4 GB", models(sparse("chat_template.jinja", 4 << 30), SCORE), "too large"),
     Hostile("model: an adapter on another model", models(_adapter), "holds an adapter"),
-    Hostile("model: an adapter, to train", models(_adapter, TRAIN), "holds an adapter"),
+    Hostile("model: an adapter, to train", models(_adapter, TRAIN[:-1]), "holds an adapter"),
     Hostile("model: an adapter, to score", models(_adapter, SCORE), "holds an adapter"),
     *(
         Hostile(f"model: {name}={value!r:.20}", models(config(**{name: value})), said)
         for name, value, said in (
             ("vocab_size", 10**12, "model"), ("hidden_size", 10**9, "model"), ("intermediate_size", 10**12, "far larger"),
             ("num_key_value_heads", 10**9, MORE), ("num_experts", 10**9, MORE), ("num_labels", 10**9, MORE),
-            ("encoder_layers", 10**9, MORE), ("max_position_embeddings", 10**15, "model"), ("depths", [10**9], MORE),
+            ("encoder_layers", 10**9, MORE), ("depths", [10**9], MORE),
             ("text_config", {"num_hidden_layers": 10**9}, MORE), ("attn_implementation", "evil/kernel", "code from elsewhere"),
             ("use_pretrained_backbone", True, "weights from elsewhere"), ("vocab_size", -1, "model"),
-            ("hidden_size", 10**400, "model"), ("rope_theta", "1e999", "model"),
+            ("hidden_size", 10**400, "model"),
         )
     ),
     Hostile("model: a billion layers, to score", models(config(num_hidden_layers=10**9), SCORE), MORE),
     Hostile("model: a million layers", models(config(num_hidden_layers=10**6), VERIFY), MORE),
     *(
-        Hostile(f"picture: {name}, to {command}", pictures(make, command), "a.png", 3 if command == "score" else 1)
-        for command in ("score", "validate")
-        for name, make in (
-            ("a pipe", lambda path: os.mkfifo(path)), ("an endless device", lambda path: path.symlink_to("/dev/zero")),
-            ("a link around itself", lambda path: path.symlink_to("a.png")), ("a folder", lambda path: path.mkdir()),
-            ("60,000 x 60,000 pixels", _bomb),
+        Hostile(f"picture: {name}, to score", pictures(make), f"decode/{kind}", 3)
+        for name, make, kind in (
+            ("a pipe", os.mkfifo, "unreadable_image"), ("a folder", Path.mkdir, "unreadable_image"),
+            ("an endless device", lambda path: path.symlink_to("/dev/zero"), "unreadable_image"),
+            ("a link around itself", lambda path: path.symlink_to("a.png"), "unreadable_image"),
+            ("60,000 x 60,000 pixels", _bomb, "too_many_pixels"),
         )
     ),
+    Hostile("model: more positions than atoms", models(config(max_position_embeddings=10**80)), "packed", 0),
 ]  # fmt: skip
