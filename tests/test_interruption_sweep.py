@@ -40,8 +40,8 @@ COMMANDS = {
     "score with workers": (
         0,
         "score",
-        "--data",
         "asked.jsonl",
+        "--yesno",
         "--model",
         "scripted",
         "--out",
@@ -87,7 +87,7 @@ def surroundings() -> dict[str, str]:
 @pytest.mark.parametrize("name", list(COMMANDS))
 def test_a_signal_at_any_moment_ends_a_command_with_75_or_as_it_would_have_ended(place, name, record_property):
     expected, *arguments = COMMANDS[name]
-    whole = end_of(place, [one.replace("OUT", "whole") for one in arguments], None, 0.0)
+    whole = end_of(place, [one.replace("OUT", f"{name.replace(' ', '-')}-whole") for one in arguments], None, 0.0)
     assert whole.code == expected, whole.error
     trials = [(share, SIGNALS[number % len(SIGNALS)]) for number, share in enumerate(SHARES)]
     wrong = []
