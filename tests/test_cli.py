@@ -262,3 +262,12 @@ def test_interrupting_ends_with_75_and_no_traceback(folder):
     _, error = process.communicate(timeout=600)
     assert process.returncode == 75
     assert "Traceback" not in error
+
+
+def test_a_library_that_finds_no_room_in_the_address_space_is_no_fault_of_ours(monkeypatch, capsys):
+    def no_room(*_, **__):
+        raise ImportError("x.so: failed to map segment from shared object")
+
+    monkeypatch.setattr("truebatch.commands.score.run_call", no_room)
+    assert run(["score", "x.jsonl", "--model", "scripted", "--yesno"]) == 2
+    assert "the machine ran out of memory" in capsys.readouterr().err

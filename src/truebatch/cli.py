@@ -233,6 +233,8 @@ def _is_out_of_memory(error: BaseException) -> bool:
     """As the system or torch says it; the latter is asked only where it was loaded, which takes a second."""
     if isinstance(error, RuntimeError) and "cannot allocate memory" in str(error).lower():
         return True
+    if isinstance(error, ImportError) and "failed to map segment" in str(error):
+        return True  # a library found no room in the address space (ulimit -v)
     if "torch" not in sys.modules:
         return False
     found: bool = importlib.import_module("truebatch.training.outofmemory").is_out_of_memory(error)
