@@ -46,6 +46,15 @@ def show_verify(
     out: Annotated[
         Path | None, typer.Option(help="A folder to keep the result in, for `report`. Default: a run's own.")
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            help="Another engine: compile, bfloat16 (or another dtype), attn:NAME, int8, merged, a model folder, "
+            "a target, or a server such as http://localhost:8000/v1."
+        ),
+    ] = None,
+    served_model: Annotated[str | None, typer.Option(help="A server: the name of the model there.")] = None,
+    served_dtype: Annotated[str | None, typer.Option(help="A server: what it computes in, such as bfloat16.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     system: SystemOption = None,
 ) -> int:
@@ -55,6 +64,9 @@ def show_verify(
     without arguments that returns one of these or the arguments of truebatch.verify. A system (a new model, on a few of
     its own samples), a run (the trained model) and a Hugging Face model need nothing else. What was found in a run is
     kept there as verification.json, and `truebatch report RUN` shows it.
+
+    With --against, the same samples go one at a time through TARGET and through another engine: what lies between them
+    is compared with what rounding alone does, and the first module (or, of a server, the first token) that differs is named.
 
     Exit code 0: proven equal in the layouts that count. 1: the law is broken there, or nothing could be proven. 2: the
     question was not right.
@@ -70,20 +82,72 @@ def show_verify(
       truebatch verify train.py:setup --quick --longest 4096 --rows 64
 
       truebatch verify train.py:batched --one train.py:single --samples train.py:samples
+
+      truebatch verify ./my-model --against compile
+
+      truebatch verify ./my-model --against http://localhost:8000/v1 --served-model my-model
     """
     named = {"one": one, "samples": samples, "fields": fields, "objective": objective}
     given = {k: v for k, v in named.items() if v is not None}
     _check_system(target, system)
-    report = _report(
-        target,
-        given,
-        config,
-        _Settings(set_ or [], system),
-        {"layout": layout, "tolerance": tolerance, "quick": quick, "longest": longest, "rows": rows},
-    )
+    engine = _Engine(against, served_model, served_dtype)
+    if against is not None:
+        refused: dict[str, Any] = {
+            "config": config,
+            "set": set_,
+            "out": out,
+            "layout": None if layout == "used" else layout,
+        }
+        refused |= {"quick": quick, "longest": longest, "rows": rows}
+        report = _against(target, given, engine, {**refused, "one": one, "system": system}, tolerance)
+        _write(report, as_json)
+        return 0 if report.ok else CHECK_FAILED
+    engine.check_unused()
+    how = {"layout": layout, "tolerance": tolerance, "quick": quick, "longest": longest, "rows": rows}
+    report = _report(target, given, config, _Settings(set_ or [], system), how)
     _keep(report, target, out or _own_run(target))
     _write(report, as_json)
     return 0 if report.ok else CHECK_FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class _Engine:
+    """What was given of another engine."""
+
+    against: str | None
+    served_model: str | None
+    served_dtype: str | None
+
+    def check_unused(self) -> None:
+        """The options of a server say nothing without one."""
+        given = {"--served-model": self.served_model, "--served-dtype": self.served_dtype}
+        unused = [name for name, value in given.items() if value is not None]
+        if unused:
+            raise ConfigError(
+                "this option is for a server",
+                seen=f"{unused[0]} without the address of one",
+                do="add --against http://HOST:PORT/v1, or leave it out",
+            )
+
+
+def _against(target: str, given: dict[str, str], engine: _Engine, refused: dict[str, Any], tolerance: Any) -> Any:
+    from truebatch.proof.asking import ask_against
+
+    wrong = [f"--{name}" for name, value in refused.items() if value]
+    if wrong:
+        raise ConfigError(
+            "--against runs the samples one at a time through two engines of a model",
+            seen=f"{wrong[0]} beside it",
+            do=f"leave {wrong[0]} out",
+        )
+    against: Any = engine.against
+    if against.lower().startswith(("http://", "https://")):
+        from truebatch.proof.server_logprobs import Server
+
+        against = Server(address=against, model=engine.served_model, dtype=engine.served_dtype)
+    else:
+        engine.check_unused()
+    return ask_against(target, given, against, tolerance)
 
 
 @dataclass(frozen=True, slots=True)

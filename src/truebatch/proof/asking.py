@@ -11,6 +11,8 @@ from typing import Any
 from torch import nn
 
 from truebatch.errors import ConfigError
+from truebatch.proof.againstreport import AgainstReport
+from truebatch.proof.engines import Against, load_target
 from truebatch.proof.report import VerifyReport
 from truebatch.proof.settings import VerifyConfig
 from truebatch.proof.verification import verify
@@ -24,14 +26,32 @@ def ask(target: str, named: Mapping[str, str], config: VerifyConfig) -> VerifyRe
     if not is_target(target) or Path(target).is_dir():
         hf = import_module("truebatch.hf.loading")
         return _ask_about(hf.load_model(target), given, config)
-    found = resolve_target(target)
-    if _is_setup(found, given):
-        found = call_target(target, found)
-    if isinstance(found, Mapping):
-        return verify(**{**found, **given, "config": config})
-    if isinstance(found, tuple):
-        return verify(*found, **given, config=config)
+    found = _found(target, given)
+    if isinstance(found, Mapping | tuple):
+        report: VerifyReport = _with_arguments(found, {**given, "config": config})
+        return report
     return _ask_about(found, given, config)
+
+
+def ask_against(target: str, named: Mapping[str, str], against: Against, tolerance: float | None) -> AgainstReport:
+    """Resolve a target and what goes with it, and compare it with another engine."""
+    given = {name: _value(name, text) for name, text in named.items()}
+    is_folder = not is_target(target) or Path(target).is_dir()
+    found = load_target(target) if is_folder else _found(target, given)
+    asked = found if isinstance(found, Mapping | tuple) else (found,)
+    config = VerifyConfig(tolerance=tolerance)
+    report: AgainstReport = _with_arguments(asked, {**given, "against": against, "config": config})
+    return report
+
+
+def _found(target: str, given: Mapping[str, Any]) -> Any:
+    found = resolve_target(target)
+    return call_target(target, found) if _is_setup(found, given) else found
+
+
+def _with_arguments(found: Mapping[str, Any] | tuple[Any, ...], given: Mapping[str, Any]) -> Any:
+    """`verify` with the arguments that a function of the user's returned, and those of the command line over them."""
+    return verify(**{**found, **given}) if isinstance(found, Mapping) else verify(*found, **given)
 
 
 def _ask_about(subject: Any, given: dict[str, Any], config: VerifyConfig) -> VerifyReport:
@@ -44,7 +64,8 @@ def _ask_about(subject: Any, given: dict[str, Any], config: VerifyConfig) -> Ver
             seen=f"a target of type {type(subject).__name__} and no --samples",
             do="add --samples file.py:name (a list, or a function that returns one), about eight of different lengths",
         )
-    return verify(subject, **given, config=config)
+    report: VerifyReport = verify(subject, **given, config=config)
+    return report
 
 
 def _is_setup(found: Any, given: Mapping[str, Any]) -> bool:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, overload
 
 from torch import nn
 
 from truebatch.errors import ConfigError, LawError
 from truebatch.objective import Objective
+from truebatch.proof.againstreport import AgainstReport
 from truebatch.proof.comparing import Whole
+from truebatch.proof.engines import Against, verify_against
 from truebatch.proof.functions import ListSubject, run_one_by_one
 from truebatch.proof.proving import prove
 from truebatch.proof.quiet import Mode, quieted
@@ -24,6 +26,7 @@ from truebatch.training.systemsettings import settings_type, settled
 Samples = Sequence[Any]
 
 
+@overload
 def verify(
     subject: Any,
     objective: Objective | Samples | None = None,
@@ -33,7 +36,33 @@ def verify(
     one: Callable[[Any], Any] | None = None,
     model: nn.Module | None = None,
     config: VerifyConfig | None = None,
-) -> VerifyReport:
+    against: None = None,
+) -> VerifyReport: ...
+
+
+@overload
+def verify(
+    subject: Any,
+    objective: Objective | Samples | None = None,
+    samples: Samples | None = None,
+    fields: Sequence[Field] | None = None,
+    *,
+    config: VerifyConfig | None = None,
+    against: Against,
+) -> AgainstReport: ...
+
+
+def verify(
+    subject: Any,
+    objective: Objective | Samples | None = None,
+    samples: Samples | None = None,
+    fields: Sequence[Field] | None = None,
+    *,
+    one: Callable[[Any], Any] | None = None,
+    model: nn.Module | None = None,
+    config: VerifyConfig | None = None,
+    against: Against | None = None,
+) -> VerifyReport | AgainstReport:
     """Prove that a batch equals one by one, or name where it does not.
 
     verify(model, objective, samples, fields)     a model of your own and its loss
@@ -42,13 +71,15 @@ def verify(
     verify(batched, one=single, samples=...)      your batched function against your original one-sample function
     verify(system)                                a System with its own samples and default settings (`verify_system`)
 
+    verify(model, ..., against="compile")         one engine against another: `compile`, a dtype, `attn:sdpa`, `int8`,
+                                                  `merged`, another model, a folder, a server's address or `Server`
+
     `model` names the model a function works with, where it cannot be found from the function.
 
     Nothing of the model is changed: modes, buffers and gradients are put back. The report's `ok` is True only if every
     arrangement that ran gave equal outputs, loss and gradients.
 
-    >>> import torch
-    >>> from truebatch import verify
+    >>>     >>> from truebatch import verify
     >>> samples = [torch.ones(n) for n in (3, 1, 6, 2)]
     >>> def padded_mean(many):
     ...     return [row.mean() for row in torch.nn.utils.rnn.pad_sequence(many, batch_first=True)]
@@ -56,20 +87,51 @@ def verify(
     'broken'
     """
     settings = config or VerifyConfig()
+    if against is not None:
+        if one is not None or model is not None or isinstance(subject, System):
+            raise _not_against(subject, one)
+        subject_of = _subject_against(subject, objective, samples, fields, settings)
+        return verify_against(subject_of, against, settings)
     if isinstance(subject, System):
         _check_alone(subject, objective=objective, samples=samples, fields=fields, one=one, model=model)
         return verify_system(subject, config=settings)
     if objective is not None and not isinstance(objective, Objective):
         objective, samples = None, objective if samples is None else samples
     if samples is None:
-        raise ConfigError(
-            "verify needs samples",
-            seen=f"verify({type(subject).__name__}) without samples",
-            do="pass about eight samples of different lengths as `samples`",
-        )
+        raise _no_samples(subject)
     if one is not None:
         return _verify_functions(subject, one, list(samples), fields, model, settings)
     return prove(_subject(subject, objective, list(samples), fields, settings, model), settings)
+
+
+def _subject_against(
+    subject: Any, objective: Any, samples: Samples | None, fields: Sequence[Field] | None, config: VerifyConfig
+) -> Subject | ListSubject:
+    """The subject of two engines; a Hugging Face model has samples of its own if none are given."""
+    if objective is not None and not isinstance(objective, Objective):
+        objective, samples = None, objective if samples is None else samples
+    if samples is None and _is_hf_model(subject):
+        samples = import_module("truebatch.proof.hfsubject").random_samples(subject)
+    if samples is None:
+        raise _no_samples(subject)
+    return _subject(subject, objective, list(samples), fields, config, None)
+
+
+def _not_against(subject: Any, one: Any) -> ConfigError:
+    seen = "a system" if isinstance(subject, System) else "one=..." if one is not None else "model=..."
+    return ConfigError(
+        "`against` compares two engines of a model",
+        seen=f"against with {seen}",
+        do="pass the model itself, with its objective, samples and fields if it is your own",
+    )
+
+
+def _no_samples(subject: Any) -> ConfigError:
+    return ConfigError(
+        "verify needs samples",
+        seen=f"verify({type(subject).__name__}) without samples",
+        do="pass about eight samples of different lengths as `samples`",
+    )
 
 
 def verify_system(
@@ -97,15 +159,20 @@ def verify_system(
 def assert_batchable(*args: Any, **kwargs: Any) -> VerifyReport:
     """`verify` for a test suite: raises LawError with the whole report if the law is broken or could not be proven.
 
-    >>> import torch
-    >>> from truebatch import assert_batchable
+    >>>     >>> from truebatch import assert_batchable
     >>> model = torch.nn.Linear(4, 2)
     >>> samples = [torch.randn(n, 4) for n in (3, 1, 6, 2)]
     >>> report = assert_batchable(lambda many: [model(x) for x in many], one=model, samples=samples)
     >>> report.verdict
     'equal'
     """
-    report = verify(*args, **kwargs)
+    if kwargs.get("against") is not None:
+        raise ConfigError(
+            "assert_batchable compares a batch with one by one",
+            seen="against=...",
+            do="compare two engines with verify(..., against=...), and assert its `ok`",
+        )
+    report: VerifyReport = verify(*args, **{**kwargs, "against": None})
     if report.ok:
         return report
     wrong = "a sample's result depends on what else is in its micro-batch" if report.is_broken else "nothing was proven"
