@@ -16,7 +16,7 @@ test: lint
 
 # Kernels that are written in Triton, interpreted on a CPU. It is large and not asked for elsewhere: a folder of its own.
 kernels: .triton/.ready
-	PYTHONPATH=.triton $(BIN)/python -m pytest tests/tensors/test_shortsamples.py
+	PYTHONPATH=.triton $(BIN)/python -m pytest tests/attention/test_triton_short.py
 
 .triton/.ready: $(VENV)/.ready-test
 	$(PIP) --no-deps --target .triton triton==3.9.0
@@ -43,6 +43,7 @@ lint: $(VENV)/.ready-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	PYTHONPATH=src $(BIN)/lint-imports
 
 # The pages as HTML, in docs/_build/html; a warning is an error.
 docs: $(VENV)/.ready-docs

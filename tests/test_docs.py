@@ -46,7 +46,7 @@ def test_every_page_is_there_in_both_languages():
 
 
 def test_every_system_that_can_be_begun_with_has_its_page():
-    begun = {folder.parent.name for folder in (ROOT / "src/truebatch/systems").glob("*/starter")}
+    begun = {folder.parent.name for folder in (ROOT / "src/truebatch_systems").glob("*/starter")}
     pages = {file.stem for file in (DOCS / "systems").glob("*.md") if "zh-CN" not in file.name}
     assert pages == begun
 

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import typer
 
-from truebatch import cli, errors
-from truebatch.cli import app, run
-from truebatch.hf.samples import make_samples
-from truebatch.hf.tiny import tiny_model
+from truebatch import errors
+from truebatch.cli import app as cli
+from truebatch.cli.app import app, run
+from truebatch.testing.tiny_hf.model import tiny_model
+from truebatch.testing.tiny_hf.random_samples import make_samples
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -152,7 +153,7 @@ def test_the_codes_and_kinds_of_failure_are_those_of_the_program(capsys):
     assert dict(re.findall(r"^\| `(\w+Error)` \|.*\| (\d+) \|$", text, re.MULTILINE)) == codes
     told = set(re.findall(r"^\| (\d+) \|", text, re.MULTILINE))
     assert told == set(re.findall(r"\b(\d+) [a-z]", cli.__doc__ or ""))
-    files = [file.read_text(encoding="utf-8") for file in (ROOT / "src/truebatch/scoring").glob("*.py")]
+    files = [file.read_text(encoding="utf-8") for file in (ROOT / "src/truebatch/scoring").rglob("*.py")]
     made = {kind for file in files for kind in re.findall(r'SampleError\(\s*"\w+", "(\w+)"', file)}
     listed = set(re.findall(r"`(\w+)`", text.partition("| stage | kinds |")[2].partition("\n\n")[0]))
     assert made <= listed

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from truebatch import checkup
+from truebatch import doctor
+from truebatch.attention import score_rule
 from truebatch.environment import describe_environment, redact
-from truebatch.tensors import scores
 
 
 def test_the_description_is_plain_data_with_the_versions_that_matter():
@@ -54,7 +54,7 @@ def test_ordinary_settings_are_shown_as_they_are(value):
 def test_the_package_of_the_fastest_attention_is_asked_for_where_it_matters(card, capability, verdicts, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    found = checkup._attention_plans(checkup.Check("accelerator", "ok", card))
+    found = doctor._attention_plans(doctor.Check("accelerator", "ok", card))
     assert [check.verdict for check in found] == verdicts
 
 
@@ -62,8 +62,8 @@ def test_the_package_of_the_fastest_attention_is_asked_for_where_it_matters(card
 def test_attention_with_wrong_gradients_is_named(is_confused, verdict, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(scores, "plans_confuse_layouts", lambda _device: is_confused)
-    (check,) = checkup._attention_gradients(checkup.Check("accelerator", "ok", "1 x NVIDIA H200 (13.0)"))
+    monkeypatch.setattr(score_rule, "plans_confuse_layouts", lambda _device: is_confused)
+    (check,) = doctor._attention_gradients(doctor.Check("accelerator", "ok", "1 x NVIDIA H200 (13.0)"))
     assert check.verdict == verdict
     assert ("enable_cudnn_sdp(False)" in check.words) == is_confused
-    assert checkup._attention_gradients(checkup.Check("accelerator", "ok", "none (CPU)")) == []
+    assert doctor._attention_gradients(doctor.Check("accelerator", "ok", "none (CPU)")) == []

@@ -7,20 +7,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LOADING = "src/truebatch/hf/loading.py"
-TEMPLATES = "src/truebatch/hf/templates.py"
+LOADING = "src/truebatch/hf/load.py"
+TEMPLATES = "src/truebatch/hf/template_sandbox.py"
 ALLOWED = {
     (LOADING, "from_pretrained"),
     (LOADING, "from_config"),
     (TEMPLATES, "apply_chat_template"),
     # Unsloth reads models from a folder alone; this one is written by us the moment before.
-    ("src/truebatch/bench/training_peers.py", "from_pretrained"),
+    ("benchmarks/training/peers.py", "from_pretrained"),
     # Shapes of our own, and the two parts inside of a configuration that has been looked at.
-    ("src/truebatch/hf/shapes.py", "from_config"),
-    ("benchmarks/attention_cuda.py", "from_config"),
-    ("src/truebatch/systems/stitched_llm/model.py", "from_config"),
+    ("benchmarks/model_shapes.py", "from_config"),
+    ("benchmarks/scripts/attention_cuda.py", "from_config"),
+    ("src/truebatch_systems/stitched_llm/model/model.py", "from_config"),
     # Between processes of one run, over a socket of its own.
-    ("src/truebatch/tensors/handover.py", "pickle.loads"),
+    ("src/truebatch/data/shared_memory.py", "pickle.loads"),
 }
 METHODS = ("from_pretrained", "from_config", "apply_chat_template")
 WHOLE = ("torch.load", "torch.hub.load", "pickle.load", "pickle.loads", "joblib.load", "yaml.load", "marshal.loads")
@@ -51,7 +51,7 @@ def test_nobody_loads_a_model_or_renders_a_template_elsewhere():
     elsewhere = {
         (str(path.relative_to(ROOT)), name) for path in files() for name, _ in found(path.read_text(encoding="utf-8"))
     }
-    assert elsewhere <= ALLOWED, "use truebatch.hf.loading and truebatch.hf.templates"
+    assert elsewhere <= ALLOWED, "use truebatch.hf.load and truebatch.hf.template_sandbox"
     assert elsewhere >= ALLOWED, "an exception that is no longer needed"
 
 

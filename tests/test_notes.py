@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from truebatch.bench.tables import FIGURE, MADE_BY, kept_value, read_results, with_figures
+from benchmarks.pages.tables import FIGURE, MADE_BY, kept_value, read_results, with_figures
 from truebatch.errors import DataError
-from truebatch.systems.vlm_pruning.settings import PruningConfig
+from truebatch_systems.vlm_pruning.config import PruningConfig
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "notes.md"

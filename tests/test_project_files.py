@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import truebatch
-from truebatch.cli import run
+from truebatch.cli.app import run
 
 ROOT = Path(__file__).parents[1]
 TEMPLATES = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
@@ -38,7 +38,7 @@ def test_there_is_a_template_for_bugs_wrong_batches_and_questions():
 
 
 def test_files_that_contributors_are_sent_to_exist():
-    named = re.findall(r"`((?:src|tests|planning|scoring|tensors|systems)/[\w/]+\.py)`", CONTRIBUTING)
+    named = re.findall(r"`((?:src|tests|planning|scoring|batch|systems)/[\w/]+\.py)`", CONTRIBUTING)
     assert len(named) >= 6
     named = [name.replace("NAME", "chinese_gpt") for name in named]
     assert [name for name in named if not ((ROOT / name).exists() or (ROOT / "src/truebatch" / name).exists())] == []
@@ -46,16 +46,16 @@ def test_files_that_contributors_are_sent_to_exist():
 
 def test_names_that_contributors_are_sent_to_exist():
     for name, file in {
-        "describe_readout": "scoring/readouts.py",
-        "as_labels": "scoring/readouts.py",
-        "Grouping": "planning/settings.py",
-        "grouping": "planning/forming.py",
+        "describe_readout": "scoring/readouts/__init__.py",
+        "as_labels": "scoring/readouts/__init__.py",
+        "Grouping": "planning/config.py",
+        "grouping": "planning/pack_epoch.py",
     }.items():
         assert name in (ROOT / "src/truebatch" / file).read_text(encoding="utf-8")
 
 
 def test_limits_of_style_are_those_that_are_tested():
-    order = (ROOT / "tests/test_order.py").read_text(encoding="utf-8")
+    order = (ROOT / "tests/test_architecture.py").read_text(encoding="utf-8")
     assert "none over sixty" in CONTRIBUTING
     assert "> 60" in order
     assert "none over 400" in CONTRIBUTING

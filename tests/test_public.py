@@ -46,10 +46,10 @@ def test_importing_the_package_loads_nothing_heavy():
 
 
 def test_help_loads_nothing_heavy():
-    loaded = loaded_after("from truebatch.cli import run; assert run(['--help']) == 0")
+    loaded = loaded_after("from truebatch.cli.app import run; assert run(['--help']) == 0")
     assert not loaded & {*HEAVY, "pydantic", "numpy", "yaml"}
     # typer itself asks pydantic about the types of options when it describes them.
-    loaded = loaded_after("from truebatch.cli import run; assert run(['plan', '--help']) == 0")
+    loaded = loaded_after("from truebatch.cli.app import run; assert run(['plan', '--help']) == 0")
     assert not loaded & {*HEAVY, "numpy", "yaml"}
 
 
@@ -57,7 +57,7 @@ def test_planning_never_loads_torch():
     loaded = loaded_after("""
         import truebatch
         truebatch.build_plan([3, 1, 2], truebatch.PlanConfig(cells=8))
-        from truebatch.cli import run
+        from truebatch.cli.app import run
         import json, pathlib, tempfile
         folder = pathlib.Path(tempfile.mkdtemp())
         (folder / "a.jsonl").write_text(json.dumps({"text": "abc"}) * 1)

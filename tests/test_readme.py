@@ -14,8 +14,8 @@ import torch
 
 import truebatch
 from tests.tiny import TEXT_FIELDS, NextToken, TextModel, text_samples
-from truebatch.adapters.steploss import step_loss
-from truebatch.cli import run
+from truebatch.adapters.step_loss import step_loss
+from truebatch.cli.app import run
 
 REPOSITORY = Path(__file__).parent.parent
 READMES = [REPOSITORY / "README.md", REPOSITORY / "README.zh-CN.md"]

@@ -12,17 +12,17 @@ import sys
 import pytest
 
 from tests.hostile.run_folders import put, trained
-from truebatch.bench.progress import progress
-from truebatch.cli import run
-from truebatch.language.saying import Filtered, filtered, one_line, say, say_error, shown
-from truebatch.reports.showing import make_show
+from truebatch.cli.app import run
+from truebatch.language.console import Filtered, filtered, one_line, say, say_error, shown
+from truebatch.reports.progress_display import make_show
 from truebatch.reports.tables import Table, print_table
-from truebatch.scoring.backend import SampleError
-from truebatch.scoring.batching import Limits
-from truebatch.scoring.exporting import export
-from truebatch.scoring.listing import list_samples
-from truebatch.scoring.running import Running, run_samples
-from truebatch.scoring.scripted import ScriptedBackend
+from truebatch.scoring.backends.interface import SampleError
+from truebatch.scoring.backends.scripted import ScriptedBackend
+from truebatch.scoring.batch_plan import Limits
+from truebatch.scoring.runner import Running, run_samples
+from truebatch.scoring.store.export import export
+from truebatch.scoring.store.input_index import list_samples
+from truebatch.verification.census.progress import progress
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\x08\x7f\u202egnp.exe\u2066\u200f\U000e0041\r\nFORGED: 9 samples, 9 done\u2028\x85FORGED"
 OBEYED = re.compile(

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from truebatch.attention.api import attend
+from truebatch.batch.collate import collate
+from truebatch.batch.fields import Field
+from truebatch.batch.microbatch import MicroBatch, RowAxis
 from truebatch.planning.rows import Rows, packed_row, padded_rows
-from truebatch.tensors.attention import attend
-from truebatch.tensors.collating import collate
-from truebatch.tensors.field import Field
-from truebatch.tensors.microbatch import MicroBatch, RowAxis
 
 IGNORE = -100
 

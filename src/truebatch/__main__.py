@@ -2,13 +2,13 @@
 
 from importlib import import_module
 
-from truebatch.interruption import catch_interruptions
+from truebatch.interrupts import catch_interruptions
 
 
 def main() -> None:
     """Entry point of the `truebatch` command."""
     catch_interruptions()
-    import_module("truebatch.cli").main()
+    import_module("truebatch.cli.app").main()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@
 
 from __future__ import annotations
 
-from truebatch.language.saying import three_parts
+from truebatch.language.console import three_parts
 
 
 class TruebatchError(ValueError):

@@ -13,8 +13,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from truebatch.batch.microbatch import MicroBatch
 from truebatch.errors import BatchError
-from truebatch.tensors.microbatch import MicroBatch
 
 
 @runtime_checkable
@@ -40,7 +40,7 @@ class Objective(Protocol):
         ...
 
 
-def held_open(objective: Objective, model: nn.Module, batch: MicroBatch) -> AbstractContextManager[None]:
+def forward_context(objective: Objective, model: nn.Module, batch: MicroBatch) -> AbstractContextManager[None]:
     """What an objective needs to stay in place through forward and backward: its own `hold`, or nothing.
 
     Gradient checkpointing runs layers again in backward, and they must then find what they found in forward.

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch import nn
 
-from truebatch.generation.settings import Generation
+from truebatch.batch.fields import Field
+from truebatch.data.fetch import Transform
+from truebatch.generation.config import Generation
 from truebatch.objective import Objective
-from truebatch.planning.measuring import Measured
+from truebatch.planning.lengths.measure import Measured
 from truebatch.planning.rows import Layout
-from truebatch.tensors.field import Field
-from truebatch.tensors.reading import Transform
 
 Sample = Mapping[str, Any]
 Dataset = Sequence[Sample]
@@ -70,7 +70,7 @@ class System:
     transform: Callable[[Any], Transform] | None = None
     """Augmentation keyed by sample id and epoch."""
     groups: Callable[[Any, nn.Module], Sequence[Any]] | None = None
-    """Optimisers of their own (`training.optimising.Group`); by default AdamW over all trainable parameters."""
+    """Optimisers of their own (`training.optim.param_groups.Group`); by default AdamW over all trainable parameters."""
     sketch: Callable[[Any], nn.Module] | None = None
     """A model of the same shapes, for estimates of memory where `build_model` first works for a while; default: that."""
     choose_layout: Callable[[Any, nn.Module], tuple[Layout, str]] | None = None
@@ -78,7 +78,7 @@ class System:
     settle: Callable[[Any], Any] | None = None
     """Fill in settings that were left open and follow from the data; a settled configuration stays as it is."""
     attend: Callable[[Any, nn.Module, Objective, Path], Sequence[Any]] | None = None
-    """Who stands beside a run in this folder (`training.attending.Attendant`): schedules, detectors that may stop it."""
+    """Who stands beside a run in this folder (`training.callbacks.Attendant`): schedules, detectors that may stop it."""
     describe: Callable[[Any], Sequence[str]] | None = None
     """Lines for the start of a run: what was read, and what was done to it."""
     save: Callable[[Any, nn.Module, Path], None] | None = None

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from tests.adapters.trainers import HEADS, gradients
-from truebatch.adapters.planned import AdapterConfig
+from truebatch.adapters.planned_batches import AdapterConfig
 
 CASES = [*((case, "padded") for case in HEADS), ("causal_lm", "packed")]
 

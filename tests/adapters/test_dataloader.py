@@ -11,11 +11,11 @@ from torch.utils.data import DataLoader
 from tests.tiny import TEXT_FIELDS, NextToken, TextModel, text_samples
 from truebatch.adapters import dataloader
 from truebatch.adapters.dataloader import whole_steps
-from truebatch.adapters.steploss import step_loss
+from truebatch.adapters.step_loss import step_loss
+from truebatch.data.torch_dataloader import batch_sampler, collate_fn, planned_samples
 from truebatch.errors import BatchError
+from truebatch.planning.config import PlanConfig
 from truebatch.planning.plan import build_plan
-from truebatch.planning.settings import PlanConfig
-from truebatch.tensors.dataloader import batch_sampler, collate_fn, planned_samples
 
 SAMPLES = text_samples([3, 31, 8, 17, 4, 29, 12, 5, 9, 22, 2])
 LENGTHS = [len(sample["input_ids"]) for sample in SAMPLES]

@@ -8,11 +8,11 @@ from transformers import default_data_collator
 
 from tests.adapters.started import run_two
 from tests.adapters.trainers import HEADS, LENGTHS, build, gradient_of, one_by_one, relative, sum_and_count
-from truebatch.adapters.planned import plan_data
+from truebatch.adapters.planned_batches import plan_data
 from truebatch.errors import ConfigError, RunError
-from truebatch.hf.objectives import HeadObjective
-from truebatch.planning.settings import PlanConfig
-from truebatch.training.failpoints import armed
+from truebatch.hf.heads.objective import HeadObjective
+from truebatch.planning.config import PlanConfig
+from truebatch.testing.failpoints import armed
 
 L = pytest.importorskip("lightning.pytorch")
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.adapters.trainers import Gradients, build, one_by_one, relative, sum_and_count
-from truebatch.adapters.planned import AdapterConfig
+from truebatch.adapters.planned_batches import AdapterConfig
 from truebatch.adapters.trainer import TruebatchMixin
 from truebatch.errors import ConfigError
 

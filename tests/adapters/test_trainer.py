@@ -20,10 +20,10 @@ from tests.adapters.trainers import (
     sum_and_count,
     trainer_of,
 )
-from truebatch.adapters.planned import AdapterConfig
+from truebatch.adapters.planned_batches import AdapterConfig
 from truebatch.adapters.trainer import TruebatchMixin
 from truebatch.errors import BatchError, RunError
-from truebatch.training.failpoints import armed
+from truebatch.testing.failpoints import armed
 
 PER_STEP = 8
 

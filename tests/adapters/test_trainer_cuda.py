@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.adapters.trainers import Gradients, build, one_by_one, relative, trainer_of
-from truebatch.adapters.planned import AdapterConfig
+from truebatch.adapters.planned_batches import AdapterConfig
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from truebatch.adapters.trainer import TruebatchMixin
-from truebatch.hf.samples import make_samples
-from truebatch.hf.tiny import tiny_model
+from truebatch.testing.tiny_hf.model import tiny_model
+from truebatch.testing.tiny_hf.random_samples import make_samples
 
 HEADS = {
     "causal_lm": ("llama", "causal_lm"),

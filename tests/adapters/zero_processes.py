@@ -18,8 +18,8 @@ import torch
 
 from tests.adapters.started import run_two
 from tests.adapters.trainers import PlannedTrainer, arguments, build, one_by_one, relative
-from truebatch.adapters.planned import AdapterConfig
-from truebatch.training.failpoints import armed
+from truebatch.adapters.planned_batches import AdapterConfig
+from truebatch.testing.failpoints import armed
 
 STAGES = (1, 2)
 CASES = ("causal_lm", "token_classification", "t5")

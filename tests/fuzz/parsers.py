@@ -9,25 +9,25 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from truebatch import load_plan
-from truebatch.config import apply_override, check_config
-from truebatch.generation.settings import Generation
-from truebatch.planning.datafiles import read_samples
-from truebatch.planning.lengths import choose_reading, read_length
-from truebatch.planning.settings import PlanConfig
-from truebatch.scoring.listing import load_list
-from truebatch.scoring.reading import read_asked
+from truebatch.config.load import apply_override, check_config
+from truebatch.config.yaml_files import Document, parse_value, parse_yaml
+from truebatch.generation.config import Generation
+from truebatch.import_target import is_target, resolve_target
+from truebatch.io.data_files import read_samples
+from truebatch.io.text_encoding import read_lines
+from truebatch.planning.config import PlanConfig
+from truebatch.planning.lengths.length_field import choose_reading, read_length
+from truebatch.scoring.inputs.read_samples import read_asked
 from truebatch.scoring.readouts import Generate, last_number
-from truebatch.systems.seqset_vae.settings import ColumnConfig
-from truebatch.systems.seqset_vae.tables import read_long_table
-from truebatch.systems.vl_reward.benchmark import Pair, Wanted, read_benchmark
-from truebatch.systems.vl_reward.parsing import Scale, parse_answer
-from truebatch.systems.vl_reward.prompts import Prompt, fill_prompt, prompt_faults
-from truebatch.systems.vlm_pruning.answers import chosen_option, vqa_words, yes_or_no
-from truebatch.targets import is_target, resolve_target
-from truebatch.textfiles import read_lines
-from truebatch.training.manifests import read_manifest
-from truebatch.training.tensorfiles import read_tensors
-from truebatch.yamlfiles import Document, parse_value, parse_yaml
+from truebatch.scoring.store.input_index import load_list
+from truebatch.training.checkpoint.manifest import read_manifest
+from truebatch.training.checkpoint.tensor_files import read_tensors
+from truebatch_systems.seqset_vae.config import ColumnConfig
+from truebatch_systems.seqset_vae.data.event_tables import read_long_table
+from truebatch_systems.vl_reward.data.dataset import EditPair, Wanted, read_benchmark
+from truebatch_systems.vl_reward.data.prompts import CategoryPrompt, fill_prompt, prompt_faults
+from truebatch_systems.vl_reward.judge.parse_score import Scale, parse_answer
+from truebatch_systems.vlm_pruning.eval.answers import chosen_option, vqa_words, yes_or_no
 
 CORPUS = Path(__file__).parent / "corpus"
 _FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-"))
@@ -117,9 +117,9 @@ def fuzz_override(data: bytes) -> None:
 
 
 def fuzz_template(data: bytes) -> None:
-    prompt = Prompt(system_prompt="", user_prompt_template=_text(data))
+    prompt = CategoryPrompt(system_prompt="", user_prompt_template=_text(data))
     if not list(prompt_faults({"a": prompt}, ["a"])):
-        fill_prompt(prompt, Pair(id="1", category="a", instruction="x", image=""))
+        fill_prompt(prompt, EditPair(id="1", category="a", instruction="x", image=""))
 
 
 def fuzz_benchmark(data: bytes) -> None:

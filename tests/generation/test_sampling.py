@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from truebatch.errors import ConfigError, NonFiniteError
-from truebatch.generation.prompts import key_prompts, key_samples
+from truebatch.generation.config import Generation
+from truebatch.generation.interface import key_prompts, key_samples
 from truebatch.generation.sampling import check_logits, choose_tokens, find_candidates, penalise, seen_tokens
-from truebatch.generation.settings import Generation
 
 
 def allowed(logits: torch.Tensor, asked: Generation) -> list[set[int]]:

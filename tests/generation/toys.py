@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from truebatch.generation.prompts import Prompt, key_prompts
+from truebatch.generation.interface import Prompt, key_prompts
 
 
 def logits_after(text: tuple[int, ...], vocabulary: int, seed: int) -> torch.Tensor:

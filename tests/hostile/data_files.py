@@ -13,7 +13,7 @@ import pyarrow
 from pyarrow import parquet
 
 from tests.hostile.making import Hostile, pickled, put
-from truebatch.planning.datafiles import read_samples
+from truebatch.io.data_files import read_samples
 
 GOOD = '{"id": "a", "input_ids": [1, 2, 3]}\n'
 

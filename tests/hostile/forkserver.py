@@ -32,12 +32,10 @@ def import_all() -> None:
     import pyarrow.parquet  # noqa: F401
     import transformers
 
-    import truebatch.cli
-    import truebatch.hf.finetuning.system
+    import truebatch.cli.app
+    import truebatch.hf.finetune.system
     import truebatch.scoring.scorer
-    import truebatch.systems.chinese_gpt.system
-    import truebatch.training.starting
-    import truebatch.training.trained  # noqa: F401
+    import truebatch.training.load_trained  # noqa: F401
 
     for name in (
         "AutoTokenizer",
@@ -77,7 +75,7 @@ def _be_the_command(line: list[str], folder: str) -> NoReturn:
         os.dup2(place, number)
     resource.setrlimit(resource.RLIMIT_AS, (SPACE, SPACE))
     resource.setrlimit(resource.RLIMIT_CPU, (int(2 * MOST_SECONDS), int(2 * MOST_SECONDS) + 5))
-    from truebatch.cli import run
+    from truebatch.cli.app import run
 
     code = run(line)
     sys.stdout.flush()

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.hostile.making import CANARY, Hostile, entry, pickled, put, safetensors, torch_zip
-from truebatch.hf.loading import without_chatter
-from truebatch.hf.tiny import tiny_model
-from truebatch.systems.stitched_llm.corpus import make_tokenizer
+from truebatch.hf.load import without_chatter
+from truebatch.testing.tiny_hf.model import tiny_model
+from truebatch_systems.stitched_llm.data.toy_corpus import make_tokenizer
 
 CODE = f"import os\nos.mkdir({CANARY!r})\n"
 ESCAPE = "{{ ''.__class__.__mro__[1].__subclasses__()[0].__init__.__globals__['os'].mkdir('" + CANARY + "') }}"

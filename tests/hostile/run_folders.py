@@ -16,12 +16,12 @@ import torch
 
 from tests.hostile.making import CANARY, Hostile, entry, pickled, put, safetensors, torch_zip
 from truebatch import PlanConfig, build_plan, load_plan, save_plan
-from truebatch.scoring.batching import Limits
-from truebatch.scoring.calling import ScoreCall, save_call
+from truebatch.scoring.backends.scripted import ScriptedBackend
+from truebatch.scoring.batch_plan import Limits
 from truebatch.scoring.scorer import Scorer
-from truebatch.scoring.scripted import ScriptedBackend
-from truebatch.training.checkpoints import Checkpoint, load_newest, save_checkpoint
-from truebatch.training.tensorfiles import read_tensors
+from truebatch.scoring.spec import ScoreCall, save_call
+from truebatch.training.checkpoint.store import Checkpoint, load_newest, save_checkpoint
+from truebatch.training.checkpoint.tensor_files import read_tensors
 
 BACKUP = "go back to an earlier"
 
@@ -121,7 +121,7 @@ def resumed(spoil: Callable[[Path], object]) -> Callable[[Path], Callable[[], ob
 
 def _signed(folder: Path, **values: Any) -> None:
     """A manifest that lies and has the hash of its own lies."""
-    from truebatch.training.manifests import _check_of
+    from truebatch.training.checkpoint.manifest import _check_of
 
     manifest = json.loads((folder / "manifest.json").read_text()) | values
     manifest.pop("check")

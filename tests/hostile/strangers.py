@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.hf.test_templates import HOSTILE as TEMPLATES
+from tests.hf.test_template_sandbox import HOSTILE as TEMPLATES
 from tests.hostile.making import CANARY, Hostile, put
 from tests.hostile.model_folders import SCORE, TRAIN, VERIFY, config, edited, models, template
 from tests.hostile.run_folders import changed, scored, trained

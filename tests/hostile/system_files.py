@@ -14,10 +14,10 @@ from typing import Any
 from PIL import Image
 
 from tests.hostile.making import CANARY, Hostile, pickled, png, put
-from truebatch.planning.imagesizes import measure_images
-from truebatch.systems.chinese_gpt.vocabulary import Vocab
-from truebatch.systems.vlm_pruning.datasets import load_split
-from truebatch.systems.vlm_pruning.settings import DatasetSettings
+from truebatch.planning.lengths.image_size import measure_images
+from truebatch_systems.chinese_gpt.tokenizer.vocabulary import Vocab
+from truebatch_systems.vlm_pruning.config import DatasetSettings
+from truebatch_systems.vlm_pruning.data.datasets import load_split
 
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n(x) (%pipe%mkdir " + CANARY.encode() + b") file\n"
 

@@ -14,17 +14,17 @@ import pytest
 from tests.hostile.making import png, put, safetensors
 from tests.hostile.settings_files import LAUGHS
 from truebatch.errors import TruebatchError
-from truebatch.reports.findings import keep_picture
-from truebatch.systems.vl_reward.benchmark import Pair
-from truebatch.systems.vl_reward.stages import picture_name
-from truebatch.textfiles import read_text
+from truebatch.io.text_encoding import read_text
+from truebatch.reports.artifacts import keep_picture
+from truebatch_systems.vl_reward.data.dataset import EditPair
+from truebatch_systems.vl_reward.stages import picture_name
 
 ROOT = Path(__file__).parents[2]
 MEBIBYTE = 2**20
 CHILD = """
 import json, resource, sys
-import psutil, pyarrow.parquet, PIL.Image, numpy, yaml, truebatch.planning.measuring, truebatch.reports.plans
-from truebatch.cli import run
+import psutil, pyarrow.parquet, PIL.Image, numpy, yaml, truebatch.planning.lengths.measure, truebatch.reports.plan_tables
+from truebatch.cli.app import run
 limit = psutil.Process().memory_info().vms + 512 * 2**20
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 print(json.dumps([run(line) for line in json.loads(sys.argv[1])]))
@@ -73,8 +73,8 @@ def test_a_small_file_takes_little_memory_however_large_it_might_be(tmp_path):
 
 
 def test_pictures_and_tensors_that_claim_to_be_large_are_refused_before_memory_is_taken(tmp_path):
-    from truebatch.planning.imagesizes import measure_images
-    from truebatch.training.tensorfiles import read_tensors
+    from truebatch.planning.lengths.image_size import measure_images
+    from truebatch.training.checkpoint.tensor_files import read_tensors
 
     picture = put(tmp_path, "a.png", png(50_000, 50_000, rows=1))
     tensors = put(tmp_path, "a.safetensors", safetensors({}, num=2**40))
@@ -96,7 +96,7 @@ TRAVERSALS = [
 @pytest.mark.parametrize("name", TRAVERSALS, ids=lambda name: ascii(name)[:24])
 def test_a_name_out_of_a_file_stays_inside_the_folder(name, tmp_path):
     for id_, category in ((name, "physical"), ("a", name), (name, name)):
-        kept = picture_name(Pair(id=id_, category=category, instruction="x", image=""))
+        kept = picture_name(EditPair(id=id_, category=category, instruction="x", image=""))
         path = tmp_path / kept
         assert path.resolve().is_relative_to(tmp_path)
         assert path.resolve() != tmp_path

@@ -14,7 +14,7 @@ from tests.hostile.model_folders import MODELS
 from tests.hostile.run_folders import RUNS
 from tests.hostile.settings_files import SETTINGS
 from tests.hostile.system_files import SYSTEMS
-from truebatch.cli import run
+from truebatch.cli.app import run
 from truebatch.errors import TruebatchError, exit_code_of
 
 CASES = [*SETTINGS, *DATA, *RUNS, *MODELS, *SYSTEMS]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from truebatch.cli import run
+from truebatch.cli.app import run
 
 SYSTEM = f"{Path(__file__).parent.parent / 'tasks.py'}:system"
 NAMES = (

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.language.collecting import all_sentences, catalogue_of, everything_known, faults, missing, numbered, silent
-from truebatch.cli import run
+from tests.language.collect import all_sentences, catalogue_of, everything_known, faults, missing, numbered, silent
+from truebatch.cli.app import run
 from truebatch.errors import DataError
-from truebatch.language import translating
-from truebatch.language.choosing import language
-from truebatch.language.translating import HOLE, Sentence, cut, in_chinese, in_words, whole_words
+from truebatch.language import translate
+from truebatch.language.locale import language
+from truebatch.language.translate import HOLE, Sentence, cut, in_chinese, in_words, whole_words
 
 PARTS = sorted(all_sentences())
 
@@ -24,7 +24,7 @@ def chinese(monkeypatch):
 @pytest.mark.parametrize("part", PARTS)
 def test_every_sentence_of_the_package_has_a_chinese_one(part):
     lacking = missing(part)
-    assert not lacking, f"python -m tests.language.collecting missing {part}: {lacking[:20]}"
+    assert not lacking, f"python -m tests.language.collect missing {part}: {lacking[:20]}"
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -45,15 +45,15 @@ def test_a_sentence_is_found_by_its_words_and_its_values_are_kept(monkeypatch):
         ("{0} is wrong: {1}", "{0} 有误：{1}"),
         ("check the path", "检查路径"),
     ]
-    monkeypatch.setattr(translating, "_entries", lambda: entries)
-    translating.catalogue.cache_clear()
+    monkeypatch.setattr(translate, "_entries", lambda: entries)
+    translate.catalogue.cache_clear()
     try:
         assert in_chinese("12 samples are longer than 8") == "12 个样本超过 8"
         assert in_chinese("a.txt is wrong: 3 samples are longer than 2") == "a.txt 有误：3 个样本超过 2"
         assert in_chinese("  check the path\nunknown words") == "  检查路径\nunknown words"
         assert in_chinese("something else; check the path") == "something else；检查路径"
     finally:
-        translating.catalogue.cache_clear()
+        translate.catalogue.cache_clear()
 
 
 @settings(max_examples=200, deadline=None)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
+from truebatch.planning.config import PlanConfig
 from truebatch.planning.plan import Plan
 from truebatch.planning.rows import Rows
-from truebatch.planning.settings import PlanConfig
 
 
 def held(rows: Rows, lengths: np.ndarray, costs: dict[str, np.ndarray]) -> dict[str, int]:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.planning.reference import check_promises, length_lists, patches_for, plan_configs, same_step
 from truebatch.errors import DataError, PlanError
-from truebatch.planning.distributions import example_lengths
+from truebatch.planning.config import PlanConfig
 from truebatch.planning.plan import Plan, build_plan
-from truebatch.planning.settings import PlanConfig
+from truebatch.testing.length_distributions import example_lengths
 
 quick = settings(deadline=None, max_examples=120)
 

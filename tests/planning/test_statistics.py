@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.planning.reference import length_lists, patches_for, plan_configs
-from truebatch.planning.distributions import Distribution, example_lengths
+from truebatch.planning.config import PlanConfig
 from truebatch.planning.plan import Plan, build_plan
-from truebatch.planning.settings import PlanConfig
+from truebatch.testing.length_distributions import Distribution, example_lengths
 
 
 def counted(plan: Plan, lengths: np.ndarray) -> dict[str, float]:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from tests.planning.reference import check_rows, length_lists, patches_for, plan_configs, same_step
 from truebatch.errors import DataError, PlanError
-from truebatch.planning.distributions import example_lengths
+from truebatch.planning.config import PlanConfig
 from truebatch.planning.rows import Rows
-from truebatch.planning.settings import PlanConfig
 from truebatch.planning.stream import StreamPlanner, StreamSample
+from truebatch.testing.length_distributions import example_lengths
 
 WINDOW = 400  # wide enough for any step that `plan_configs` draws
 Step = list[list[Rows]]

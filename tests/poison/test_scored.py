@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from truebatch.scoring.batching import Limits
+from truebatch.scoring.backends.scripted import ScriptedBackend
+from truebatch.scoring.batch_plan import Limits
 from truebatch.scoring.scorer import Scorer
-from truebatch.scoring.scripted import ScriptedBackend
 
 GOOD = [{"id": f"g{i}", "user": "x" * (3 + i)} for i in range(4)]
 SCORES = {f"g{i}": float(3 + i) for i in range(4)}

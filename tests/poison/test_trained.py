@@ -12,9 +12,9 @@ from torch import nn
 
 from truebatch import Field
 from truebatch.errors import NonFiniteError, TruebatchError
-from truebatch.training.loop import train
-from truebatch.training.settings import TrainConfig
-from truebatch.training.task import TrainData
+from truebatch.training.config import TrainConfig
+from truebatch.training.data import TrainData
+from truebatch.training.trainer import train
 
 VOCABULARY, CLASSES, AT = 11, 3, 5
 FIELDS = (

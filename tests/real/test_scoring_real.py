@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tests.real.weights import smollm2
-from truebatch.generation.settings import Generation
-from truebatch.scoring.batching import Limits, plan_batches
-from truebatch.scoring.checking import check_identity
-from truebatch.scoring.inprocess import model_backend
-from truebatch.scoring.reading import read_asked
+from truebatch.generation.config import Generation
+from truebatch.scoring.backends.transformers import model_backend
+from truebatch.scoring.batch_plan import Limits, plan_batches
+from truebatch.scoring.equality_check import check_identity
+from truebatch.scoring.inputs.read_samples import read_asked
 from truebatch.scoring.readouts import Generate, Labels
 
 SUBJECTS = ("the sea", "a small town", "prime numbers", "tea", "an old radio", "winter", "a bicycle", "the moon")

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.real.weights import minilm, smollm2
-from truebatch.proof.layouts import choose_layout
-from truebatch.proof.verification import verify
+from truebatch.verification.api import verify
+from truebatch.verification.choose_layout import choose_layout
 
 TEXTS = [
     "Hello!",

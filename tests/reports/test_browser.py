@@ -12,7 +12,7 @@ from PIL import Image
 
 from tests.reports.hostile import HOSTILE
 from truebatch.reports.page import Card, Section, render_page
-from truebatch.reports.pictures import curves, heat_map
+from truebatch.reports.plots import curves, heat_map
 from truebatch.reports.tables import Table
 
 CHROMIUM = next(

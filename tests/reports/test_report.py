@@ -11,13 +11,13 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.reports.hostile import HOSTILE
-from truebatch.cli import run as truebatch
+from truebatch.cli.app import run as truebatch
 from truebatch.errors import ConfigError, DataError, RunError
-from truebatch.reports.findings import keep_picture, keep_table, kept_findings
+from truebatch.reports.artifacts import keep_picture, keep_table, kept_findings
 from truebatch.reports.page import MOST_BYTES, Section, render_page
-from truebatch.reports.pictures import bars
+from truebatch.reports.plots import bars
 from truebatch.reports.report import write_report
-from truebatch.reports.runsections import read_log
+from truebatch.reports.run_section import read_log
 from truebatch.reports.tables import Table
 
 

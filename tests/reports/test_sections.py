@@ -12,18 +12,18 @@ from PIL import Image
 
 from tests.reports.hostile import HOSTILE
 from tests.reports.test_report import harmless
-from truebatch.cli import run as truebatch
+from truebatch.cli.app import run as truebatch
 from truebatch.errors import DataError
-from truebatch.planning.measured import Measured
-from truebatch.reports import pictures
-from truebatch.reports.findings import keep_gallery
-from truebatch.reports.galleries import Exhibit, make_card, small_picture
-from truebatch.reports.proofs import VERIFICATION, keep_verification, proof_sections
+from truebatch.planning.lengths.measured_values import Measured
+from truebatch.reports import plots
+from truebatch.reports.artifacts import keep_gallery
+from truebatch.reports.gallery import Exhibit, make_card, small_picture
 from truebatch.reports.report import print_report, report_sections, write_report
-from truebatch.reports.runsections import is_run
-from truebatch.reports.scores import SHOWN, choose_shown
-from truebatch.training.opening import LENGTHS, MOST_LENGTHS, check_data
-from truebatch.training.runs import Run
+from truebatch.reports.run_section import is_run
+from truebatch.reports.score_section import SHOWN, choose_shown
+from truebatch.reports.verify_section import VERIFICATION, keep_verification, proof_sections
+from truebatch.training.run_dir.resume_checks import LENGTHS, MOST_LENGTHS, check_data
+from truebatch.training.run_dir.run_dir import RunFolder
 
 DIFFERENCE = {"part": "outputs", "value": 3e-3, "limit": 1e-5, "where": "sample 2"}
 ARRANGEMENT = {"layout": "right", "error": "", "moved_samples": [2], "differences": [DIFFERENCE]}
@@ -195,7 +195,7 @@ def test_a_fit_has_its_points_and_the_batch_sizes(tmp_path):
 def test_the_lengths_of_a_run_are_kept_when_it_begins_and_shown_with_what_groupings_waste(tmp_path):
     lengths = np.random.default_rng(0).integers(5, 200, MOST_LENGTHS + 500)
     (tmp_path / "plan").mkdir()
-    check_data(Run(tmp_path, {}), Measured(lengths=lengths))
+    check_data(RunFolder(tmp_path, {}), Measured(lengths=lengths))
     kept = np.load(tmp_path / "plan" / LENGTHS)
     assert len(kept) == MOST_LENGTHS
     assert (kept[0], kept[-1]) == (lengths[0], lengths[-1])
@@ -213,7 +213,7 @@ def test_the_terminal_has_every_table_of_the_page_and_needs_no_pictures(tmp_path
     keep_verification(tmp_path, FOUND)
     (tmp_path / "fit.json").write_text(json.dumps(FIT))
     (tmp_path / "status.json").write_text(json.dumps({"state": "done", "step": 3, "message": "\x1b[31mred"}))
-    monkeypatch.setattr(pictures, "load_matplotlib", lambda: pytest.fail("nothing is drawn for a terminal"))
+    monkeypatch.setattr(plots, "load_matplotlib", lambda: pytest.fail("nothing is drawn for a terminal"))
     told = terminal(tmp_path)
     assert "\x1b" not in told
     for section in report_sections([tmp_path]):

@@ -10,7 +10,7 @@ import transformers
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from truebatch.hf.tiny import wake_weights
+from truebatch.testing.tiny_hf.model import randomize_zero_init
 
 SPECIAL = (
     "<pad>",
@@ -55,7 +55,7 @@ def text_sizes(**more):
 
 def awake(model, seed=0):
     torch.manual_seed(seed)
-    wake_weights(model)
+    randomize_zero_init(model)
     return model.float().eval()
 
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 import truebatch
+from tests.scoring.backends.test_transformers import Broken
 from tests.scoring.judges import VISION, make_tokenizer, picture_questions, questions, text_judge
-from tests.scoring.test_inprocess import Broken
-from truebatch.cli import run
+from truebatch.cli.app import run
 from truebatch.errors import ConfigError, DataError, LawError
-from truebatch.generation.settings import Generation
-from truebatch.scoring.batching import Limits
-from truebatch.scoring.calling import ScoreCall, open_one
+from truebatch.generation.config import Generation
+from truebatch.scoring.batch_plan import Limits
 from truebatch.scoring.readouts import Generate, Labels, YesNo
-from truebatch.scoring.running import Running
+from truebatch.scoring.runner import Running
 from truebatch.scoring.scorer import Scorer
-from truebatch.training.failpoints import armed
+from truebatch.scoring.spec import ScoreCall, open_one
+from truebatch.testing.failpoints import armed
 
 TEN = Labels({str(n): n for n in range(1, 11)})
 pytestmark = pytest.mark.xdist_group("scoring-models")

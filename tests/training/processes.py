@@ -13,25 +13,25 @@ import torch
 import torch.distributed as dist
 
 from tests.tiny import SETS_FIELDS, TEXT_FIELDS, NextToken, SetRisk, SetsModel, TextModel, set_samples, text_samples
-from tests.training.test_nonfinite import POLICIES, SOURCES
-from tests.training.test_nonfinite import SAMPLES as BAD_SAMPLES
+from tests.training.optim.test_nonfinite import POLICIES, SOURCES
+from tests.training.optim.test_nonfinite import SAMPLES as BAD_SAMPLES
+from truebatch.data.loader import load_steps
 from truebatch.errors import NonFiniteError, RestartError, exit_code_of
-from truebatch.hf.heads import head_of
-from truebatch.hf.objectives import HeadObjective
-from truebatch.hf.samples import make_samples
-from truebatch.hf.tiny import tiny_model
+from truebatch.hf.heads.heads import head_of
+from truebatch.hf.heads.objective import HeadObjective
+from truebatch.planning.config import PlanConfig
 from truebatch.planning.plan import build_plan
-from truebatch.planning.settings import PlanConfig
-from truebatch.tensors.loader import load_steps
-from truebatch.training.checkpoints import load_newest
-from truebatch.training.failpoints import armed
-from truebatch.training.guard import Guard, read_budget
-from truebatch.training.loop import train
-from truebatch.training.optimising import Group, make_groups
-from truebatch.training.reducing import all_say, num_ranks, rank
-from truebatch.training.settings import TrainConfig
-from truebatch.training.step import Engine, step_counts, take_gradients
-from truebatch.training.task import TrainData, alone_of, measure_by_reading
+from truebatch.testing.failpoints import armed
+from truebatch.testing.tiny_hf.model import tiny_model
+from truebatch.testing.tiny_hf.random_samples import make_samples
+from truebatch.training.checkpoint.store import load_newest
+from truebatch.training.config import TrainConfig
+from truebatch.training.data import TrainData, measure_by_reading, single_sample_batch_fn
+from truebatch.training.distributed.collectives import all_gather_list, num_ranks, rank
+from truebatch.training.memory.oom_retry import Guard, read_budget
+from truebatch.training.optim.param_groups import Group, make_groups
+from truebatch.training.step import StepEngine, step_counts, take_gradients
+from truebatch.training.trainer import train
 
 TEXTS = text_samples([3, 31, 8, 17, 4, 29, 12, 5, 9, 22, 2])
 STAYS = set_samples([[2, 5, 1], [1], [7, 3, 9, 2], [4, 4], [25, 1], [3], [2, 2]])
@@ -58,7 +58,7 @@ def head_gradients(name, layout, cells):
     samples = make_samples(model, [5, 19, 9, 2, 13, 7, 11, 4])
     objective = HeadObjective(head=head_of(model))
     groups = make_groups([Group(optimiser=torch.optim.SGD(model.parameters(), 0.1))], model)
-    engine = Engine(model=model, objective=objective, groups=groups)
+    engine = StepEngine(model=model, objective=objective, groups=groups)
     lengths = [len(sample["input_ids"]) for sample in samples]
     plan = build_plan(lengths, PlanConfig(layout=layout, samples_per_step=8, cells=cells), ranks=num_ranks())
     (step,) = load_steps(plan, samples, objective.head.fields, rank=rank())
@@ -71,7 +71,7 @@ def engine_of(kind, objective):
     torch.manual_seed(0)
     model = kind()
     groups = [Group(optimiser=torch.optim.SGD(model.parameters(), 0.3, momentum=0.9))]
-    return Engine(model=model, objective=objective(), groups=make_groups(groups, model))
+    return StepEngine(model=model, objective=objective(), groups=make_groups(groups, model))
 
 
 class Limited(NextToken):
@@ -97,12 +97,12 @@ def gradients(case, layout, *, shard=False, guard=None, limit=None):
 
         fully_shard(engine.model)
         groups = [Group(optimiser=torch.optim.SGD(engine.model.parameters(), 0.3))]
-        engine = Engine(
+        engine = StepEngine(
             model=engine.model,
             objective=objective(),
             groups=make_groups(groups, engine.model),
             guard=guard,
-            stand_in=lambda: alone_of(TrainData(samples=samples, fields=fields), epoch=0)(0),
+            stand_in=lambda: single_sample_batch_fn(TrainData(samples=samples, fields=fields), epoch=0)(0),
         )
     lengths = measure_by_reading(samples, fields).lengths
     limits = {"cells": 40} if "cells" in {f.axis for f in fields} else {"samples": 2}
@@ -124,12 +124,12 @@ def out_of_memory():
         with armed("step.backward:oom:2") if rank() == at else nullcontext():
             found = gradients("text", "padded", guard=guard)
         results[f"out of memory on rank {at}"] = [(x, y, g.tolist()) for x, y, g in found]
-        results[f"recoveries {at}"] = all_say([guard.recoveries])
+        results[f"recoveries {at}"] = all_gather_list([guard.recoveries])
     limited = Guard(fields=TEXT_FIELDS)
     results["limited"] = [(x, y, g.tolist()) for x, y, g in gradients("text", "packed", guard=limited, limit=33)]
     left_out = Guard(fields=TEXT_FIELDS, when_too_large="quarantine")
     results["quarantine"] = [(x, y, g.tolist()) for x, y, g in gradients("text", "padded", guard=left_out, limit=28)]
-    results["quarantined"] = all_say([sorted(left_out.quarantined)])
+    results["quarantined"] = all_gather_list([sorted(left_out.quarantined)])
     return results
 
 

@@ -6,21 +6,21 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.tiny import counting_backend
+from truebatch.batch import torch_compile
+from truebatch.batch.collate import collate
+from truebatch.batch.segments import most_segments, packed_segments
+from truebatch.batch.torch_compile import compile_layers, has_compiled_layers, repeated_layers, uncompile_layers
 from truebatch.errors import AttentionError, ConfigError
-from truebatch.hf.heads import head_of
-from truebatch.hf.objectives import HeadObjective
-from truebatch.hf.tiny import tiny_model
+from truebatch.hf.heads.heads import head_of
+from truebatch.hf.heads.objective import HeadObjective
 from truebatch.planning.rows import packed_row
-from truebatch.systems.chinese_gpt.model import ChineseGPT, ModelShape
-from truebatch.systems.chinese_gpt.objective import NextToken
-from truebatch.systems.chinese_gpt.samples import FIELDS
-from truebatch.tensors import compiling
-from truebatch.tensors.collating import collate
-from truebatch.tensors.compiling import compile_layers, has_compiled_layers, repeated_layers, uncompile_layers
-from truebatch.tensors.segments import most_segments, packed_segments
-from truebatch.training.loop import train
-from truebatch.training.settings import TrainConfig
-from truebatch.training.task import TrainData
+from truebatch.testing.tiny_hf.model import tiny_model
+from truebatch.training.config import TrainConfig
+from truebatch.training.data import TrainData
+from truebatch.training.trainer import train
+from truebatch_systems.chinese_gpt.data.samples import FIELDS
+from truebatch_systems.chinese_gpt.model.model import ChineseGPT, ModelShape
+from truebatch_systems.chinese_gpt.train.objective import NextToken
 
 CELLS = 40
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:
 def graphs(monkeypatch):
     torch.compiler.reset()
     seen, count = counting_backend()
-    monkeypatch.setattr(compiling, "BACKEND", count)
+    monkeypatch.setattr(torch_compile, "BACKEND", count)
     return seen
 
 

@@ -13,12 +13,12 @@ from torch import nn
 from tests import tasks
 from tests.tiny import TEXT_FIELDS, NextToken, TextModel, text_samples
 from truebatch.errors import CheckpointError, ConfigError, DataError, NonFiniteError, RunError
-from truebatch.training.keeping import list_checkpoints
-from truebatch.training.loop import train
-from truebatch.training.optimising import Group
-from truebatch.training.settings import TrainConfig
-from truebatch.training.starting import Start, settings_type, train_system
-from truebatch.training.task import TrainData
+from truebatch.training.checkpoint.retention import list_checkpoints
+from truebatch.training.config import TrainConfig
+from truebatch.training.data import TrainData
+from truebatch.training.optim.param_groups import Group
+from truebatch.training.train_system import Start, settings_type, train_system
+from truebatch.training.trainer import train
 
 SAMPLES = text_samples([3, 31, 8, 17, 4, 29, 12, 5, 9, 22, 2, 14, 7, 19, 6, 11])
 BAD = 6
@@ -164,7 +164,9 @@ class SlowToValidate(NextToken):
 
 def test_a_validation_longer_than_the_patience_of_the_watchdog_is_not_a_stuck_run(monkeypatch):
     stuck = []
-    monkeypatch.setattr("truebatch.training.watchdog._give_up", lambda _dog, report, _on_stuck: stuck.append(report))
+    monkeypatch.setattr(
+        "truebatch.training.run_dir.watchdog._give_up", lambda _dog, report, _on_stuck: stuck.append(report)
+    )
     config = settings(epochs=1, batch_size=1, stuck_seconds=2.0)
     train(model_of(), SlowToValidate(), data(validation=SAMPLES), config)
     assert not stuck
@@ -212,9 +214,9 @@ def test_a_run_does_not_go_on_with_other_samples(tmp_path, other):
 def test_other_devices_do_not_change_the_samples_of_a_step_unnoticed(tmp_path, monkeypatch):
     config = TrainConfig(batch_size=4, max_steps=2)
     train(model_of(), NextToken(), data(), config, out=tmp_path / "run")
-    monkeypatch.setattr("truebatch.training.place.num_ranks", lambda: 2)
-    monkeypatch.setattr("truebatch.training.place.move_model", lambda *_: None)
-    monkeypatch.setattr("truebatch.training.loop.move_model", lambda *_: None)
+    monkeypatch.setattr("truebatch.training.distributed.device.num_ranks", lambda: 2)
+    monkeypatch.setattr("truebatch.training.distributed.device.move_model", lambda *_: None)
+    monkeypatch.setattr("truebatch.training.trainer.move_model", lambda *_: None)
     with pytest.raises(RunError, match="samples_per_step is changed"):
         train(model_of(), NextToken(), data(), replace(config, devices=2), out=tmp_path / "run")
     same = replace(config, samples_per_step=4, devices=2)

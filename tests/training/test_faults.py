@@ -8,15 +8,15 @@ import torch
 
 from tests.tiny import TEXT_FIELDS, NextToken, TextModel, text_samples
 from truebatch.errors import CheckpointError, ConfigError, DataError, LawError, NonFiniteError, RunError, TruebatchError
-from truebatch.training.checking import compare_with_one_by_one
-from truebatch.training.keeping import best_step
-from truebatch.training.loop import train
-from truebatch.training.metrics import read_metrics
-from truebatch.training.optimising import Group, make_groups
-from truebatch.training.runs import read_status
-from truebatch.training.settings import TrainConfig
-from truebatch.training.step import Engine, step_counts
-from truebatch.training.task import TrainData, alone_of
+from truebatch.training.checkpoint.retention import best_step
+from truebatch.training.checks.compare_one_by_one import compare_with_one_by_one
+from truebatch.training.config import TrainConfig
+from truebatch.training.data import TrainData, single_sample_batch_fn
+from truebatch.training.logging.metrics_jsonl import read_metrics
+from truebatch.training.optim.param_groups import Group, make_groups
+from truebatch.training.run_dir.run_dir import read_status
+from truebatch.training.step import StepEngine, step_counts
+from truebatch.training.trainer import train
 
 LENGTHS = [3, 31, 8, 17, 4, 29, 12, 5, 9, 22, 2, 14]
 SAMPLES = text_samples(LENGTHS)
@@ -68,10 +68,10 @@ def compared(objective, *, scale):
     model = model_of()
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     groups = make_groups([Group(optimiser=torch.optim.SGD(model.parameters(), 0.1))], model)
-    engine = Engine(model=model, objective=objective, groups=groups, scaler=scaler)
-    alone = alone_of(data(), epoch=0)
+    engine = StepEngine(model=model, objective=objective, groups=groups, scaler=scaler)
+    alone = single_sample_batch_fn(data(), epoch=0)
+    from truebatch.batch.collate import collate
     from truebatch.planning.rows import padded_rows
-    from truebatch.tensors.collating import collate
 
     batch = collate([SAMPLES[i] for i in range(4)], padded_rows(np.arange(4), 31), TEXT_FIELDS)
     counts = step_counts([batch], objective, {}, device=engine.device)

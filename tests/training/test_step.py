@@ -23,12 +23,12 @@ from tests.tiny import (
     set_samples,
     text_samples,
 )
+from truebatch.batch.keyed_random import KeyedDropout, name_purposes
 from truebatch.errors import BatchError, ConfigError
 from truebatch.objective import add_counts
-from truebatch.tensors.noise import KeyedDropout, name_purposes
-from truebatch.training.optimising import Group, check_terms, make_groups
-from truebatch.training.schedules import Schedule
-from truebatch.training.step import Engine, apply_update, step_counts, take_gradients
+from truebatch.training.optim.lr_schedules import Schedule
+from truebatch.training.optim.param_groups import Group, check_terms, make_groups
+from truebatch.training.step import StepEngine, apply_update, step_counts, take_gradients
 
 CASES = {
     "text": (TextModel, NextToken, TEXT_FIELDS, text_samples([3, 31, 8, 17, 4, 29, 12, 5])),
@@ -59,7 +59,7 @@ def engine_of(model, objective, **groups):
     found = [Group(name=n, **g) for n, g in groups.items()] or [
         Group(optimiser=torch.optim.AdamW(model.parameters(), 1e-2))
     ]
-    return Engine(model=model, objective=objective, groups=make_groups(found, model), seed=3)
+    return StepEngine(model=model, objective=objective, groups=make_groups(found, model), seed=3)
 
 
 def gradient(engine, batches):

@@ -3,12 +3,12 @@
 >>> import torch
 >>> from torch.utils.data import DataLoader
 >>> from truebatch import PlanConfig, build_plan
->>> from truebatch.adapters.steploss import step_loss
->>> from truebatch.hf.heads import head_of
->>> from truebatch.hf.objectives import HeadObjective
->>> from truebatch.hf.samples import make_samples
->>> from truebatch.hf.tiny import tiny_model
->>> from truebatch.tensors.dataloader import batch_sampler, collate_fn, planned_samples
+>>> from truebatch.adapters.step_loss import step_loss
+>>> from truebatch.hf.heads.heads import head_of
+>>> from truebatch.hf.heads.objective import HeadObjective
+>>> from truebatch.testing.tiny_hf.random_samples import make_samples
+>>> from truebatch.testing.tiny_hf.model import tiny_model
+>>> from truebatch.data.torch_dataloader import batch_sampler, collate_fn, planned_samples
 >>> model = tiny_model("llama")
 >>> dataset, head = make_samples(model, [3, 9, 4, 7, 5]), head_of(model)
 
@@ -36,10 +36,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
+from truebatch.batch.microbatch import MicroBatch
+from truebatch.data.loader import LoadedStep, check_place
 from truebatch.errors import BatchError
 from truebatch.planning.plan import Plan
-from truebatch.tensors.loader import LoadedStep, check_place
-from truebatch.tensors.microbatch import MicroBatch
 
 
 def whole_steps(

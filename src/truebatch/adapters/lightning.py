@@ -17,15 +17,15 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 
-from truebatch.adapters.planned import PlannedData
-from truebatch.adapters.steploss import step_loss
+from truebatch.adapters.planned_batches import PlannedData
+from truebatch.adapters.step_loss import step_loss
+from truebatch.data.loader import LoadedStep, LoaderConfig
 from truebatch.errors import ConfigError, RunError
-from truebatch.hf.objectives import HeadObjective
+from truebatch.hf.heads.objective import HeadObjective
 from truebatch.objective import Objective
-from truebatch.tensors.loader import LoadedStep, LoaderConfig
-from truebatch.training.evaluating import evaluate_loss
-from truebatch.training.guard import Guard
-from truebatch.training.step import Engine
+from truebatch.training.memory.oom_retry import Guard
+from truebatch.training.step import StepEngine
+from truebatch.training.validation import evaluate_loss
 
 _log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def lightning_loss(module: LightningModule, model: nn.Module, objective: Objecti
 
 def lightning_eval_loss(module: LightningModule, model: nn.Module, data: PlannedData) -> float:
     """The loss of a whole dataset, divided once over all of it and all ranks; call it from an epoch-end hook."""
-    engine = Engine(
+    engine = StepEngine(
         model=model,
         objective=HeadObjective(head=data.head),
         groups=(),

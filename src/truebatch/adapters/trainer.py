@@ -22,19 +22,19 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from truebatch.adapters.deepspeed import plain_leaves
-from truebatch.adapters.planned import AdapterConfig, PlannedData, bare_model, held_attention, plan_data
-from truebatch.adapters.refusals import refuse_settings
-from truebatch.adapters.steploss import hand_over, take_step
+from truebatch.adapters.planned_batches import AdapterConfig, PlannedData, bare_model, held_attention, plan_data
+from truebatch.adapters.step_loss import hand_over, take_step
+from truebatch.adapters.unsupported import refuse_settings
+from truebatch.batch.microbatch import MicroBatch
+from truebatch.data.loader import LoadedStep, LoaderConfig
 from truebatch.errors import BatchError, RunError
-from truebatch.hf.objectives import HeadObjective
-from truebatch.tensors.loader import LoadedStep, LoaderConfig
-from truebatch.tensors.microbatch import MicroBatch
-from truebatch.training.evaluating import evaluate_loss
-from truebatch.training.guard import Guard
-from truebatch.training.law import refuse_couplings
-from truebatch.training.optimising import Group
-from truebatch.training.reducing import num_ranks, rank, reduce_gradients, sum_over_ranks
-from truebatch.training.step import Engine, accumulate, step_counts
+from truebatch.hf.heads.objective import HeadObjective
+from truebatch.training.checks.batch_coupling import refuse_couplings
+from truebatch.training.distributed.collectives import num_ranks, rank, reduce_gradients, sum_over_ranks
+from truebatch.training.memory.oom_retry import Guard
+from truebatch.training.optim.param_groups import Group
+from truebatch.training.step import StepEngine, accumulate, step_counts
+from truebatch.training.validation import evaluate_loss
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -248,9 +248,9 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
         terms = evaluate_loss(engine, planned.samples, planned.measured, planned.head.fields, config)
         return sum(terms.values())
 
-    def _engine(self, model: nn.Module, groups: tuple[Group, ...], planned: PlannedData | None = None) -> Engine:
+    def _engine(self, model: nn.Module, groups: tuple[Group, ...], planned: PlannedData | None = None) -> StepEngine:
         """The model without the wrapper of its ranks: gradients are summed once a step, not in every backward."""
-        return Engine(
+        return StepEngine(
             model=bare_model(model),
             objective=self._objective(planned),
             groups=groups,

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from truebatch.batch.keyed_random import keyed_bits
 from truebatch.errors import NonFiniteError
-from truebatch.generation.settings import Generation
-from truebatch.tensors.noise import keyed_bits
+from truebatch.generation.config import Generation
 
 COLDEST = 1e-4
 """At this temperature and below the likeliest token is taken: nothing else would be drawn."""

@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from truebatch.errors import DataError, PlanError
-from truebatch.notebook import html_table
-from truebatch.planning.cutting import cut_steps, form_steps, keyed_sample_order
-from truebatch.planning.dealing import Cut, deal_units, units_of_step
-from truebatch.planning.forming import form_units
+from truebatch.html_repr import html_table
+from truebatch.planning.assign_ranks import StepLayout, deal_units, units_of_step
+from truebatch.planning.config import PlanConfig, check_whole
+from truebatch.planning.cut_steps import cut_steps, form_steps, keyed_sample_order
+from truebatch.planning.pack_epoch import form_units
 from truebatch.planning.rows import Ints, Rows, packed_row, padded_rows
-from truebatch.planning.samples import Samples, check_lengths, measure_samples
-from truebatch.planning.settings import PlanConfig, check_whole
+from truebatch.planning.sample_table import Samples, check_lengths, measure_samples
 from truebatch.planning.statistics import PlanStatistics, measure_plan
 
 FINGERPRINT_VERSION = 1
@@ -72,7 +72,7 @@ class Plan:
 
     samples: Samples = field(repr=False)
     """Lengths, costs and counts of the dataset, as they are planned."""
-    cut: Cut = field(repr=False)
+    cut: StepLayout = field(repr=False)
     """The steps as they lie for `ranks`."""
     config: PlanConfig
     epoch: int
@@ -166,7 +166,7 @@ class Plan:
             lengths[self.samples.cut_ids] = self.samples.cut_from
         return lengths
 
-    def _cut_again(self, step: int, ranks: int) -> Cut:
+    def _cut_again(self, step: int, ranks: int) -> StepLayout:
         if self.config.is_epoch_wide:
             units = units_of_step(self.samples, self.cut, step, self.config)
             return deal_units(self.samples, units, self.config, ranks=ranks)
@@ -174,13 +174,13 @@ class Plan:
         whole = np.array([0, len(ids)], dtype=np.int64)
         return cut_steps(self.samples, ids, whole, self.config, ranks=ranks)
 
-    def _ranks_of(self, cut: Cut, step: int, ranks: int) -> list[list[Rows]]:
+    def _ranks_of(self, cut: StepLayout, step: int, ranks: int) -> list[list[Rows]]:
         first, last = int(cut.step_starts[step]), int(cut.step_starts[step + 1])
         micro = [self._micro_batch(cut, m) for m in range(first, last)]
         per_rank = len(micro) // ranks
         return [micro[r * per_rank : (r + 1) * per_rank] for r in range(ranks)]
 
-    def _micro_batch(self, cut: Cut, micro: int) -> Rows:
+    def _micro_batch(self, cut: StepLayout, micro: int) -> Rows:
         first, last = int(cut.micro_starts[micro]), int(cut.micro_starts[micro + 1])
         if cut.row_starts is not None:
             starts = np.asarray(cut.row_starts[first : last + 1], dtype=np.int64)
@@ -192,7 +192,7 @@ class Plan:
             return packed_row(ids, int(lengths.sum()))
         return padded_rows(ids, int(lengths.max(initial=0)))
 
-    def _ids(self, cut: Cut, first: int, last: int) -> Ints:
+    def _ids(self, cut: StepLayout, first: int, last: int) -> Ints:
         ids = np.asarray(cut.order[first:last], dtype=np.int64)
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(self.samples.lengths):
             raise DataError(
@@ -211,7 +211,7 @@ class Plan:
             )
 
 
-def _slim(cut: Cut, num: int) -> Cut:
+def _slim(cut: StepLayout, num: int) -> StepLayout:
     """Sample ids in 32 bits where they fit: plans of very many samples stay small."""
     order = cut.order.astype(np.int32) if num <= 2**31 - 1 else cut.order
-    return Cut(order, cut.micro_starts, cut.step_starts, cut.row_starts)
+    return StepLayout(order, cut.micro_starts, cut.step_starts, cut.row_starts)

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from truebatch.planning.dealing import Cut
+from truebatch.planning.assign_ranks import StepLayout
+from truebatch.planning.config import PlanConfig
+from truebatch.planning.csr import segment_maxima, segment_sums
 from truebatch.planning.rows import Ints
-from truebatch.planning.samples import Samples
-from truebatch.planning.segments import segment_maxima, segment_sums
-from truebatch.planning.settings import PlanConfig
+from truebatch.planning.sample_table import Samples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +61,7 @@ class _Measures:
     starts: Ints
 
 
-def measure_plan(samples: Samples, cut: Cut, config: PlanConfig, ranks: int) -> PlanStatistics:
+def measure_plan(samples: Samples, cut: StepLayout, config: PlanConfig, ranks: int) -> PlanStatistics:
     """Count everything from the arrays of the plan, nothing from how it was made."""
     micro = _measure_micro_batches(samples, cut, config)
     tokens, cells = int(micro.tokens.sum()), int(micro.cells.sum())
@@ -85,7 +85,7 @@ def measure_plan(samples: Samples, cut: Cut, config: PlanConfig, ranks: int) -> 
     )
 
 
-def _measure_micro_batches(samples: Samples, cut: Cut, config: PlanConfig) -> _Measures:
+def _measure_micro_batches(samples: Samples, cut: StepLayout, config: PlanConfig) -> _Measures:
     lengths = samples.lengths[cut.order]
     starts = np.asarray(cut.micro_starts)
     num_rows = np.diff(starts)
@@ -103,7 +103,7 @@ def _measure_micro_batches(samples: Samples, cut: Cut, config: PlanConfig) -> _M
     return _Measures(tokens, cells, pairs, num_samples, starts)
 
 
-def _at_least(micro: _Measures, cut: Cut, samples: Samples, config: PlanConfig, ranks: int) -> int:
+def _at_least(micro: _Measures, cut: StepLayout, samples: Samples, config: PlanConfig, ranks: int) -> int:
     steps = np.asarray(cut.step_starts)
     need = np.ones(len(steps) - 1, dtype=np.int64)
     if config.cells is not None:
@@ -116,7 +116,7 @@ def _at_least(micro: _Measures, cut: Cut, samples: Samples, config: PlanConfig, 
     return int((ranks * _ceil(need, ranks)).sum())
 
 
-def _over_budget(micro: _Measures, cut: Cut, samples: Samples, config: PlanConfig) -> int:
+def _over_budget(micro: _Measures, cut: StepLayout, samples: Samples, config: PlanConfig) -> int:
     is_over = np.zeros(len(micro.cells), dtype=bool)
     for held, limit in ((micro.cells, config.cells), (micro.pairs, config.pairs), (micro.num_samples, config.samples)):
         if limit is not None:
@@ -126,12 +126,12 @@ def _over_budget(micro: _Measures, cut: Cut, samples: Samples, config: PlanConfi
     return int(is_over.sum())
 
 
-def _imbalance(micro: _Measures, cut: Cut, config: PlanConfig, ranks: int) -> float:
+def _imbalance(micro: _Measures, cut: StepLayout, config: PlanConfig, ranks: int) -> float:
     cost = segment_sums(micro.cells + config.pair_cost * micro.pairs, _rank_starts(cut, ranks)).reshape(-1, ranks)
     return float((cost.max(axis=1) / cost.mean(axis=1)).mean())
 
 
-def _rank_starts(cut: Cut, ranks: int) -> Ints:
+def _rank_starts(cut: StepLayout, ranks: int) -> Ints:
     steps = np.asarray(cut.step_starts)
     per_rank = np.diff(steps) // ranks
     inner = steps[:-1, None] + per_rank[:, None] * np.arange(ranks)

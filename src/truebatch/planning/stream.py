@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from truebatch.errors import DataError, PlanError
-from truebatch.planning.cutting import cut_steps, form_steps, keyed_sample_order
-from truebatch.planning.dealing import deal_units
-from truebatch.planning.forming import form_units
+from truebatch.planning.assign_ranks import deal_units
+from truebatch.planning.config import PlanConfig, check_whole
+from truebatch.planning.cut_steps import cut_steps, form_steps, keyed_sample_order
+from truebatch.planning.pack_epoch import form_units
 from truebatch.planning.plan import Plan
 from truebatch.planning.rows import Ints, Rows
-from truebatch.planning.samples import LARGEST_COST, LONGEST, longest_allowed, measure_samples
-from truebatch.planning.settings import PlanConfig, check_whole
+from truebatch.planning.sample_table import LARGEST_COST, LONGEST, longest_allowed, measure_samples
 
 STATE_VERSION = 1
 

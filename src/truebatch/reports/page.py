@@ -11,9 +11,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from truebatch import __version__
-from truebatch.language.choosing import language
-from truebatch.language.translating import in_words
-from truebatch.notebook import shown_text
+from truebatch.html_repr import shown_text
+from truebatch.language.locale import language
+from truebatch.language.translate import in_words
 from truebatch.reports.tables import Table
 
 MOST_BYTES = 1_500_000

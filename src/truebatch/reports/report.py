@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TextIO
 
 from truebatch.errors import ConfigError, RunError
-from truebatch.language.saying import one_line
-from truebatch.language.translating import in_words
+from truebatch.io.atomic_files import write_text
+from truebatch.language.console import one_line
+from truebatch.language.translate import in_words
 from truebatch.reports.page import Section, render_page
-from truebatch.reports.runsections import is_run, log_sections, read_log, run_sections
-from truebatch.reports.scores import compared_sections, read_scored, stages_of
+from truebatch.reports.run_section import is_run, log_sections, read_log, run_sections
+from truebatch.reports.score_section import compared_sections, read_scored, stages_of
 from truebatch.reports.tables import print_table
-from truebatch.training.durable import write_text
 
 REPORT = "report.html"
 

@@ -11,9 +11,9 @@ from typing import Any, TextIO
 
 from rich.cells import cell_len
 
-from truebatch.language.saying import one_line
-from truebatch.language.translating import in_words
-from truebatch.notebook import html_table
+from truebatch.html_repr import html_table
+from truebatch.language.console import one_line
+from truebatch.language.translate import in_words
 
 GAP = "  "
 

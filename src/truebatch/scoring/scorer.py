@@ -19,26 +19,26 @@ from numpy.typing import NDArray
 from torch import nn
 
 from truebatch.errors import ConfigError, DataError
-from truebatch.interruption import holding
-from truebatch.notebook import html_table
-from truebatch.scoring.ahead import attempt
-from truebatch.scoring.backend import Asked, Backend, SampleError
-from truebatch.scoring.batching import Limits, plan_batches
-from truebatch.scoring.budget import fit_cells, settle_limits
-from truebatch.scoring.checking import IdentityReport, check_identity, refuse
-from truebatch.scoring.exporting import Row, Status, export, make_row, read_rows, read_status
-from truebatch.scoring.faults import Trouble, failure, judge_ready
-from truebatch.scoring.functions import FunctionBackend
-from truebatch.scoring.inprocess import ModelBackend, model_backend
-from truebatch.scoring.listing import Listed, by_key, list_samples
-from truebatch.scoring.opening import open_backend
+from truebatch.html_repr import html_table
+from truebatch.interrupts import holding
+from truebatch.io.atomic_files import corrupt_file_errors, read_json, write_json
+from truebatch.scoring.backends.function import FunctionBackend
+from truebatch.scoring.backends.interface import Backend, SampleError, ScoreRequest
+from truebatch.scoring.backends.load import open_backend
+from truebatch.scoring.backends.transformers import ModelBackend, model_backend
+from truebatch.scoring.batch_plan import Limits, plan_batches
+from truebatch.scoring.bisect import FailureStats, failure, judge_ready
+from truebatch.scoring.equality_check import IdentityReport, check_identity, refuse
+from truebatch.scoring.memory_budget import fit_cells, settle_limits
+from truebatch.scoring.prefetch import attempt
 from truebatch.scoring.readouts import Readout
-from truebatch.scoring.records import Outcome
-from truebatch.scoring.running import Finished, Running, cost_all, end_early, run_samples
-from truebatch.scoring.streaming import Give, stream
+from truebatch.scoring.runner import Finished, Running, cost_all, end_early, run_samples
+from truebatch.scoring.store.export import Row, Status, export, make_row, read_rows, read_status
+from truebatch.scoring.store.input_index import Listed, by_key, list_samples
+from truebatch.scoring.store.outcome import Outcome
+from truebatch.scoring.stream import Give, stream
 from truebatch.scoring.windows import WINDOW, end_windows, iter_windows, note_window, window_folder
-from truebatch.training.durable import damage_named, read_json, write_json
-from truebatch.training.signals import catch_signals
+from truebatch.training.run_dir.signals import catch_signals
 
 Model = str | Path | nn.Module | Callable[..., Any] | Backend | Sequence[Backend]
 Samples = Path | str | Iterable[Any]
@@ -269,7 +269,7 @@ class Scorer:
         outcomes |= {key: failure(key, cost) for key, cost in found.items() if isinstance(cost, SampleError)}
         for batch in plan_batches(costs, self.limits) if costs else []:
             ready = [(key, attempt(backend.prepare, asked[key]), 0) for key in batch]
-            outcomes |= {outcome.key: outcome for outcome in judge_ready(backend.judge, ready, Trouble())}
+            outcomes |= {outcome.key: outcome for outcome in judge_ready(backend.judge, ready, FailureStats())}
         return [outcomes[one.key] for one in listed]
 
     def as_reward_function(
@@ -301,7 +301,7 @@ def _survived(folder: Path, listed: Sequence[Listed], checked: int) -> Iterator[
     """Samples for a check, without those during whose check the process died: these are left for the journal."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / CHECK
-    with damage_named(file, do="delete the file"):
+    with corrupt_file_errors(file, do="delete the file"):
         died = set(read_json(file)["died"]) if file.exists() else set()
     sound = [one for one in listed if one.key not in died]
     step = max(1, len(sound) // (16 * checked))
@@ -314,7 +314,7 @@ def _survived(folder: Path, listed: Sequence[Listed], checked: int) -> Iterator[
 
 
 def _check(backend: Backend, listed: Sequence[Listed], n: int, tolerance: float | None) -> IdentityReport:
-    asked: list[Asked] = [one.asked for one in listed if one.asked is not None]
+    asked: list[ScoreRequest] = [one.asked for one in listed if one.asked is not None]
     there = getattr(backend, "check", None)  # a model in another process is looked at there
     if there is not None:
         report: IdentityReport = there(asked, n, tolerance)

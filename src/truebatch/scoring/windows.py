@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from truebatch.errors import CheckpointError, ConfigError, RunError
-from truebatch.scoring.collection import without_collecting
-from truebatch.scoring.listing import Listed, iter_samples
-from truebatch.training.durable import read_json, write_json
+from truebatch.io.atomic_files import read_json, write_json
+from truebatch.scoring.gc_pause import without_collecting
+from truebatch.scoring.store.input_index import Listed, iter_samples
 
 WINDOW = 100_000
 """Samples of a window; what is not longer has one."""

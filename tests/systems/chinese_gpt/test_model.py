@@ -15,12 +15,12 @@ from tests.systems.chinese_gpt.small import (
     small_model,
     weights_of,
 )
+from truebatch.batch.chunked_cross_entropy import IGNORE
+from truebatch.batch.segments import cell_positions, padded_segments
 from truebatch.errors import BatchError, ConfigError
-from truebatch.systems.chinese_gpt.model import ChineseGPT, ModelShape, vocab_of_weights
-from truebatch.systems.chinese_gpt.vocabulary import PAD
-from truebatch.tensors.chunkedloss import IGNORE
-from truebatch.tensors.segments import cell_positions, padded_segments
 from truebatch.training.step import apply_update
+from truebatch_systems.chinese_gpt.model.model import ChineseGPT, ModelShape, vocab_of_weights
+from truebatch_systems.chinese_gpt.tokenizer.vocabulary import PAD
 
 
 def logits_of(model, batch):

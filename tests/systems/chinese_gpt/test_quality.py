@@ -5,25 +5,25 @@ import math
 
 import pytest
 
+from benchmarks.systems.chinese_gpt import quality_stages
 from tests.systems.chinese_gpt.small import STATEMENTS
-from truebatch.bench.chinese_gpt import quality_stages
-from truebatch.generation.decoding import collect, generate_tokens
-from truebatch.generation.prompts import Prompt, key_prompts
-from truebatch.generation.settings import Generation
-from truebatch.systems.chinese_gpt.characters import normalise
-from truebatch.systems.chinese_gpt.corpus import Text
-from truebatch.systems.chinese_gpt.generating import GPTDecoder
-from truebatch.systems.chinese_gpt.model import ChineseGPT, ModelShape
-from truebatch.systems.chinese_gpt.objective import NextToken
-from truebatch.systems.chinese_gpt.preparing import best_weights, prepare
-from truebatch.systems.chinese_gpt.samples import FIELDS, encode_texts
-from truebatch.systems.chinese_gpt.settings import ChineseTrainConfig
-from truebatch.systems.chinese_gpt.system import CHINESE_GPT
-from truebatch.systems.chinese_gpt.vocabulary import Vocab
-from truebatch.training.loop import train
-from truebatch.training.settings import TrainConfig
-from truebatch.training.starting import Start, settings_type, train_system
-from truebatch.training.task import TrainData
+from truebatch.generation.config import Generation
+from truebatch.generation.decode_loop import collect, generate_tokens
+from truebatch.generation.interface import Prompt, key_prompts
+from truebatch.training.config import TrainConfig
+from truebatch.training.data import TrainData
+from truebatch.training.train_system import Start, settings_type, train_system
+from truebatch.training.trainer import train
+from truebatch_systems.chinese_gpt.config import ChineseTrainConfig
+from truebatch_systems.chinese_gpt.data.characters import normalise
+from truebatch_systems.chinese_gpt.data.corpus import Text
+from truebatch_systems.chinese_gpt.data.prepare import best_weights, prepare
+from truebatch_systems.chinese_gpt.data.samples import FIELDS, encode_texts
+from truebatch_systems.chinese_gpt.model.generate import GPTDecoder
+from truebatch_systems.chinese_gpt.model.model import ChineseGPT, ModelShape
+from truebatch_systems.chinese_gpt.system import CHINESE_GPT
+from truebatch_systems.chinese_gpt.tokenizer.vocabulary import Vocab
+from truebatch_systems.chinese_gpt.train.objective import NextToken
 
 
 def test_32_sentences_are_learned_by_heart_in_300_steps():

@@ -10,24 +10,24 @@ import pytest
 import torch
 
 from tests.systems.chinese_gpt.small import DIALOGUES, SAMPLES, STATEMENTS, relative, small_model, weights_of
-from tests.training.test_guard import Limited
-from truebatch.cli import run as run_command
+from tests.training.memory.test_oom_retry import Limited
+from truebatch.batch.segments import cell_positions, padded_segments
+from truebatch.cli.app import run as run_command
 from truebatch.errors import RunError, TruebatchError
-from truebatch.generation.settings import Generation
+from truebatch.generation.config import Generation
+from truebatch.planning.config import PlanConfig
 from truebatch.planning.plan import build_plan
-from truebatch.planning.settings import PlanConfig
-from truebatch.systems.chinese_gpt.evaluation import measure_perplexity
-from truebatch.systems.chinese_gpt.objective import TERM, NextToken
-from truebatch.systems.chinese_gpt.preparing import best_weights, prepare
-from truebatch.systems.chinese_gpt.samples import FIELDS
-from truebatch.systems.chinese_gpt.settings import ChineseTrainConfig
-from truebatch.systems.chinese_gpt.system import CHINESE_GPT
-from truebatch.tensors.segments import cell_positions, padded_segments
-from truebatch.training.failpoints import armed
-from truebatch.training.loop import train
-from truebatch.training.settings import TrainConfig
-from truebatch.training.starting import Start, settings_type, train_system
-from truebatch.training.task import TrainData, first_samples
+from truebatch.testing.failpoints import armed
+from truebatch.training.config import TrainConfig
+from truebatch.training.data import TrainData, first_samples
+from truebatch.training.train_system import Start, settings_type, train_system
+from truebatch.training.trainer import train
+from truebatch_systems.chinese_gpt.config import ChineseTrainConfig
+from truebatch_systems.chinese_gpt.data.prepare import best_weights, prepare
+from truebatch_systems.chinese_gpt.data.samples import FIELDS
+from truebatch_systems.chinese_gpt.eval.evaluate import measure_perplexity
+from truebatch_systems.chinese_gpt.system import CHINESE_GPT
+from truebatch_systems.chinese_gpt.train.objective import TERM, NextToken
 
 SMALL = {"embedding_dim": 32, "hidden_dim": 64, "heads": 4, "layers": 1}
 CONFIG = settings_type(CHINESE_GPT)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from tests.systems.chinese_gpt.small import STATEMENTS, TEXTS
 from truebatch.errors import ConfigError, DataError
-from truebatch.systems.chinese_gpt.characters import is_han, normalise, pieces_of
-from truebatch.systems.chinese_gpt.generator import odd_texts
-from truebatch.systems.chinese_gpt.segmenting import BuiltinSegmenter, learn_segmenter
-from truebatch.systems.chinese_gpt.vocabulary import BOS, EOS, PAD, SPECIAL, UNK, Vocab
+from truebatch_systems.chinese_gpt.data.characters import is_han, normalise, pieces_of
+from truebatch_systems.chinese_gpt.data.toy_corpus import odd_texts
+from truebatch_systems.chinese_gpt.tokenizer.segmenter import BuiltinSegmenter, learn_segmenter
+from truebatch_systems.chinese_gpt.tokenizer.vocabulary import BOS, EOS, PAD, SPECIAL, UNK, Vocab
 
 BACKENDS = ["builtin", "jieba", "bpe"]
 ALL = TEXTS + odd_texts()
@@ -66,8 +66,8 @@ def test_the_order_of_the_texts_does_not_matter(vocab):
 
 def test_another_process_with_another_hash_seed_gives_the_same_hash():
     code = (
-        "from truebatch.systems.chinese_gpt.generator import make_statements\n"
-        "from truebatch.systems.chinese_gpt.vocabulary import Vocab\n"
+        "from truebatch_systems.chinese_gpt.data.toy_corpus import make_statements\n"
+        "from truebatch_systems.chinese_gpt.tokenizer.vocabulary import Vocab\n"
         "print(Vocab.build_from_texts(one.text for one in make_statements(140)).hash)"
     )
     out = subprocess.run(

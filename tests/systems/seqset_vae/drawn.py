@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from truebatch.systems.seqset_vae.stays import Stays, make_stays
+from truebatch_systems.seqset_vae.data.admissions import Stays, make_stays
 
 
 @st.composite

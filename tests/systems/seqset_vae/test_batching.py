@@ -11,18 +11,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.systems.seqset_vae.tiny_stays import batch_of, make_model, make_stay, make_stays
+from truebatch.batch.collate import collate
+from truebatch.batch.keyed_random import noise_for
 from truebatch.objective import add_counts, divide_once
 from truebatch.planning.rows import padded_rows
-from truebatch.systems.seqset_vae.heads import PACE
-from truebatch.systems.seqset_vae.inputs import draw_noise, read_stays
-from truebatch.systems.seqset_vae.loading import prepare
-from truebatch.systems.seqset_vae.losses import kl_of_sets, reconstruction
-from truebatch.systems.seqset_vae.objective import SeqSetObjective
-from truebatch.systems.seqset_vae.sets import CALL_CELLS
-from truebatch.systems.seqset_vae.settings import GeneratorConfig, LossConfig, ModelConfig, SeqSetConfig
-from truebatch.systems.seqset_vae.stays import FIELDS
-from truebatch.tensors.collating import collate
-from truebatch.tensors.noise import noise_for
+from truebatch_systems.seqset_vae.config import GeneratorConfig, LossConfig, ModelConfig, SeqSetConfig
+from truebatch_systems.seqset_vae.data.admissions import FIELDS
+from truebatch_systems.seqset_vae.data.prepare import prepare
+from truebatch_systems.seqset_vae.model.heads import PACE
+from truebatch_systems.seqset_vae.model.model import draw_noise, read_stays
+from truebatch_systems.seqset_vae.model.set_attention import CALL_CELLS
+from truebatch_systems.seqset_vae.train.loss import SeqSetObjective, kl_of_sets, reconstruction
 
 STAYS = make_stays(64, most_sets=24, most_events=25)
 LOSS = LossConfig(beta_warmup=0, class_warmup=0, free_bits=0.01)

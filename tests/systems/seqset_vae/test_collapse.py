@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from truebatch.bench.seqset_quality import LIMIT, checks, known_posterior, truth_table
-from truebatch.systems.seqset_vae.autoencoder import Posterior
-from truebatch.systems.seqset_vae.collapse import Detector, judge, measure_signals
-from truebatch.systems.seqset_vae.settings import DetectorConfig
+from benchmarks.systems.seqset_quality import LIMIT, checks, known_posterior, truth_table
+from truebatch_systems.seqset_vae.config import DetectorConfig
+from truebatch_systems.seqset_vae.model.autoencoder import Posterior
+from truebatch_systems.seqset_vae.train.collapse import Detector, judge, measure_signals
 
 CONFIG = DetectorConfig(enter=3, leave=2)
 

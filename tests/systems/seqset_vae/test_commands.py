@@ -10,10 +10,10 @@ import pytest
 from pyarrow import parquet
 
 from tests.systems.seqset_vae.folders import CLEAN, write_csv, write_folder
-from truebatch.cli import run
-from truebatch.systems.seqset_vae.loading import prepare
-from truebatch.systems.seqset_vae.preparing import guess_type
-from truebatch.systems.seqset_vae.settings import ColumnConfig, SeqSetConfig
+from truebatch.cli.app import run
+from truebatch_systems.seqset_vae.config import ColumnConfig, SeqSetConfig
+from truebatch_systems.seqset_vae.data.export import guess_type
+from truebatch_systems.seqset_vae.data.prepare import prepare
 
 SMALL = [
     "--set", "generator.stays=12", "--set", "generator.median_hours=8", "--set", "model.embedding_dim=12",

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 
 from tests.systems.seqset_vae.drawn import stays
 from truebatch.errors import ConfigError
-from truebatch.systems.seqset_vae.compat import micro_batch, note_batch, note_batches, padded_share, read_note_batch
-from truebatch.systems.seqset_vae.variables import name_variables
+from truebatch_systems.seqset_vae.compat import micro_batch, note_batch, note_batches, padded_share, read_note_batch
+from truebatch_systems.seqset_vae.data.variables import name_variables
 
 VARIABLES = name_variables([f"v{i}" for i in range(5)], width=16)
 

@@ -12,10 +12,10 @@ import pytest
 
 from tests.systems.seqset_vae.folders import CLEAN, Row, write_csv, write_folder, write_stay
 from truebatch.errors import DataError
-from truebatch.systems.seqset_vae.faults import KINDS
-from truebatch.systems.seqset_vae.loading import prepare
-from truebatch.systems.seqset_vae.settings import SeqSetConfig
-from truebatch.systems.seqset_vae.stays import NOTHING
+from truebatch_systems.seqset_vae.config import SeqSetConfig
+from truebatch_systems.seqset_vae.data.admissions import NOTHING
+from truebatch_systems.seqset_vae.data.faults import KINDS
+from truebatch_systems.seqset_vae.data.prepare import prepare
 
 FIRST = "200001.0"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from truebatch.systems.seqset_vae.heads import GaussianHead
-from truebatch.systems.seqset_vae.losses import class_loss
-from truebatch.systems.seqset_vae.settings import LossConfig, ModelConfig
+from truebatch_systems.seqset_vae.config import LossConfig, ModelConfig
+from truebatch_systems.seqset_vae.model.heads import GaussianHead
+from truebatch_systems.seqset_vae.train.loss import class_loss
 
 
 def test_a_set_that_is_sure_beyond_fp32_leaves_all_gradients_finite():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from truebatch.bench.seqset_quality import judge_clusters, learn_clusters, learn_risk
+from benchmarks.systems.seqset_quality import judge_clusters, learn_clusters, learn_risk
 
 KEPT = Path(__file__).parents[3] / "docs" / "results" / "seqset_vae_quality.json"
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from truebatch.errors import DataError
-from truebatch.systems.seqset_vae.metrics import (
+from truebatch_systems.seqset_vae.eval.metrics import (
     auprc,
     auroc,
     brier,

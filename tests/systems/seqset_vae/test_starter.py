@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from truebatch.cli import run
+from truebatch.cli.app import run
 
 TINY = [
     "--set", "generator.stays=16", "--set", "generator.median_hours=6", "--set", "model.embedding_dim=8",

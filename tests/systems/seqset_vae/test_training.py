@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from truebatch.errors import CheckpointError
-from truebatch.reports.findings import kept_findings
-from truebatch.systems.seqset_vae.beside import CHECKS, make_probe
-from truebatch.systems.seqset_vae.loading import prepare
-from truebatch.systems.seqset_vae.objective import weights_at
-from truebatch.systems.seqset_vae.settings import DetectorConfig, GeneratorConfig, LossConfig, ModelConfig
-from truebatch.systems.seqset_vae.system import SEQSET_VAE, build_model
-from truebatch.systems.seqset_vae.weights import ENCODER_PARTS, load_weights, read_weights
-from truebatch.training.checkpoints import load_checkpoint, load_newest
-from truebatch.training.keeping import kept_step, list_checkpoints
-from truebatch.training.metrics import read_metrics
-from truebatch.training.starting import Start, settings_type, train_system
+from truebatch.reports.artifacts import kept_findings
+from truebatch.training.checkpoint.retention import kept_step, list_checkpoints
+from truebatch.training.checkpoint.store import load_checkpoint, load_newest
+from truebatch.training.logging.metrics_jsonl import read_metrics
+from truebatch.training.train_system import Start, settings_type, train_system
+from truebatch_systems.seqset_vae.config import DetectorConfig, GeneratorConfig, LossConfig, ModelConfig
+from truebatch_systems.seqset_vae.data.prepare import prepare
+from truebatch_systems.seqset_vae.system import SEQSET_VAE, build_model
+from truebatch_systems.seqset_vae.train.callbacks import CHECKS, make_probe
+from truebatch_systems.seqset_vae.train.loss import weights_at
+from truebatch_systems.seqset_vae.train.pretrained_weights import ENCODER_PARTS, load_weights, read_weights
 
 TINY = ModelConfig(
     embedding_dim=8, reduced_dim=6, latent_dim=8, inducing_points=2, feedforward_dim=8, transformer_layers=1

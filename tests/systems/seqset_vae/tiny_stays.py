@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from truebatch.batch.collate import collate
+from truebatch.batch.microbatch import MicroBatch
 from truebatch.planning.rows import packed_row, padded_rows
-from truebatch.systems.seqset_vae.model import SeqSetVAE
-from truebatch.systems.seqset_vae.settings import ModelConfig
-from truebatch.systems.seqset_vae.stays import FIELDS
-from truebatch.tensors.collating import collate
-from truebatch.tensors.microbatch import MicroBatch
+from truebatch_systems.seqset_vae.config import ModelConfig
+from truebatch_systems.seqset_vae.data.admissions import FIELDS
+from truebatch_systems.seqset_vae.model.model import SeqSetVAE
 
 VARIABLES = 12
 SIZES: dict[str, Any] = {

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from truebatch.systems.stitched_llm.embedded import embedded_folder, ensure_donors
+from truebatch_systems.stitched_llm.data.toy_donors import embedded_folder, ensure_donors
 
 SMALL = {"made_up_samples": 240, "donor_steps": 60}
 """Settings of the embedded example in these tests."""

@@ -24,21 +24,21 @@ from pathlib import Path
 import torch
 
 from tests.real.weights import smollm2
-from truebatch.hf.heads import head_of
-from truebatch.hf.objectives import HeadObjective
-from truebatch.systems.stitched_llm.building import build, open_donors
-from truebatch.systems.stitched_llm.data import load, load_test, pad_right
-from truebatch.systems.stitched_llm.evaluating import compare_donors, perplexity, without_adapter
-from truebatch.systems.stitched_llm.parts import stored_bytes
-from truebatch.systems.stitched_llm.selftest import refuse_wrong_masks
-from truebatch.systems.stitched_llm.settings import StitchTrain
-from truebatch.systems.stitched_llm.stitching import Cut, fit_start, stitch
-from truebatch.systems.stitched_llm.system import STITCHED_LLM
-from truebatch.training.loop import train
-from truebatch.training.settings import TrainConfig
-from truebatch.training.starting import Start, settings_type, train_system
-from truebatch.training.task import TrainData
-from truebatch.training.trained import open_trained
+from truebatch.hf.heads.heads import head_of
+from truebatch.hf.heads.objective import HeadObjective
+from truebatch.training.config import TrainConfig
+from truebatch.training.data import TrainData
+from truebatch.training.load_trained import open_trained
+from truebatch.training.train_system import Start, settings_type, train_system
+from truebatch.training.trainer import train
+from truebatch_systems.stitched_llm.config import StitchTrain
+from truebatch_systems.stitched_llm.data.dataset import load, load_test, pad_right
+from truebatch_systems.stitched_llm.eval.evaluate import compare_donors, perplexity, without_adapter
+from truebatch_systems.stitched_llm.model.build import build, open_donors
+from truebatch_systems.stitched_llm.model.mask_check import refuse_wrong_masks
+from truebatch_systems.stitched_llm.model.stitch import Cut, fit_start, stitch
+from truebatch_systems.stitched_llm.system import STITCHED_LLM
+from truebatch_systems.stitched_llm.train.trainable_parts import stored_bytes
 
 TINY = (("fp32", 500), ("bf16", 100), ("int8", 100), ("fp32", 100))
 """How the embedded donors are stored, and steps of the adapter over them."""

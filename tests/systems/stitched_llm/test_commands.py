@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from tests.systems.stitched_llm.conftest import SMALL
-from truebatch.cli import run
-from truebatch.commands.stitched_llm import _train_command
-from truebatch.systems.stitched_llm.embedded import embedded_folder
-from truebatch.systems.stitched_llm.searching import Pair, write_search
-from truebatch.systems.stitched_llm.settings import StitchConfig
+from truebatch.cli.app import run
+from truebatch_systems.stitched_llm.cli import _train_command
+from truebatch_systems.stitched_llm.config import StitchConfig
+from truebatch_systems.stitched_llm.data.toy_donors import embedded_folder
+from truebatch_systems.stitched_llm.eval.layer_search import CutPair, write_search
 
 pytestmark = pytest.mark.xdist_group("stitched_donors")
 SETTINGS = [part for name, value in SMALL.items() for part in ("--set", f"{name}={value}")]
@@ -73,7 +73,7 @@ def test_a_run_is_exported_as_one_folder_that_transformers_loads(trained, tmp_pa
     from transformers import AutoModelForCausalLM, dynamic_module_utils
     from transformers.models.auto import configuration_auto
 
-    from truebatch.systems.stitched_llm.saving import load_stitched
+    from truebatch_systems.stitched_llm.model.save_load import load_stitched
 
     assert run(["stitched_llm", "export", str(trained), "--out", str(tmp_path / "merged")]) == 0
     merged, own = AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), load_stitched(trained / "model")
@@ -134,7 +134,7 @@ def test_a_search_of_a_number_that_is_none_is_refused(tmp_path, capsys):
 
 
 def test_what_follows_a_search_repeats_what_was_typed():
-    found = _train_command(Path("my file.yaml"), ["bottom=a", "cut_top=4", "data=b"], Pair(2, 1, 0.5))
+    found = _train_command(Path("my file.yaml"), ["bottom=a", "cut_top=4", "data=b"], CutPair(2, 1, 0.5))
     assert found == (
         "truebatch train stitched_llm --config 'my file.yaml' --set bottom=a --set data=b "
         "--set cut_bottom=2 --set cut_top=1"
@@ -142,7 +142,7 @@ def test_what_follows_a_search_repeats_what_was_typed():
 
 
 def test_a_search_without_losses_draws_one_picture(tmp_path):
-    files = write_search([Pair(1, 0, 0.5), Pair(1, 1, 0.6)], tmp_path)
+    files = write_search([CutPair(1, 0, 0.5), CutPair(1, 1, 0.6)], tmp_path)
     assert [file.name for file in files] == ["search.json", "residual.svg"]
 
 

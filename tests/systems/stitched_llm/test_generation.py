@@ -6,12 +6,12 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache, pipeli
 
 from tests.systems.stitched_llm.tiny_donors import donor, llama, make_ids, pad, qwen2
 from truebatch.errors import ConfigError
-from truebatch.generation.decoding import collect, generate_tokens
-from truebatch.generation.prompts import Prompt
-from truebatch.generation.settings import Generation
-from truebatch.hf.decoding import hf_decoder
-from truebatch.systems.stitched_llm.corpus import make_tokenizer
-from truebatch.systems.stitched_llm.stitching import Cut, stitch
+from truebatch.generation.config import Generation
+from truebatch.generation.decode_loop import collect, generate_tokens
+from truebatch.generation.interface import Prompt
+from truebatch.hf.generate.decoder import hf_decoder
+from truebatch_systems.stitched_llm.data.toy_corpus import make_tokenizer
+from truebatch_systems.stitched_llm.model.stitch import Cut, stitch
 
 PAIRS = {
     "llama under qwen2": (llama, qwen2, Cut(bottom=3, top=2)),
@@ -103,7 +103,7 @@ def test_a_cache_of_another_kind_is_refused(stitched):
 
 
 def test_a_pipeline_of_transformers_generates(tmp_path):
-    from truebatch.systems.stitched_llm.saving import export_merged
+    from truebatch_systems.stitched_llm.model.save_load import export_merged
 
     model = stitch(llama(), qwen2(), Cut(bottom=2, top=2))
     export_merged(model, tmp_path / "merged", make_tokenizer())

@@ -5,15 +5,15 @@ import pytest
 import torch
 
 from tests.systems.stitched_llm.tiny_donors import FAMILIES, VOCABULARY, donor, llama, make_ids, pad, qwen2
+from truebatch.batch.collate import collate
 from truebatch.errors import AttentionError, ConfigError, LawError
-from truebatch.hf.heads import head_of
-from truebatch.hf.objectives import HeadObjective
+from truebatch.hf.heads.heads import head_of
+from truebatch.hf.heads.objective import HeadObjective
 from truebatch.planning.rows import packed_row
-from truebatch.systems.stitched_llm.layers import causality_violation, layer_masks, run_layers
-from truebatch.systems.stitched_llm.parts import store_donors
-from truebatch.systems.stitched_llm.selftest import refuse_wrong_masks
-from truebatch.systems.stitched_llm.stitching import Cut, stitch
-from truebatch.tensors.collating import collate
+from truebatch_systems.stitched_llm.model.layer_forward import causality_violation, layer_masks, run_layers
+from truebatch_systems.stitched_llm.model.mask_check import refuse_wrong_masks
+from truebatch_systems.stitched_llm.model.stitch import Cut, stitch
+from truebatch_systems.stitched_llm.train.trainable_parts import store_donors
 
 
 @pytest.fixture(scope="module")

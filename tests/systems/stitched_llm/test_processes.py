@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.systems.stitched_llm.test_commands import SETTINGS
-from truebatch.cli import run
-from truebatch.systems.stitched_llm.saving import load_stitched
+from truebatch.cli.app import run
+from truebatch_systems.stitched_llm.model.save_load import load_stitched
 
 pytestmark = pytest.mark.xdist_group("stitched_donors")
 

@@ -10,20 +10,20 @@ import torch
 from tests.systems.stitched_llm.conftest import SMALL
 from tests.systems.stitched_llm.tiny_donors import llama, make_ids, pad, qwen2
 from truebatch.errors import CheckpointError, ConfigError
-from truebatch.hf.heads import head_of
-from truebatch.hf.objectives import HeadObjective
-from truebatch.systems.stitched_llm.building import _describe_start, build
-from truebatch.systems.stitched_llm.donors import weights_hash
-from truebatch.systems.stitched_llm.leastsquares import Solution
-from truebatch.systems.stitched_llm.saving import load_stitched
-from truebatch.systems.stitched_llm.settings import StitchConfig, StitchTrain
-from truebatch.systems.stitched_llm.stitching import Cut, stitch
-from truebatch.systems.stitched_llm.system import STITCHED_LLM
-from truebatch.systems.stitched_llm.vocabularies import read_vocabulary_map
-from truebatch.training.loop import train
-from truebatch.training.settings import TrainConfig
-from truebatch.training.starting import Start, settings_type, train_system
-from truebatch.training.task import TrainData
+from truebatch.hf.heads.heads import head_of
+from truebatch.hf.heads.objective import HeadObjective
+from truebatch.training.config import TrainConfig
+from truebatch.training.data import TrainData
+from truebatch.training.train_system import Start, settings_type, train_system
+from truebatch.training.trainer import train
+from truebatch_systems.stitched_llm.config import StitchConfig, StitchTrain
+from truebatch_systems.stitched_llm.data.vocab_map import read_vocabulary_map
+from truebatch_systems.stitched_llm.model.build import _describe_start, build
+from truebatch_systems.stitched_llm.model.donors import weights_hash
+from truebatch_systems.stitched_llm.model.save_load import load_stitched
+from truebatch_systems.stitched_llm.model.stitch import Cut, stitch
+from truebatch_systems.stitched_llm.system import STITCHED_LLM
+from truebatch_systems.stitched_llm.train.lstsq_init import Solution
 
 pytestmark = pytest.mark.xdist_group("stitched_donors")
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.systems.stitched_llm.conftest import SMALL
-from truebatch.cli import run
+from truebatch.cli.app import run
 
 pytestmark = pytest.mark.xdist_group("stitched_donors")
 

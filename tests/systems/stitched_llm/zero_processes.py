@@ -20,11 +20,11 @@ from tests.adapters.started import run_two
 from tests.adapters.trainers import arguments, relative
 from tests.adapters.zero_processes import RATE, settings
 from tests.systems.stitched_llm.tiny_donors import llama, make_ids, qwen2
-from truebatch.adapters.planned import AdapterConfig
-from truebatch.systems.stitched_llm.donors import weights_hash
-from truebatch.systems.stitched_llm.saving import load_stitched
-from truebatch.systems.stitched_llm.stitching import Cut, stitch
-from truebatch.systems.stitched_llm.trainer import StitchedTrainer
+from truebatch.adapters.planned_batches import AdapterConfig
+from truebatch_systems.stitched_llm.model.donors import weights_hash
+from truebatch_systems.stitched_llm.model.save_load import load_stitched
+from truebatch_systems.stitched_llm.model.stitch import Cut, stitch
+from truebatch_systems.stitched_llm.train.hf_trainer import StitchedTrainer
 
 STAGE = 2
 LENGTHS = (5, 60, 12, 33, 7, 20, 48, 9)

@@ -15,23 +15,23 @@ import torch
 from PIL import Image
 
 from truebatch.errors import RunError
-from truebatch.generation.decoding import collect, generate_tokens
-from truebatch.generation.prompts import start_session
-from truebatch.generation.settings import Generation
-from truebatch.scoring.backend import Asked, Cost, SampleError
-from truebatch.scoring.batching import Limits, plan_batches
-from truebatch.scoring.inprocess import model_backend
+from truebatch.generation.config import Generation
+from truebatch.generation.decode_loop import collect, generate_tokens
+from truebatch.generation.interface import start_session
+from truebatch.scoring.backends.interface import Cost, SampleError, ScoreRequest
+from truebatch.scoring.backends.transformers import model_backend
+from truebatch.scoring.batch_plan import Limits, plan_batches
 from truebatch.scoring.readouts import Generate
-from truebatch.scoring.running import Running
-from truebatch.systems.vl_reward.parsing import Scale
-from truebatch.systems.vl_reward.prompts import build_messages
-from truebatch.systems.vl_reward.reporting import markdown, write_reports
-from truebatch.systems.vl_reward.running import load_pairs, run_benchmark
-from truebatch.systems.vl_reward.settings import BenchmarkSettings, EvaluationSettings, RewardConfig
-from truebatch.systems.vl_reward.shapes import PROMPTS, ShapesJudge
-from truebatch.systems.vl_reward.stages import CAPTIONS, Judging, judge_all_edits, read_results
-from truebatch.systems.vl_reward.statistics import Row, summarise
-from truebatch.systems.vl_reward.tinyjudge import IMAGE, tiny_judge
+from truebatch.scoring.runner import Running
+from truebatch_systems.vl_reward.config import BenchmarkSettings, RewardConfig, RewardEvaluationSettings
+from truebatch_systems.vl_reward.data.prompts import build_messages
+from truebatch_systems.vl_reward.data.toy_pictures import PROMPTS, ShapesJudge
+from truebatch_systems.vl_reward.eval.report import markdown, write_reports
+from truebatch_systems.vl_reward.eval.statistics import Row, summarise
+from truebatch_systems.vl_reward.judge.parse_score import Scale
+from truebatch_systems.vl_reward.judge.tiny_judge import IMAGE, tiny_judge
+from truebatch_systems.vl_reward.pipeline import load_pairs, run_benchmark
+from truebatch_systems.vl_reward.stages import CAPTIONS, Judging, judge_all_edits, read_results
 
 ROOT = Path(__file__).parents[3]
 HERE, SCORING = "tests/systems/vl_reward", "tests/scoring"
@@ -118,7 +118,9 @@ def eight_questions():
             picture(10 * at + n, 32 + 16 * draw.randrange(6), 32 + 16 * draw.randrange(6)) for n in range(1 + at % 2)
         ]
         words = "".join(draw.choices("abc de", k=20 + 180 * at // 7))
-        found.append(Asked(id=str(at), messages=build_messages("judge", words, CAPTIONS[: len(images)]), images=images))
+        found.append(
+            ScoreRequest(id=str(at), messages=build_messages("judge", words, CAPTIONS[: len(images)]), images=images)
+        )
     return found
 
 
@@ -144,7 +146,8 @@ def test_in_any_batch_every_row_has_the_tokens_and_logits_it_has_alone(tiny):
 def test_an_image_belongs_to_its_row_and_a_missing_one_is_told_with_the_id(tiny):
     judge = judge_of(tiny)
     asked = [
-        Asked(id=str(at), messages=build_messages("", "x" * at, ("",)), images=[picture(at, 64, 64)]) for at in range(4)
+        ScoreRequest(id=str(at), messages=build_messages("", "x" * at, ("",)), images=[picture(at, 64, 64)])
+        for at in range(4)
     ]
     swapped = [replace(one, images=asked[{1: 2, 2: 1}.get(at, at)].images) for at, one in enumerate(asked)]
     before, after = (judge.probe([judge.prepare(one) for one in some]) for some in (asked, swapped))
@@ -155,7 +158,7 @@ def test_an_image_belongs_to_its_row_and_a_missing_one_is_told_with_the_id(tiny)
         grid = made.inputs["image_grid_thw"]
         assert int((torch.as_tensor(made.ids) == IMAGE).sum()) == int(grid.prod(-1).sum()) // 4
     with pytest.raises(SampleError, match="lonely"):
-        judge.prepare(Asked(id="lonely", messages=build_messages("", "x", ("",)), images=[]))
+        judge.prepare(ScoreRequest(id="lonely", messages=build_messages("", "x", ("",)), images=[]))
 
 
 def test_answers_are_the_same_every_time_though_the_model_would_sample(tiny):
@@ -189,7 +192,7 @@ def test_batches_by_tokens_keep_the_budget_and_waste_less_than_batches_by_number
 
 def test_another_prompt_is_judged_again_and_another_metric_is_refused(tmp_path):
     config = RewardConfig(
-        benchmark=BenchmarkSettings(samples=2), evaluation=EvaluationSettings(output_dir=tmp_path / "run")
+        benchmark=BenchmarkSettings(samples=2), evaluation=RewardEvaluationSettings(output_dir=tmp_path / "run")
     )
     said = []
     run_benchmark(config, say=said.append)
@@ -236,7 +239,7 @@ def test_the_report_of_known_scores_is_known():
 
 def test_scores_of_pairs_and_words_are_made_by_the_rule_that_the_report_names(tmp_path):
     config = RewardConfig(
-        benchmark=BenchmarkSettings(samples=2), evaluation=EvaluationSettings(output_dir=tmp_path / "run")
+        benchmark=BenchmarkSettings(samples=2), evaluation=RewardEvaluationSettings(output_dir=tmp_path / "run")
     )
     run_benchmark(config, say=lambda line: None)
     pairs, _ = load_pairs(config)

@@ -13,21 +13,21 @@ import psutil
 import pytest
 
 from truebatch.errors import ConfigError
-from truebatch.scoring.backend import Asked
-from truebatch.systems.vl_reward import judges
-from truebatch.systems.vl_reward.judges import check_judge, open_called, open_judge, open_judges
-from truebatch.systems.vl_reward.running import run_benchmark
-from truebatch.systems.vl_reward.settings import (
+from truebatch.scoring.backends.interface import ScoreRequest
+from truebatch_systems.vl_reward.config import (
     BenchmarkSettings,
     EditorParams,
     EditorSettings,
-    EvaluationSettings,
     JudgeParams,
     JudgeSettings,
     RewardConfig,
+    RewardEvaluationSettings,
 )
-from truebatch.systems.vl_reward.shapes import PROMPTS, edit_picture, make_records
-from truebatch.systems.vl_reward.tinyjudge import tiny_judge
+from truebatch_systems.vl_reward.data.toy_pictures import PROMPTS, edit_picture, make_records
+from truebatch_systems.vl_reward.judge import judges
+from truebatch_systems.vl_reward.judge.judges import check_judge, open_called, open_judge, open_judges
+from truebatch_systems.vl_reward.judge.tiny_judge import tiny_judge
+from truebatch_systems.vl_reward.pipeline import run_benchmark
 
 FAKE = textwrap.dedent(
     """
@@ -96,7 +96,7 @@ def config_of(folder, records, *, devices=(0, 1), batch_size=4, timeout=600.0):
         diffusion_model=EditorSettings(type="folder", params=EditorParams(folder=ready)),
         reward_model=JudgeSettings(type="tiny", params=params),
         prompts=PROMPTS,
-        evaluation=EvaluationSettings(output_dir=folder / "run", max_failure_rate=1.0),
+        evaluation=RewardEvaluationSettings(output_dir=folder / "run", max_failure_rate=1.0),
     )
 
 
@@ -181,7 +181,7 @@ def test_expected_scores_of_a_tiny_judge_are_the_same_alone_and_together(metric)
     judge = open_judge(JudgeSettings(type="tiny", params=JudgeParams(readout="expected", device="cpu")), metric)
     pictures = [draw(record) for record in make_records(6)]
     asked = [
-        Asked(id=str(at), messages=[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?" * at}]}],
+        ScoreRequest(id=str(at), messages=[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?" * at}]}],  # noqa: E501
               images=[picture])
         for at, picture in enumerate(pictures)
     ]  # fmt: skip

@@ -10,14 +10,21 @@ from dataclasses import replace
 import pytest
 
 from truebatch.errors import ConfigError, RunError
-from truebatch.scoring.batching import Limits
-from truebatch.scoring.exporting import read_rows
-from truebatch.scoring.running import Running
-from truebatch.systems.vl_reward.benchmark import Wanted, decode_image, read_benchmark
-from truebatch.systems.vl_reward.editors import FolderEditor, ScriptedEditor
-from truebatch.systems.vl_reward.shapes import PROMPTS, ShapesJudge, draw_scene, edit_picture, make_records, read_scene
-from truebatch.systems.vl_reward.stages import Judging, edit_all, judge_all_edits, pair_seed, picture_name, read_results
-from truebatch.systems.vl_reward.statistics import summarise
+from truebatch.scoring.batch_plan import Limits
+from truebatch.scoring.runner import Running
+from truebatch.scoring.store.export import read_rows
+from truebatch_systems.vl_reward.data.dataset import Wanted, decode_image, read_benchmark
+from truebatch_systems.vl_reward.data.toy_pictures import (
+    PROMPTS,
+    ShapesJudge,
+    draw_scene,
+    edit_picture,
+    make_records,
+    read_scene,
+)
+from truebatch_systems.vl_reward.editors import FolderEditor, ScriptedEditor
+from truebatch_systems.vl_reward.eval.statistics import summarise
+from truebatch_systems.vl_reward.stages import Judging, edit_all, judge_all_edits, pair_seed, picture_name, read_results
 
 HOW = Running(threads=1)
 JUDGING = Judging(prompts=PROMPTS)

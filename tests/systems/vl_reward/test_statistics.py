@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from truebatch.systems.vl_reward.statistics import Row, compare, mean_interval, sign_flip_p, summarise
+from truebatch_systems.vl_reward.eval.statistics import Row, compare, mean_interval, sign_flip_p, summarise
 
 
 def rows_of(scores, category="物理"):

@@ -10,18 +10,18 @@ import time
 
 import pytest
 
-from truebatch.scoring.batching import Limits
-from truebatch.scoring.exporting import read_rows
-from truebatch.scoring.running import Running
-from truebatch.systems.vl_reward import running
-from truebatch.systems.vl_reward.benchmark import Wanted, read_benchmark
-from truebatch.systems.vl_reward.editors import ScriptedEditor
-from truebatch.systems.vl_reward.reporting import write_reports
-from truebatch.systems.vl_reward.running import run_benchmark
-from truebatch.systems.vl_reward.settings import BenchmarkSettings, EvaluationSettings, RewardConfig
-from truebatch.systems.vl_reward.shapes import PROMPTS, ShapesJudge, edit_picture, make_records
-from truebatch.systems.vl_reward.stages import Judging, edit_all, judge_all_edits, read_results
-from truebatch.systems.vl_reward.statistics import summarise
+from truebatch.scoring.batch_plan import Limits
+from truebatch.scoring.runner import Running
+from truebatch.scoring.store.export import read_rows
+from truebatch_systems.vl_reward import pipeline
+from truebatch_systems.vl_reward.config import BenchmarkSettings, RewardConfig, RewardEvaluationSettings
+from truebatch_systems.vl_reward.data.dataset import Wanted, read_benchmark
+from truebatch_systems.vl_reward.data.toy_pictures import PROMPTS, ShapesJudge, edit_picture, make_records
+from truebatch_systems.vl_reward.editors import ScriptedEditor
+from truebatch_systems.vl_reward.eval.report import write_reports
+from truebatch_systems.vl_reward.eval.statistics import summarise
+from truebatch_systems.vl_reward.pipeline import run_benchmark
+from truebatch_systems.vl_reward.stages import Judging, edit_all, judge_all_edits, read_results
 
 
 def start(folder, telling):
@@ -36,14 +36,14 @@ def start(folder, telling):
             os.write(telling, b".")
             return edit_picture(image, instruction, is_right=seed % 4 != 0)
 
-        running._edit_shape = told
+        pipeline._edit_shape = told
         os._exit(run_benchmark(config_of(folder), say=lambda line: None).exit_code)
     except BaseException:
         os._exit(70)
 
 
 def config_of(folder):
-    return RewardConfig(benchmark=BenchmarkSettings(samples=16), evaluation=EvaluationSettings(output_dir=folder))
+    return RewardConfig(benchmark=BenchmarkSettings(samples=16), evaluation=RewardEvaluationSettings(output_dir=folder))
 
 
 def report_of(folder):

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.systems.vlm_pruning.test_datasets import lines, record
-from truebatch.systems.vlm_pruning.categories import balanced, share_counts, turn_counts
-from truebatch.systems.vlm_pruning.datasets import load_split
-from truebatch.systems.vlm_pruning.settings import CategoryPriority
+from truebatch_systems.vlm_pruning.config import CategoryPriority
+from truebatch_systems.vlm_pruning.data.datasets import balanced, load_split, share_counts, turn_counts
 
 SIZES = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 40), min_size=1)
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.systems.vlm_pruning.worlds import picture, samples
 from truebatch.errors import ConfigError
-from truebatch.systems.vlm_pruning.compat import (
+from truebatch_systems.vlm_pruning.compat import (
     Backbone,
     register_multi_layer_hooks_batch,
     replace_vision_tokens_in_embeddings_batch,
@@ -18,7 +18,7 @@ from truebatch.systems.vlm_pruning.compat import (
     train_step_fn,
     vision_intervals,
 )
-from truebatch.systems.vlm_pruning.model import Choosing
+from truebatch_systems.vlm_pruning.model.model import Choosing
 
 CONFIG = {
     "backbone_settings": {

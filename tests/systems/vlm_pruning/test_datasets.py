@@ -6,10 +6,10 @@ import pytest
 from PIL import Image
 
 from truebatch.errors import ConfigError, DataError
-from truebatch.systems.vlm_pruning.datasets import deal_out, load_split
-from truebatch.systems.vlm_pruning.judges import judge_of
-from truebatch.systems.vlm_pruning.records import read_jsonl
-from truebatch.systems.vlm_pruning.settings import DatasetSettings
+from truebatch_systems.vlm_pruning.config import DatasetSettings
+from truebatch_systems.vlm_pruning.data.datasets import deal_out, load_split
+from truebatch_systems.vlm_pruning.data.records import read_jsonl
+from truebatch_systems.vlm_pruning.eval.scorers import judge_of
 
 SPLITS = ("train", "validation", "test")
 

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from tests.systems.vlm_pruning.worlds import METHOD, alone, batch_of, build, encode, samples
-from truebatch.hf.images import grid_positions
-from truebatch.systems.vlm_pruning.model import Choosing, PrunedVLM
-from truebatch.systems.vlm_pruning.patches import as_images, normalise
-from truebatch.systems.vlm_pruning.settings import TINY
-from truebatch.systems.vlm_pruning.stream import word_logits
-from truebatch.tensors.microbatch import MicroBatch
-from truebatch.tensors.noise import noise_for
+from truebatch.batch.keyed_random import noise_for
+from truebatch.batch.microbatch import MicroBatch
+from truebatch.hf.image_fields import grid_positions
+from truebatch_systems.vlm_pruning.backbones.llava import as_images, normalise
+from truebatch_systems.vlm_pruning.config import TINY
+from truebatch_systems.vlm_pruning.model.decoder_layers import word_logits
+from truebatch_systems.vlm_pruning.model.model import Choosing, PrunedVLM
 
 LAYOUTS = ("right", "left", "packed")
 

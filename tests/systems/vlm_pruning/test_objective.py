@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from tests.systems.vlm_pruning.worlds import METHOD, alone, batch_of, build, encode, samples
+from truebatch.batch.keyed_random import noise_for
 from truebatch.objective import divide_once
-from truebatch.systems.vlm_pruning.choosing import average_share
-from truebatch.systems.vlm_pruning.model import Choosing
-from truebatch.systems.vlm_pruning.objective import (
+from truebatch_systems.vlm_pruning.model.masks import average_share
+from truebatch_systems.vlm_pruning.model.model import Choosing
+from truebatch_systems.vlm_pruning.model.pooling import pool_text
+from truebatch_systems.vlm_pruning.train.objective import (
     ADVERSARIAL,
     BINARISATION,
     BUDGET,
@@ -25,9 +27,7 @@ from truebatch.systems.vlm_pruning.objective import (
     sample_terms,
     used_masks,
 )
-from truebatch.systems.vlm_pruning.optimisers import PruningTrain, pruning_groups
-from truebatch.systems.vlm_pruning.pooling import pool_text
-from truebatch.tensors.noise import noise_for
+from truebatch_systems.vlm_pruning.train.param_groups import PruningTrain, pruning_groups
 
 TERMS = (TASK, BUDGET, COUNT, BINARISATION, ADVERSARIAL, DISCRIMINATOR)
 EVERY = replace(METHOD, token_count_loss_weight=0.5)

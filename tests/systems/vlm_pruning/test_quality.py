@@ -9,19 +9,19 @@ import torch
 from PIL import Image
 
 import truebatch
-from truebatch.config import load_config
-from truebatch.reports.findings import kept_findings
-from truebatch.systems.vlm_pruning.baselines import WAYS
-from truebatch.systems.vlm_pruning.encoding import EncodedSamples
-from truebatch.systems.vlm_pruning.evaluation import answer_samples, evaluate
-from truebatch.systems.vlm_pruning.judges import judge_of
-from truebatch.systems.vlm_pruning.pretraining import View, align_tower, make_patches, pretrain_tiny
-from truebatch.systems.vlm_pruning.shapes import CHANCE, EDGES, SHAPES
-from truebatch.systems.vlm_pruning.showing import show
-from truebatch.systems.vlm_pruning.system import VLM_PRUNING
-from truebatch.systems.vlm_pruning.tiny import tiny_model
-from truebatch.training.starting import Start, settings_type, train_system
-from truebatch.training.trained import open_trained
+from truebatch.config.load import load_config
+from truebatch.reports.artifacts import kept_findings
+from truebatch.training.load_trained import open_trained
+from truebatch.training.train_system import Start, settings_type, train_system
+from truebatch_systems.vlm_pruning.backbones.tiny import tiny_model
+from truebatch_systems.vlm_pruning.data.encode import EncodedSamples
+from truebatch_systems.vlm_pruning.data.toy_shapes import CHANCE, EDGES, SHAPES
+from truebatch_systems.vlm_pruning.eval.baselines import WAYS
+from truebatch_systems.vlm_pruning.eval.evaluate import answer_samples, evaluate
+from truebatch_systems.vlm_pruning.eval.plots import show
+from truebatch_systems.vlm_pruning.eval.scorers import judge_of
+from truebatch_systems.vlm_pruning.system import VLM_PRUNING
+from truebatch_systems.vlm_pruning.train.pretrain import View, align_tower, make_patches, pretrain_tiny
 
 STARTER = Path(truebatch.__file__).parent / "systems/vlm_pruning/starter/configs/vision_token_pruning.yaml.template"
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from truebatch.cli import run
+from truebatch.cli.app import run
 
 TINY = ["--set", "dataset_settings.train=48", "--set", "dataset_settings.validation=0", "--set", "train.epochs=1"]
 

@@ -17,18 +17,18 @@ import torch
 from safetensors.torch import load_file
 
 from tests.systems.vlm_pruning.worlds import METHOD, batch_of, build, encode, samples
-from truebatch.cli import run as cli
-from truebatch.config import load_config
+from truebatch.batch.keyed_random import noise_for
+from truebatch.cli.app import run as cli
+from truebatch.config.load import load_config
 from truebatch.errors import ConfigError, RunError
-from truebatch.systems.vlm_pruning.beside import Clock, FreshJudge, begin_anew
-from truebatch.systems.vlm_pruning.evaluation import at_budget
-from truebatch.systems.vlm_pruning.objective import PruningObjective, sample_terms
-from truebatch.systems.vlm_pruning.schedules import moment_at, progress_of
-from truebatch.systems.vlm_pruning.settings import MethodSettings
-from truebatch.systems.vlm_pruning.system import VLM_PRUNING, build_model, make_groups, num_steps
-from truebatch.tensors.noise import noise_for
-from truebatch.training.starting import Start, settings_type, train_system
-from truebatch.training.trained import open_trained
+from truebatch.training.load_trained import open_trained
+from truebatch.training.train_system import Start, settings_type, train_system
+from truebatch_systems.vlm_pruning.config import MethodSettings
+from truebatch_systems.vlm_pruning.eval.evaluate import at_budget
+from truebatch_systems.vlm_pruning.system import VLM_PRUNING, build_model, make_groups, num_steps
+from truebatch_systems.vlm_pruning.train.callbacks import Clock, FreshJudge, begin_anew
+from truebatch_systems.vlm_pruning.train.objective import PruningObjective, sample_terms
+from truebatch_systems.vlm_pruning.train.schedules import moment_at, progress_of
 
 SMALL = (
     "backbone_settings.name=tiny-llava",

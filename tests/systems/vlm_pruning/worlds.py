@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from PIL import Image
 
+from truebatch.batch.collate import collate
+from truebatch.batch.keyed_random import name_purposes
+from truebatch.batch.microbatch import MicroBatch
 from truebatch.planning.rows import packed_row, padded_rows
-from truebatch.systems.vlm_pruning.backbones import encoder_of, load_backbone
-from truebatch.systems.vlm_pruning.encoding import encoded_fields
-from truebatch.systems.vlm_pruning.model import PrunedVLM
-from truebatch.systems.vlm_pruning.settings import BackboneSettings, MethodSettings, MllmSettings
-from truebatch.tensors.collating import collate
-from truebatch.tensors.microbatch import MicroBatch
-from truebatch.tensors.noise import name_purposes
+from truebatch_systems.vlm_pruning.backbones.load import encoder_of, load_backbone
+from truebatch_systems.vlm_pruning.config import BackboneSettings, MethodSettings, MllmSettings
+from truebatch_systems.vlm_pruning.data.encode import encoded_fields
+from truebatch_systems.vlm_pruning.model.model import PrunedVLM
 
 METHOD = MethodSettings(
     pruning_layers=(1, 3),

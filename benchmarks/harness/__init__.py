@@ -1,0 +1,1 @@
+"""What all benchmarks share: choices, command lines, result files, scripts."""

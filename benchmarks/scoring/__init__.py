@@ -1,0 +1,1 @@
+"""Judging and generating, by method."""

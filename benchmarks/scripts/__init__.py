@@ -1,0 +1,1 @@
+"""Benchmarks that are run as modules: `python -m benchmarks NAME`."""

@@ -1,0 +1,1 @@
+"""Training speed on variable-length data, by method."""

@@ -1,0 +1,141 @@
+"""Samples as the user's own collator makes them, one at a time, so that no padding is made before the rows are planned.
+
+dataset[i] -> collator([sample]) with randomness keyed by the sample -> real cells only -> what the head needs
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from truebatch.batch.microbatch import CELLS
+from truebatch.errors import BatchError, DataError
+from truebatch.hf.heads.heads import ModelHead
+from truebatch.hf.heads.losses import IGNORE
+from truebatch.planning.keyed_rng import keyed_hash
+from truebatch.planning.lengths.measured_values import Measured
+
+Collator = Callable[[list[Any]], Mapping[str, Any]]
+
+REAL = "attention_mask"
+"""What tokenizers and collators call the tensor that is 1 where a cell is real."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SingleSamples:
+    """A dataset behind a collator, by sample id. What either draws at random depends on (seed, epoch, sample id) only."""
+
+    dataset: Any
+    collator: Collator
+    head: ModelHead
+    seed: int = 0
+    epoch: int = 0
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, sample_id: int) -> dict[str, Any]:
+        made = make_single(self.dataset, self.collator, sample_id, seed=self.seed, epoch=self.epoch)
+        return self.head.prepare(_fields_of(made, self.head, sample_id))
+
+    def at_epoch(self, epoch: int) -> SingleSamples:
+        """The same samples with the randomness of another epoch."""
+        return replace(self, epoch=epoch)
+
+
+def make_single(dataset: Any, collator: Collator, sample_id: int, *, seed: int, epoch: int = 0) -> dict[str, Any]:
+    """What the collator makes of one sample alone: tensors with a first axis of 1."""
+    with _keyed_globals(seed, epoch, sample_id):
+        return dict(collator([dataset[sample_id]]))
+
+
+def measure_samples(dataset: Any) -> Measured:
+    """The number of real `input_ids` of every sample, read once."""
+    if hasattr(dataset, "select_columns"):  # a table of the datasets library: no need to read the rest
+        dataset = dataset.select_columns([name for name in ("input_ids", REAL) if name in dataset.column_names])
+    numbers = (_num_tokens(dataset[i], i) for i in range(len(dataset)))
+    return Measured(lengths=np.fromiter(numbers, dtype=np.int64, count=len(dataset)), found="len(input_ids)")
+
+
+def _num_tokens(sample: Any, sample_id: int) -> int:
+    if not isinstance(sample, Mapping) or "input_ids" not in sample:
+        raise DataError(
+            f"sample {sample_id} has no input_ids to measure",
+            seen=f"fields {sorted(sample)}" if isinstance(sample, Mapping) else type(sample).__name__,
+            do="tokenize the dataset first, so that every sample is a mapping with 'input_ids'",
+        )
+    return int(sum(sample[REAL])) if REAL in sample else len(sample["input_ids"])
+
+
+@contextmanager
+def _keyed_globals(seed: int, epoch: int, sample_id: int) -> Iterator[None]:
+    """Collators and datasets draw from global generators: inside, those begin at a number of the sample's own."""
+    key = int(keyed_hash(seed, epoch, "collator", [sample_id])[0]) >> 1
+    # The generator itself, because torch.manual_seed would also set that of every device.
+    kept = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+    torch.default_generator.manual_seed(key)
+    np.random.seed(key % 2**32)
+    random.seed(key)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(kept[0])
+        np.random.set_state(kept[1])
+        random.setstate(kept[2])
+
+
+def _fields_of(made: Mapping[str, Any], head: ModelHead, sample_id: int) -> dict[str, Any]:
+    _refuse_unknown(made, head)
+    along = {f.key for f in head.fields if f.axis == CELLS and f.kind == "along"}
+    is_real = _real_cells(made, sample_id)
+    out = {}
+    for name in sorted({f.key for f in head.fields} & set(made)):
+        value = torch.as_tensor(made[name])[0]
+        if is_real is not None and name in along:
+            _refuse_lost_labels(name, value, is_real, sample_id)
+            value = value[is_real]
+        out[name] = value
+    return out
+
+
+def _refuse_unknown(made: Mapping[str, Any], head: ModelHead) -> None:
+    unknown = sorted((set(made) & head.border.accepts) - {f.key for f in head.fields} - {REAL, "labels"})
+    if unknown:
+        raise BatchError(
+            f"the collator gives {unknown}, which the planned rows would not hand to the model",
+            seen=f"fields {sorted(made)} for a {head.kind.name} head, which takes {sorted(f.key for f in head.fields)}",
+            do="leave them out of the collator; positions and masks are made from the rows",
+        )
+
+
+def _real_cells(made: Mapping[str, Any], sample_id: int) -> Tensor | None:
+    """[T] bool, None where all are real. Real cells must lie together: a hole has no place in a row."""
+    if REAL not in made:
+        return None
+    is_real = torch.as_tensor(made[REAL])[0].bool()
+    if bool(is_real.all()):
+        return None
+    at = is_real.nonzero()[:, 0]
+    if len(at) == 0 or int(at[-1] - at[0]) + 1 != len(at):
+        raise BatchError(
+            f"the attention mask of sample {sample_id} hides cells between others",
+            seen=f"{len(at)} real cells of {len(is_real)}",
+            do="mask padding only, on one side or both; give labels of -100 to what should not be learned",
+        )
+    return is_real
+
+
+def _refuse_lost_labels(name: str, value: Tensor, is_real: Tensor, sample_id: int) -> None:
+    if name == "labels" and bool((value[~is_real] != IGNORE).any()):
+        raise BatchError(
+            f"sample {sample_id} has labels where its attention mask says padding",
+            seen=f"{int((value[~is_real] != IGNORE).sum())} labels that are not {IGNORE}",
+            do=f"set them to {IGNORE}, or leave the padding to the rows",
+        )

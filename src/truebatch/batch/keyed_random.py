@@ -1,0 +1,259 @@
+"""Noise that belongs to a sample: a function of (seed, epoch, sample id, purpose, place), never of a library's stream.
+
+The same sample gets the same noise in any micro-batch, on any rank, with any number of workers, and after a restart.
+Whole-number arithmetic only, so every device gives the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from truebatch.batch.custom_op import define_operator
+from truebatch.batch.microbatch import CELLS, SAMPLES, FlatAxis, MicroBatch
+from truebatch.errors import BatchError
+from truebatch.planning.keyed_rng import keyed_hash
+
+_FIRST, _SECOND, _STRIDE = (
+    -0x40A7B892E31B1A47,
+    -0x6B2FB644ECCEEE15,
+    -0x61C8864680B583EB,
+)  # splitmix64, as signed numbers
+_NUMBER_BITS = 24
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NoiseKeys:
+    """The samples of the micro-batch that is being run, and the key of each."""
+
+    batch: MicroBatch
+    keys: Tensor
+    """[N] int64, one a sample."""
+    known: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Axis -> the key and the place of every entry, worked out once a micro-batch."""
+
+
+_current: ContextVar[NoiseKeys | None] = ContextVar("truebatch_noise", default=None)
+_open: list[tuple[int, NoiseKeys]] = []
+"""Of all threads, the innermost last: a card's backward pass runs in a thread of torch's own, which has no context."""
+
+
+@contextmanager
+def noise_for(batch: MicroBatch, *, seed: int, epoch: int = 0) -> Iterator[NoiseKeys]:
+    """While open, keyed noise belongs to the samples of `batch`. Keep it open around backward (recomputation)."""
+    ids = np.asarray(batch.sample_ids, dtype=np.int64)
+    bits = keyed_hash(seed, epoch, "noise", ids).view(np.int64)
+    device = next((t.device for k, t in batch.fields.items() if k not in batch.host), torch.device("cpu"))
+    keys = NoiseKeys(batch, torch.from_numpy(bits.copy()).to(device, non_blocking=True))
+    token, here = _current.set(keys), (threading.get_ident(), keys)
+    _open.append(here)
+    try:
+        yield keys
+    finally:
+        _open.remove(here)
+        _current.reset(token)
+
+
+def current_noise() -> NoiseKeys:
+    """The samples noise is drawn for; an error outside `noise_for`."""
+    found = _current.get() or _of_backward()
+    if found is None:
+        raise BatchError(
+            "keyed noise was asked for outside a micro-batch",
+            seen="no `noise_for` context is open",
+            do="run the forward (and backward) inside `with noise_for(batch, seed=..., epoch=...)`; train() does",
+        )
+    return found
+
+
+def _of_backward() -> NoiseKeys | None:
+    """What is open around a backward pass that recomputes layers in a thread of torch's own: Python knows such a thread by no
+    name. None where several threads have opened some; a thread of Python's has to open its own."""
+    is_torchs = isinstance(threading.current_thread(), threading._DummyThread)
+    is_inside = is_torchs and torch._C._current_graph_task_id() != -1
+    return _open[-1][1] if is_inside and len({thread for thread, _ in _open}) == 1 else None
+
+
+def keyed_uniform(
+    width: tuple[int, ...], purpose: str, *, axis: str = CELLS, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Uniform numbers in [0, 1): [B, T, *width] along a row axis, [n, *width] along a flat one, [N, *width] a sample."""
+    return _numbers(width, _word(purpose), axis).to(torch.float32).mul_(2.0**-_NUMBER_BITS).to(dtype)
+
+
+def keyed_normal(
+    width: tuple[int, ...], purpose: str, *, axis: str = CELLS, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Standard normal numbers, shaped as `keyed_uniform`."""
+    radius = keyed_uniform(width, purpose + "/radius", axis=axis, dtype=torch.float64)
+    angle = keyed_uniform(width, purpose + "/angle", axis=axis, dtype=torch.float64)
+    return ((-2.0 * torch.log1p(-radius)).sqrt() * torch.cos(2 * torch.pi * angle)).to(dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _word(purpose: str) -> int:
+    """What tells the numbers of one purpose from those of another."""
+    return int.from_bytes(hashlib.blake2b(purpose.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _numbers(width: tuple[int, ...], word: int, axis: str) -> Tensor:
+    """Whole numbers (int64) of 24 bits, every one equally likely; exact in fp32."""
+    keys, places = _keys_and_places(current_noise(), axis)  # the key and the place of every entry
+    entries = torch.arange(int(np.prod(width, dtype=np.int64)), device=keys.device)
+    # counter = place * entries + entry; multiplied by the stride in two parts, of which neither is full-sized.
+    first = _mix(keys ^ word) + places * max(entries.numel(), 1) * _STRIDE
+    bits = _mix_in_place(first.view(*keys.shape, *(1,) * len(width)) + (entries * _STRIDE).view(width))
+    bits >>= 64 - _NUMBER_BITS
+    bits &= (1 << _NUMBER_BITS) - 1  # The shift drags the sign along.
+    return bits
+
+
+def _keys_and_places(noise: NoiseKeys, axis: str) -> tuple[Tensor, Tensor]:
+    if axis not in noise.known:
+        noise.known[axis] = _find_keys_and_places(noise, axis)
+    return noise.known[axis]
+
+
+def _find_keys_and_places(noise: NoiseKeys, axis: str) -> tuple[Tensor, Tensor]:
+    if axis == SAMPLES:
+        return noise.keys, torch.zeros_like(noise.keys)
+    found = noise.batch.axes.get(axis)
+    if isinstance(found, FlatAxis):
+        places = torch.arange(len(found.owner), device=noise.keys.device) - found.starts[found.owner]
+        return noise.keys[found.owner], places
+    rows = noise.batch.rows(axis)
+    keys = _set_keys(noise, rows.outer) if rows.outer else noise.keys
+    owner = torch.repeat_interleave(
+        torch.arange(len(keys), device=keys.device),
+        torch.tensor(rows.lengths, dtype=torch.int64).to(keys.device, non_blocking=True),
+        output_size=sum(rows.lengths),
+    )
+    return rows.put_tokens(keys[owner]), rows.positions
+
+
+def _set_keys(noise: NoiseKeys, outer: str) -> Tensor:
+    """The inner level of a nested field: a key for every set of every sample, from its place in the sample."""
+    rows = noise.batch.rows(outer)
+    sizes = torch.tensor(rows.lengths, dtype=torch.int64).to(noise.keys.device, non_blocking=True)
+    owner = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes, output_size=sum(rows.lengths))
+    place = rows.take_tokens(rows.positions)
+    return _mix(noise.keys[owner] + (place + 1) * _STRIDE)
+
+
+def keyed_bits(keys: Tensor, counters: Tensor) -> Tensor:
+    """64 random-looking bits (int64) for every key and counter, which broadcast; distinct for distinct counters."""
+    return _mix(_mix(keys) + counters * _STRIDE)
+
+
+def _mix(value: Tensor) -> Tensor:
+    """The splitmix64 finaliser; the shift must not drag the sign along."""
+    value = (value ^ _shift(value, 30)) * _FIRST
+    value = (value ^ _shift(value, 27)) * _SECOND
+    return value ^ _shift(value, 31)
+
+
+def _shift(value: Tensor, by: int) -> Tensor:
+    return (value >> by) & ((1 << (64 - by)) - 1)
+
+
+def _mix_in_place(value: Tensor) -> Tensor:
+    """`_mix`, written over its argument: numbers for every entry of a layer are many, and dropout runs all the time."""
+    for by, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
+        shifted = value >> by
+        shifted &= (1 << (64 - by)) - 1
+        value ^= shifted
+        if factor is not None:
+            value *= factor
+    return value
+
+
+def _is_kept(x: Tensor, word: int, axis: str, p: float) -> Tensor:
+    """Bool, like `x`: True in all but the share `p`."""
+    shape = _keys_and_places(current_noise(), axis)[0].shape
+    if x.shape[: len(shape)] != shape:
+        raise BatchError(
+            f"what is dropped out does not lie along {axis!r}",
+            seen=f"shape {tuple(x.shape)}, expected to begin with {tuple(shape)}",
+            do="give KeyedDropout the axis that its input has",
+        )
+    numbers = _numbers(tuple(x.shape[len(shape) :]), word, axis)
+    # As `keyed_uniform(...) >= p` in fp32, without the way through floating point.
+    return numbers.ge(math.ceil(float(np.float32(p)) * 2**_NUMBER_BITS))
+
+
+_kept_operator = define_operator(
+    "keyed_kept(Tensor x, Tensor word, str axis, float p) -> Tensor",
+    lambda x, word, axis, p: _is_kept(x, int(word), axis, p),
+    shapes=lambda x, _word, _axis, _p: x.new_empty(x.shape, dtype=torch.bool),
+)
+"""The same for compiled layers, which cannot ask whose noise it is: the operator does when it is called."""
+
+
+class KeyedDropout(nn.Module):
+    """Dropout whose mask belongs to the sample, so that cutting a step differently does not change it.
+
+    Input [B, T, ...] along a row axis, [n, ...] along a flat one or [N, ...] with axis="samples". In eval mode, and with
+    p=0, it does nothing.
+
+    >>> import torch
+    >>> from truebatch import KeyedDropout
+    >>> KeyedDropout(0.5).eval()(torch.ones(3))  # in training it needs the micro-batch that `train` gives it
+    tensor([1., 1., 1.])
+    """
+
+    def __init__(self, p: float = 0.1, *, purpose: str = "", axis: str = CELLS) -> None:
+        super().__init__()
+        if not 0 <= p < 1:
+            raise BatchError("dropout needs a rate from 0 up to 1", seen=f"p={p}", do="give for example p=0.1")
+        self.p, self.purpose, self.axis = p, purpose, axis
+
+    @property
+    def purpose(self) -> str:
+        """What its masks are for: those of two purposes have nothing in common."""
+        return self._purpose
+
+    @purpose.setter
+    def purpose(self, purpose: str) -> None:
+        self._purpose = purpose
+        # Of a number every layer would be compiled by itself, of a tensor the values do not count.
+        self._word = torch.tensor(_word(purpose or "dropout"), device="cpu")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also that of a model which was saved whole before `purpose` was a property."""
+        purpose = state.pop("purpose", None)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if purpose is not None:
+            self.purpose = purpose
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Zero entries at the rate `p` and scale the others up."""
+        if not self.training or self.p == 0:
+            return x
+        if torch.compiler.is_compiling():
+            is_kept = _kept_operator(x.detach(), self._word, self.axis, self.p)
+        else:
+            is_kept = _is_kept(x, _word(self.purpose or "dropout"), self.axis, self.p)
+        out: Tensor = x * is_kept.to(x.dtype) / (1 - self.p)
+        return out
+
+    def extra_repr(self) -> str:
+        """Shown when the model is printed."""
+        return f"p={self.p}, purpose={self.purpose!r}"
+
+
+def name_purposes(model: nn.Module) -> None:
+    """Give every KeyedDropout without a purpose of its own its place in the model, so that no two share a mask."""
+    for name, module in model.named_modules():
+        if isinstance(module, KeyedDropout) and not module.purpose:
+            module.purpose = name

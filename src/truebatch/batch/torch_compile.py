@@ -1,0 +1,63 @@
+"""Compile the repeated layers of a model: one compilation serves all of them, and every row of one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from truebatch.errors import ConfigError
+
+BACKEND = "inductor"
+"""The compiler of torch that is used unless another is named."""
+
+
+def compile_layers(model: nn.Module, *, backend: str | None = None) -> int:
+    """Compile every layer of the model's lists of layers, in place, for fixed shapes; how many layers that is.
+
+    Layers alike share one compilation, so it takes a small part of the time a whole model takes. What lies around them
+    (embeddings, masks, the output layer) stays as it is.
+    """
+    layers = list(repeated_layers(model))
+    if not layers:
+        raise ConfigError(
+            "there is no list of layers to compile",
+            seen=f"{type(model).__name__} without a module list of two or more layers",
+            do="leave compile out, or call torch.compile on the model yourself",
+        )
+    for layer in layers:
+        layer.compile(dynamic=False, backend=backend or BACKEND)
+    return len(layers)
+
+
+def uncompile_layers(model: nn.Module) -> None:
+    """Run the layers as written again."""
+    for layer in repeated_layers(model):
+        layer._compiled_call_impl = None
+
+
+@contextmanager
+def force_eager() -> Iterator[None]:
+    """While open, compiled layers run as written, for rows of other shapes than they were compiled for."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def has_compiled_layers(model: nn.Module) -> bool:
+    """True once `compile_layers` was called."""
+    return any(layer._compiled_call_impl is not None for layer in repeated_layers(model))
+
+
+def repeated_layers(model: nn.Module) -> Iterator[nn.Module]:
+    """The members of the outermost module lists that hold two or more modules of one class."""
+    seen = set()
+    for child in model._modules.values():  # not `children`: this is asked for every micro-batch
+        if child is None or id(child) in seen:
+            continue
+        seen.add(id(child))
+        if isinstance(child, nn.ModuleList) and len(child) > 1 and len({type(layer) for layer in child}) == 1:
+            yield from child
+        else:
+            yield from repeated_layers(child)

@@ -1,1 +1,0 @@
-"""Measurements that a user can make again: each is a command, and its table says which."""

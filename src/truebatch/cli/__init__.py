@@ -1,0 +1,1 @@
+"""The command line. Importing one command of it does not import the others."""

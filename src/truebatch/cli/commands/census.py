@@ -1,0 +1,52 @@
+"""`truebatch census`: every Hugging Face architecture in every layout, checked twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+
+def show_census(
+    head: Annotated[
+        str, typer.Option(help="causal_lm, masked_lm, seq2seq, vision_language or all; several with commas.")
+    ] = "all",
+    only: Annotated[str, typer.Option(help="Only these architectures, such as llama,qwen2.")] = "",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    jobs: Annotated[int, typer.Option(help="Architectures examined at once.")] = 2,
+    time_limit: Annotated[float, typer.Option(help="Seconds after which an architecture is killed.")] = 300.0,
+    journal: Annotated[
+        Path | None, typer.Option(help="Where finished rows are kept, to go on from. Default: runs/census/rows.jsonl.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget finished rows.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all rows as JSON.")] = None,
+    markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write the tables as Markdown.")] = None,
+) -> int:
+    """Build every architecture tiny, put all layouts to the proof, and put the proof to an independent check.
+
+    Nothing is downloaded. Interrupted, the same command goes on where it was.
+
+    Exit code 0: nothing is wrong unnoticed. 1: at least one architecture is.
+
+    Examples:
+
+      truebatch census --only llama,qwen2
+
+      truebatch census --markdown docs/census.md --json docs/results/census.json
+    """
+    # Imported here so that `truebatch --help` answers at once.
+    from truebatch.verification.census.runner import JOURNAL, CensusConfig, finish, run_census, split_names
+
+    config = CensusConfig(
+        heads=split_names(head),
+        only=split_names(only),
+        device=cast(Any, device),
+        dtype=cast(Any, dtype),
+        jobs=jobs,
+        time_limit_s=time_limit,
+        journal=journal or JOURNAL,
+        fresh=fresh,
+    )
+    return finish(run_census(config), json_file=json_file, markdown_file=markdown_file)

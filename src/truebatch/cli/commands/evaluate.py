@@ -1,0 +1,88 @@
+"""`truebatch evaluate`: the figures of a trained run on samples it was not trained on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from truebatch.cli.run_folder import SystemOption, open_named, own_folder
+from truebatch.errors import ConfigError, DataError
+from truebatch.language.console import say
+
+# Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
+if TYPE_CHECKING:
+    from truebatch.system import Dataset
+    from truebatch.training.load_trained import Trained
+
+FOLDER, FIGURES = "evaluation", "figures.json"
+
+
+def show_evaluate(
+    run: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/chinese_gpt.")],
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting for this use only.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    system: SystemOption = None,
+) -> int:
+    """Measure a trained run on held-out samples; the figures also go to RUN/evaluation/figures.json.
+
+    Exit code 0: done. 2: usage, or there is nothing to evaluate.
+
+    Examples:
+
+      truebatch evaluate runs/chinese_gpt
+
+      truebatch evaluate runs/seqset_vae --json
+    """
+    from truebatch.io.atomic_files import write_json
+
+    trained = open_named(run, set_ or [], system)
+    samples = _samples(trained)
+    out = own_folder(run, FOLDER)
+    assert trained.system.evaluate is not None
+    found = trained.system.evaluate(trained.config, trained.model, samples, out)
+    figures = {"step": trained.step, "samples": len(samples), **found}
+    write_json(out / FIGURES, figures)
+    if as_json:
+        sys.stdout.write(json.dumps(figures, ensure_ascii=False) + "\n")
+        return 0
+    _print(figures)
+    say(f"\nfiles: {out}")
+    return 0
+
+
+def _samples(trained: Trained) -> Dataset:
+    system = trained.system
+    if system.evaluate is None:
+        raise ConfigError(
+            f"the system {system.name!r} has no evaluation",
+            seen="its `evaluate` is None",
+            do="read the validation loss in the run's metrics.jsonl",
+        )
+    return held_out(trained)
+
+
+def held_out(trained: Trained) -> Dataset:
+    """The test samples of a run, else those it was validated on."""
+    system = trained.system
+    for source in (system.test, system.validation):
+        found = source(trained.config) if source is not None else None
+        if found is not None and len(found):
+            return found
+    raise DataError(
+        "there are no held-out samples to evaluate on",
+        seen=f"{system.name} gave none with these settings",
+        do="give a larger share or a file of held-out samples in the settings (--set)",
+    )
+
+
+def _print(figures: Mapping[str, Any]) -> None:
+    from truebatch.reports.tables import figures_table, print_table
+
+    print_table(figures_table(figures))

@@ -1,0 +1,53 @@
+"""`truebatch show`: pictures of what a trained run does, kept for its report."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from truebatch.cli.commands.evaluate import held_out
+from truebatch.cli.run_folder import SystemOption, open_named, own_folder
+from truebatch.errors import ConfigError
+from truebatch.language.console import say
+
+FINDINGS = "findings"
+
+
+def show_pictures(
+    run: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/vlm_pruning.")],
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting for this use only.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    system: SystemOption = None,
+) -> int:
+    """Draw what a trained run does on held-out samples, into RUN/findings; `truebatch report RUN` then shows it.
+
+    Exit code 0: drawn. 2: usage, or the system has no pictures.
+
+    Examples:
+
+      truebatch show runs/vlm_pruning
+
+      truebatch show runs/vlm_pruning --set evaluation_settings.pictures=12
+    """
+    trained = open_named(run, set_ or [], system)
+    if trained.system.show is None:
+        raise ConfigError(
+            f"the system {trained.system.name!r} has no pictures of its own",
+            seen="its `show` is None",
+            do=f"look at its curves: truebatch report {run}",
+        )
+    own_folder(run, FINDINGS)
+    paths = trained.system.show(trained.config, trained.model, held_out(trained), run)
+    if as_json:
+        sys.stdout.write(json.dumps([str(path) for path in paths]) + "\n")
+        return 0
+    for path in paths:
+        say(f"wrote {path}")
+    say(f"all of it on one page: truebatch report {run}")
+    return 0

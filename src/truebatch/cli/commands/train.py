@@ -1,0 +1,305 @@
+"""`truebatch train`: a system, or the user's own Hugging Face model, as a run that can be stopped and goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from truebatch.cli.settings import RUNS, checked, read_settings, settle
+from truebatch.errors import ConfigError
+from truebatch.interrupts import finished
+from truebatch.language.console import say
+
+# Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
+if TYPE_CHECKING:
+    from truebatch.reports.progress_display import Show
+    from truebatch.system import System
+    from truebatch.training.context import TrainResult
+
+FORMATS = ("auto", "plain", "json")
+RESUMES = ("auto", "required")
+
+
+def show_train(
+    target: Annotated[str, typer.Argument(help="hf, the name of a system, package.module:name, or file.py:name.")],
+    config: Annotated[Path | None, typer.Option(help="A YAML file: the system's settings, and `train:`.")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting, over the file.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder. Default: runs/NAME of the system.")] = None,
+    resume: Annotated[
+        str, typer.Option(help="auto: go on with the run if there is one. required: refuse to begin anew.")
+    ] = "auto",
+    fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier run aside and begin anew.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show steps, micro-batches, fill and memory; run nothing.")
+    ] = False,
+    devices: Annotated[int | None, typer.Option(help="Processes that share a step; they are started here.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Train on the first N samples only.")] = None,
+    track: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A tracker, such as tensorboard.")] = None,
+    log_format: Annotated[str, typer.Option(help="auto (a bar on a terminal), plain or json.")] = "auto",
+    model: Annotated[Path | None, typer.Option(help="hf: the folder of your model and tokenizer.")] = None,
+    data: Annotated[Path | None, typer.Option(help="hf: the samples to train on.")] = None,
+    validation: Annotated[Path | None, typer.Option(help="hf: samples that are never trained on.")] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="hf: causal_lm, sequence_classification, token_classification or seq2seq."),
+    ] = None,
+    lora: Annotated[bool, typer.Option("--lora", help="hf: train an adapter (LoRA) and leave the model.")] = False,
+) -> int:
+    """Train a system into a run folder; the same command goes on with it, whatever stopped it.
+
+    A setting is taken from --config, then --set, then the options here; the last wins.
+
+    Exit code 0: done. 1: a check failed. 2: usage or configuration. 75: interrupted and saved, run it again to go on.
+
+    Examples:
+
+      truebatch train hf --model ./my-model --data chats.jsonl --task causal_lm --dry-run
+
+      truebatch train task.py:system --config run.yaml --set train.learning_rate=1e-4 --devices 2
+    """
+    _check_words(resume, log_format)
+    texts = {"model": model, "data": data, "validation": validation, "task": task}
+    given: dict[tuple[str, ...], Any] = {(name,): str(value) for name, value in texts.items() if value is not None}
+    given |= {("lora",): True} if lora else {}
+    trained = {"devices": devices, "limit": limit, "track": track or None}
+    given |= {("train", name): value for name, value in trained.items() if value is not None}
+    return _run(target, config, set_ or [], given, _TrainMode(out, resume, fresh, dry_run, log_format))
+
+
+@dataclass(frozen=True, slots=True)
+class _TrainMode:
+    """How the command was asked to go about it."""
+
+    out: Path | None
+    resume: str
+    fresh: bool
+    dry_run: bool
+    log_format: Any
+
+
+def _check_words(resume: str, log_format: str) -> None:
+    for name, value, choices in (("--resume", resume, RESUMES), ("--log-format", log_format, FORMATS)):
+        if value not in choices:
+            raise ConfigError(f"{name} does not know this word", seen=f"{name} {value}", do=f"use one of {choices}")
+
+
+def _run(
+    target: str, file: Path | None, overrides: list[str], given: dict[tuple[str, ...], Any], way: _TrainMode
+) -> int:
+    from truebatch.registry import find_system
+    from truebatch.training.distributed.launcher import check_ranks, launch, ranks_around, stop_with_parent
+    from truebatch.training.logging.trackers import check_trackers
+
+    system = find_system(target)
+    document = read_settings(file, overrides, given)
+    folder = way.out or RUNS / system.name
+    is_layout_open = settle(document, folder, fresh=way.fresh)
+    config = checked(system, document)
+    check_trackers(config.train.track)
+    if way.dry_run:
+        return _dry_run(system, config, folder, is_layout_open=is_layout_open, as_json=way.log_format == "json")
+    if way.resume == "required" and not (folder / "config.yaml").exists():
+        raise ConfigError("there is no run to go on with", seen=f"{folder} holds none", do="leave --resume away")
+    check_ranks(config.train.devices)
+    if config.train.devices > 1 and ranks_around() is None:
+        _check_room(config.train.devices)
+        _preflight(system, config)
+        return launch(_arguments(target, file, overrides, given, way, folder), config.train.devices, folder=folder)
+    stop_with_parent()
+    return _train(system, config, folder, way, is_layout_open=is_layout_open, again=target)
+
+
+def _check_room(devices: int) -> None:
+    from truebatch.training.distributed.device import usable_gpus
+    from truebatch.visible_gpus import check_processes
+
+    check_processes(devices, gpus=usable_gpus(), cores=os.cpu_count() or 1, asked=f"--devices {devices}")
+
+
+def _preflight(system: System, config: Any) -> None:
+    """Read the data once before processes are started: a mistake is then said once, and tokens are cached."""
+    from truebatch.training.train_system import system_data
+
+    system_data(system, config)
+
+
+def _arguments(
+    target: str,
+    file: Path | None,
+    overrides: list[str],
+    given: dict[tuple[str, ...], Any],
+    way: _TrainMode,
+    folder: Path,
+) -> list[str]:
+    """The same command for one process of several."""
+    parts = ["train", target, "--out", str(folder), "--resume", way.resume, "--log-format", way.log_format]
+    parts += ["--config", str(file)] if file is not None else []
+    parts += [part for override in overrides for part in ("--set", override)]
+    for path, value in given.items():
+        for one in value if isinstance(value, list) else [value]:
+            parts += [f"--{path[-1]}"] if one is True else [f"--{path[-1]}", str(one)]
+    return parts + (["--fresh"] if way.fresh else [])
+
+
+def _dry_run(system: System, config: Any, folder: Path, *, is_layout_open: bool, as_json: bool) -> int:
+    from truebatch.reports.plan_tables import plan_and_count
+    from truebatch.training.memory.run_estimate import estimate_run
+    from truebatch.training.train_system import system_data
+
+    data = system_data(system, config)
+    assert data.measured is not None
+    is_open = is_layout_open and system.choose_layout is not None and config.train.true_batch != "off"
+    layouts: tuple[Any, ...] = ("packed", "padded") if is_open else (config.train.layout,)
+    rows: dict[str, dict[str, Any]] = {}
+    for layout in layouts:
+        plan_config = replace(config.train, layout=layout).plan_config()
+        rows[layout] = _figures(
+            plan_and_count(data.measured, plan_config, epoch=0, ranks=config.train.devices)[1], config
+        )
+    step = config.train.describe_step()
+    lines = list(system.describe(config)) if system.describe is not None else []
+    lines.append(step.removesuffix(f", {config.train.layout}") if is_open else step)
+    if is_open:
+        lines.append("the layout, packed or padded, is chosen when the model is there; the result is the same")
+    lines += _add_outlook(rows, estimate_run(system, config, layouts=layouts, folder=folder), config)
+    if as_json:
+        sys.stdout.write(json.dumps({"lines": lines, "plans": rows}, ensure_ascii=False) + "\n")
+    else:
+        _print_plans(lines, rows)
+    return 0
+
+
+def _add_outlook(rows: dict[str, dict[str, Any]], foreseen: Any, config: Any) -> list[str]:
+    """Memory and time beside the figures of each layout; the lines that say where they come from."""
+    from truebatch.training.memory.fake_tensor_estimate import ESTIMATE_ERROR
+
+    if isinstance(foreseen, str):
+        return [f"memory is not known: {foreseen}"]
+    found, free = foreseen
+    outlooks = {layout: outlook for layout, outlook in found.items() if not isinstance(outlook, str)}
+    unknown = [f"memory of {layout} rows is not known: {why}" for layout, why in found.items() if isinstance(why, str)]
+    if not outlooks:
+        return unknown
+    for layout, outlook in outlooks.items():
+        rows[layout]["memory_gib"] = round(outlook.memory_bytes / 2**30, 3)
+        if outlook.seconds is not None:
+            rows[layout]["hours"] = round(outlook.seconds * config.train.epochs / 3600, 3)
+    hows = {outlook.how for outlook in outlooks.values()}
+    estimated = f"estimated, nothing was run (within {ESTIMATE_ERROR:.0%} where it was compared)"
+    sources = {"fit": "measured by `truebatch fit`", "estimate": estimated}
+    said = " and ".join(sources[how] for how in sorted(hows))
+    return [f"memory of one device at the peak of a step: {said}; {free / 2**30:.1f} GiB are free here", *unknown]
+
+
+def _figures(counted: dict[str, Any], config: Any) -> dict[str, Any]:
+    names = ("samples", "steps", "micro_batches", "tokens", "cells", "fill", "waste")
+    total = config.train.epochs * counted["steps"]
+    return {
+        **{name: counted[name] for name in names},
+        "epochs": config.train.epochs,
+        "steps_in_all": min(config.train.max_steps or total, total),
+    }
+
+
+def _print_plans(lines: list[str], rows: dict[str, dict[str, Any]]) -> None:
+    from truebatch.reports.tables import Table, print_table
+
+    for line in lines:
+        say(line)
+    say()
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    body = tuple((_word(name), *(_text(name, row.get(name)) for row in rows.values())) for name in names)
+    print_table(Table(("an epoch", *rows), body))
+    say("\nnext: the same command without --dry-run")
+
+
+def _word(name: str) -> str:
+    return {"steps_in_all": "steps in all", "micro_batches": "micro-batches", "memory_gib": "memory, GiB"}.get(
+        name, name
+    )
+
+
+def _text(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if name in ("memory_gib", "hours"):
+        return f"{value:,.3g}"
+    return f"{value:.1%}" if isinstance(value, float) else f"{value:,}"
+
+
+def _train(system: System, config: Any, folder: Path, way: _TrainMode, *, is_layout_open: bool, again: str) -> int:
+    from truebatch.reports.progress_display import make_show
+    from truebatch.training.logging.trackers import Trackers
+    from truebatch.training.run_dir.run_dir import plain_config
+    from truebatch.training.train_system import Start, train_system
+
+    show = make_show(way.log_format)
+    trackers = Trackers(config.train.track, folder, plain_config(config))
+    start = Start(
+        out=folder,
+        target=again,
+        fresh=way.fresh,
+        is_layout_open=is_layout_open,
+        say=show.say,
+        watches=(show, trackers),
+    )
+    try:
+        result = train_system(system, config, start)
+        finished(result.exit_code)
+    finally:
+        show.close()
+        trackers.close()
+    _say_end(show, result, folder)
+    _leave_processes()
+    return result.exit_code
+
+
+def _say_end(show: Show, result: TrainResult, folder: Path) -> None:
+    from truebatch.training.distributed.collectives import rank
+
+    if rank() != 0:
+        return
+    if result.is_interrupted:
+        show.say(f"stopped after step {result.step} ({result.why}), saved in {folder}")
+        show.say("next: the same command again goes on")
+        return
+    best = f", best validation loss {result.best_loss:.4f}" if result.best_loss is not None else ""
+    last = f", last loss {result.records[-1]['loss']:.4f}" if result.records else ""
+    out = result.records[-1].get("quarantined", 0) if result.records else 0
+    left = f", {out:,} samples left out for want of memory" if out else ""
+    show.say(f"done: {result.step} steps ({result.why}){last}{best}{left}")
+    exported = folder / "model"
+    show.say(f"run: {folder}" + (f"; model: {exported}" if exported.is_dir() else ""))
+    show.say(_next(folder, exported))
+
+
+def _next(folder: Path, exported: Path) -> str:
+    from truebatch.config.yaml_files import read_yaml
+    from truebatch.io.atomic_files import read_json
+    from truebatch.training.run_dir.run_dir import CONFIG
+    from truebatch.training.train_system import ABOUT
+
+    if (exported / "adapter_config.json").is_file():
+        return f"next, in Python: peft.AutoPeftModel.from_pretrained({str(exported)!r})"
+    is_whole = (exported / "config.json").is_file()
+    layout = "packed" if read_yaml(folder / CONFIG).values["train"]["layout"] == "packed" else "right"
+    target = str(read_json(folder / ABOUT)["system"])
+    # A folder names no code that is run: a system of one's own is said again.
+    own = f" --system {shlex.quote(target)}" if ":" in target and not is_whole else ""
+    return f"next: truebatch verify {shlex.quote(str(exported if is_whole else folder))} --layout {layout}{own}"
+
+
+def _leave_processes() -> None:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

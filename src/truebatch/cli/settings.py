@@ -1,0 +1,57 @@
+"""Settings of commands that train or measure a system: from a file, from --set, and from options of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+# Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
+if TYPE_CHECKING:
+    from truebatch.config.yaml_files import Document
+    from truebatch.system import System
+
+RUNS = Path("runs")
+"""Where run folders lie unless --out says otherwise."""
+
+
+def read_settings(file: Path | None, overrides: list[str], given: dict[tuple[str, ...], Any]) -> Document:
+    """The settings of a command before they are checked: of the file, then of --set, then of options of their own."""
+    from truebatch.config.load import apply_override, read_document
+
+    document = read_document(file)
+    for override in overrides:
+        apply_override(document, override)
+    for path, value in given.items():
+        inner = document.values if len(path) == 1 else document.values.setdefault(path[0], {})
+        if isinstance(inner, dict):
+            inner[path[-1]] = value
+            document.places[path] = f"--{path[-1]}"
+    return document
+
+
+def settle(document: Document, folder: Path, *, fresh: bool) -> bool:
+    """Fill in what the surroundings say; whether the layout is still open."""
+    from truebatch.training.distributed.launcher import ranks_around
+    from truebatch.training.run_dir.run_dir import kept_layout
+
+    train = document.values.setdefault("train", {})
+    if not isinstance(train, dict):
+        return False  # Checking the settings will say what is wrong with it.
+    around = ranks_around()
+    if around is not None:
+        train.setdefault("devices", around)
+    if "layout" in train:
+        return False
+    kept = None if fresh else kept_layout(folder)
+    if kept is None:
+        return True
+    train["layout"] = kept
+    return False
+
+
+def checked(system: System, document: Document) -> Any:
+    """The settings of a system, every value checked and complete; what is wrong is named with its place."""
+    from truebatch.config.load import check_config
+    from truebatch.training.train_system import settings_type, settled
+
+    return settled(system, check_config(settings_type(system), document))

@@ -1,0 +1,1 @@
+"""Settings: YAML, overrides and rules become one validated dataclass."""

@@ -1,0 +1,1 @@
+"""From a dataset to micro-batches: fetching, worker processes, prefetching."""

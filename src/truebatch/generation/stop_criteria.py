@@ -1,0 +1,53 @@
+"""When a text ends: the model says so, a stop text came, or there is no more room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from truebatch.errors import ConfigError
+from truebatch.generation.config import Generation
+from truebatch.generation.interface import Ended, Prompt
+
+Read = Callable[[Sequence[int]], str]
+"""Tokens -> text; more tokens only ever make it longer, but for a half character at its end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Endings:
+    """What ends a text; the same for all prompts of a generation."""
+
+    end_ids: frozenset[int]
+    max_length: int | None
+    settings: Generation
+    read: Read | None
+
+    def __post_init__(self) -> None:
+        if self.settings.stop and self.read is None:
+            raise ConfigError(
+                "stop texts need text, and this model was started with tokens only",
+                seen=f"stop={self.settings.stop}",
+                do="give `read`, which turns tokens into text",
+            )
+
+    def room(self, prompt: Prompt) -> tuple[int, Ended]:
+        """Most new tokens of this prompt, and why there can be no more."""
+        own = prompt.max_new_tokens
+        length = self.settings.max_new_tokens if own is None else min(own, self.settings.max_new_tokens)
+        room = length if self.max_length is None else self.max_length - len(prompt.ids)
+        return (length, "length") if length <= room else (room, "room")
+
+    def after(self, prompt: Prompt, new: Sequence[int]) -> Ended | None:
+        """Why the text ends with the last of these new tokens; None if it goes on."""
+        if new[-1] in self.end_ids:
+            return "end"
+        if self.settings.stop and self.read is not None and find_stop(self.read(new), self.settings.stop) is not None:
+            return "stop"
+        most, why = self.room(prompt)
+        return why if len(new) >= most else None
+
+
+def find_stop(text: str, stops: Sequence[str]) -> int | None:
+    """Where the first stop text begins; None if there is none."""
+    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    return min(found) if found else None

@@ -1,0 +1,1 @@
+"""Packed attention, masks and positions for Hugging Face models."""

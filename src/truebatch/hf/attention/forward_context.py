@@ -1,0 +1,132 @@
+"""The packed run in progress: what attention deep inside a model must know about the rows it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import masking_utils
+
+from truebatch.batch.segments import Segments, table_segments
+from truebatch.errors import AttentionError
+
+
+@dataclass(slots=True, eq=False)
+class ForwardContext:
+    """One forward pass of a model; `segments` is None when its rows are padded."""
+
+    segments: Segments | None
+    is_packed: bool
+    explicit: bool = False
+    """Opened by the user and not by the call of a model."""
+    calls: int = 0
+    windows: set[int] = field(default_factory=set)
+    """Windows of the masks that were asked for; the masks themselves are not made."""
+
+
+# A plain list and no context variable: backward runs in threads of its own, and recomputes layers there.
+_runs: list[ForwardContext] = []
+_lengths_of_table: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_served_by_run: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def current_run() -> ForwardContext | None:
+    """The innermost run, None outside every model call."""
+    return _runs[-1] if _runs else None
+
+
+def open_run(run: ForwardContext) -> None:
+    """Make `run` the current one."""
+    _runs.append(run)
+
+
+def close_run() -> ForwardContext:
+    """End the current run and give it back."""
+    return _runs.pop()
+
+
+@contextmanager
+def packed_rows(segments: Segments) -> Iterator[None]:
+    """While open, attention serves the rows of `segments`, for models that do not pass keyword arguments down.
+
+    Keep it open around backward when such a model uses gradient checkpointing: layers are then run again.
+    """
+    depth = len(_runs)
+    open_run(ForwardContext(segments=segments, is_packed=True, explicit=True))
+    try:
+        yield
+    finally:
+        del _runs[depth:]
+
+
+@contextmanager
+def positions_unread() -> Iterator[None]:
+    """While open, transformers does not look for packed rows in the positions of a packed run.
+
+    It would wait for the device to see whether there are any, once a mask, only to hand the answer to our mask
+    function, which has the segment table.
+    """
+    original = masking_utils.find_packed_sequence_indices
+
+    def unread(position_ids: Tensor) -> Tensor | None:
+        run = current_run()
+        if run is not None and run.is_packed and not torch.compiler.is_compiling():
+            return None
+        found: Tensor | None = original(position_ids)
+        return found
+
+    masking_utils.find_packed_sequence_indices = unread
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = original
+
+
+def remember_lengths(segments: Segments) -> None:
+    """Keep the host lengths of a table as long as its tensor lives, so that attention need not read it back."""
+    lengths = tuple(length for length in segments.lengths if length)
+    _lengths_of_table[segments.starts] = (_version(segments.starts), lengths)
+
+
+def _version(starts: Tensor) -> int | None:
+    """Changes with the tensor; of tensors of inference mode nothing tells."""
+    return None if starts.is_inference() else starts._version
+
+
+def segments_of_table(starts: Tensor, *, shape: tuple[int, int], max_length: int) -> Segments:
+    """`Segments` for a bare table; its lengths are read from the device only if nobody remembered them."""
+    version, lengths = _lengths_of_table.get(starts, (None, None))  # type: ignore[no-untyped-call]
+    if lengths is not None and version == _version(starts):
+        return table_segments(starts, shape=shape, max_length=max_length, lengths=lengths)
+    segments = table_segments(starts, shape=shape, max_length=max_length)
+    if not starts.is_inference():  # whoever reads one back may fill it anew, and nothing would tell
+        remember_lengths(segments)
+    return segments
+
+
+def note_service(module: nn.Module) -> None:
+    """Attention `module` had to take its table from the run, because the model passed none down."""
+    if not torch.compiler.is_compiling():
+        _served_by_run[module] = True
+
+
+def refuse_lost_table(module: nn.Module) -> None:
+    """Raise when a module that depends on a run is called outside of one: its rows are packed, and nobody says how."""
+    if not torch.compiler.is_compiling() and module in _served_by_run and not _runs:
+        raise AttentionError(
+            "attention over packed rows was called without a segment table",
+            seen=f"{type(module).__name__} outside the forward pass of its model, as gradient checkpointing does in "
+            "backward; the model does not pass cu_seq_lens_q down to its attention",
+            do="keep `with packed_rows(segments):` open around forward and backward, or switch checkpointing off",
+        )
+
+
+def forget_services(model: nn.Module) -> None:
+    """The modules of `model` serve no packed run any more."""
+    for module in model.modules():
+        if module in _served_by_run:
+            del _served_by_run[module]

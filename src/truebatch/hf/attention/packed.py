@@ -1,0 +1,319 @@
+"""Packed attention for Hugging Face models, through their public attention and mask interfaces.
+
+use_packed_attention(model) -> model(**packed_inputs(segments)) -> each attention layer -> attend inside segments
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from truebatch.attention.api import attend_by, attend_table
+from truebatch.attention.score_rule import Rule, band_of, written_out_attention
+from truebatch.attention.varlen_static import read_bounds
+from truebatch.batch.segments import Segments, cell_positions
+from truebatch.batch.torch_compile import has_compiled_layers
+from truebatch.errors import AttentionError
+from truebatch.hf.attention.block_mask import block_mask_inputs
+from truebatch.hf.attention.forward_context import (
+    ForwardContext,
+    close_run,
+    current_run,
+    forget_services,
+    note_service,
+    open_run,
+    packed_rows,
+    positions_unread,
+    refuse_lost_table,
+    remember_lengths,
+    segments_of_table,
+)
+from truebatch.hf.attention.unsupported import refuse_call, refuse_model, refuse_unknown_window
+
+__all__ = [
+    "NAME",
+    "block_mask_inputs",
+    "packed_attention",
+    "packed_inputs",
+    "packed_mask",
+    "packed_rows",
+    "use_packed_attention",
+]
+
+NAME = "truebatch"
+"""The name under which transformers knows this attention."""
+
+TABLE_WORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+KNOWN_MASKS = {
+    "causal_mask_function",
+    "bidirectional_mask_function",
+    "sliding_window_overlay",
+    "sliding_window_bidirectional_overlay",
+    "packed_sequence_mask_function",
+    "padding_mask_function",
+}
+
+
+@contextmanager
+def use_packed_attention(model: PreTrainedModel) -> Iterator[None]:
+    """While open, `model` attends inside segments when called with `packed_inputs`, and as with sdpa otherwise.
+
+    Refuses by name what it cannot do exactly: models that ignore the attention interface, keep a state along the row,
+    or mix two kinds of rows. For a vision-language model, pass its language model.
+    """
+    _register()
+    refuse_model(model)
+    before = {"": model.config._attn_implementation}
+    parts = {name: part._attn_implementation for name, part in _sub_configs(model).items()}
+    before |= {name: attention for name, attention in parts.items() if attention is not None}
+    model.set_attn_implementation(NAME)
+    if model.config._attn_implementation != NAME:
+        raise AttentionError(
+            "this architecture does not take its attention from the interface of transformers",
+            seen=f"{type(model).__name__} stays with attention {model.config._attn_implementation!r}",
+            do="call it with block_mask_inputs(model, segments), or plan the padded layout",
+        )
+    hooks = [
+        model.register_forward_pre_hook(_begin, with_kwargs=True, prepend=True),
+        model.register_forward_hook(_end, always_call=True),
+    ]
+    try:
+        with positions_unread():
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        forget_services(model)
+        model.set_attn_implementation(before)
+
+
+def packed_inputs(
+    segments: Segments, *, positions: Tensor | None = None, bounds: Tensor | None = None
+) -> dict[str, Any]:
+    """Keyword arguments that tell a model of its packed rows: positions that restart, and the segment table.
+
+    `positions` are made here unless somebody has them. With `bounds` (`Segments.bounds_tensor`) no number that changes from
+    row to row is handed over as a Python integer, so that compiled layers never compile again.
+    """
+    remember_lengths(segments)
+    longest = segments.max_length if bounds is None else bounds
+    return {
+        "position_ids": cell_positions(segments) if positions is None else positions,
+        "cu_seq_lens_q": segments.starts,
+        "cu_seq_lens_k": segments.starts,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The attention function given to transformers: inside segments in a packed run, as with sdpa otherwise."""
+    says_window = "sliding_window" in options
+    rule = Rule(
+        causal=getattr(module, "is_causal", True) if is_causal is None else is_causal,
+        window=options["sliding_window"] if says_window else getattr(module, "sliding_window", None),
+        scale=scaling,
+        dropout=dropout,
+        bias=options.get("position_bias"),
+        softcap=options.get("softcap"),
+        sinks=options.get("s_aux"),
+    )
+    starts = options.get("cu_seq_lens_q")
+    if starts is not None and torch.compiler.is_compiling():
+        refuse_call(module, query, key, attention_mask)
+        return _compiled_inside_segments(query, key, value, rule, options).transpose(1, 2).contiguous(), None
+    run = current_run()
+    if starts is None and not (run is not None and run.is_packed):
+        refuse_lost_table(module)
+        return _whole_rows(module, query, key, value, attention_mask, rule, options), None
+    refuse_call(module, query, key, attention_mask)
+    refuse_unknown_window(module, run, options)
+    out = _inside_segments(module, query, key, value, rule, run, options)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def packed_mask(**options: Any) -> Tensor | None:
+    """The mask function given to transformers: nothing in a packed run, the mask of sdpa otherwise."""
+    run = current_run()
+    if run is None or not run.is_packed:
+        mask: Tensor | None = sdpa_mask(**options)
+        return mask
+    window = options.get("local_size")
+    if window is not None:
+        run.windows.add(window)
+    unknown = sorted(set(_names_of(options["mask_function"])) - KNOWN_MASKS)
+    if unknown or options.get("use_vmap"):
+        raise AttentionError(
+            "this model changes its causal mask in a way that packed attention does not know",
+            seen=f"mask rules {unknown or 'given by the model'}",
+            do="call it with padded rows, or give it a 4-D mask of your own",
+        )
+    return None
+
+
+def _register() -> None:
+    AttentionInterface.register(NAME, packed_attention)
+    AttentionMaskInterface.register(NAME, packed_mask)
+
+
+def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    outer, starts = current_run(), kwargs.get("cu_seq_lens_q")
+    if starts is None:
+        explicit = outer is not None and outer.explicit
+        open_run(ForwardContext(segments=outer.segments if outer and explicit else None, is_packed=explicit))
+        return args, kwargs
+    run = ForwardContext(segments=None, is_packed=True)
+    open_run(run)  # first of all: `_end` closes it whatever happens
+    if not torch.compiler.is_compiling():
+        run.segments = _segments_of_call(args, kwargs, starts)
+    accepted = _named_by(model)
+    if accepted is not None:
+        kwargs = {name: value for name, value in kwargs.items() if name in accepted or name not in TABLE_WORDS}
+    return args, kwargs
+
+
+def _named_by(model: nn.Module) -> frozenset[str] | None:
+    """The names that a model's forward pass takes; None if it takes any."""
+    own = type(model).forward
+    is_own = getattr(model.forward, "__func__", None) is own  # others may hold a whole model
+    return _known_arguments(own) if is_own and not torch.compiler.is_compiling() else _named_arguments(model.forward)
+
+
+def _named_arguments(forward: Callable[..., Any]) -> frozenset[str] | None:
+    """The names that a forward pass takes; None if it takes any."""
+    accepted = inspect.signature(forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    return None if takes_any else frozenset(accepted)
+
+
+_known_arguments = functools.lru_cache(maxsize=64)(_named_arguments)
+"""Asked in every call; a compiler would look through the cache and warn of it."""
+
+
+def _segments_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], starts: Tensor) -> Segments:
+    given = [*kwargs.values(), *args]
+    first = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
+    tokens = first if first is not None else next(part for part in given if isinstance(part, Tensor) and part.ndim > 1)
+    shape = (tokens.shape[0], tokens.shape[1])
+    return segments_of_table(starts, shape=shape, max_length=_longest(starts, kwargs))
+
+
+def _longest(starts: Tensor, options: dict[str, Any]) -> int:
+    given = options.get("max_length_q")
+    if given is None:
+        return int(starts.diff().max())
+    return read_bounds(given).longest if isinstance(given, Tensor) else int(given)
+
+
+def _end(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    run = close_run()
+    if torch.compiler.is_compiling():
+        return  # calls are not counted there
+    if run.is_packed and not run.calls and output is not None and not has_compiled_layers(model):
+        raise AttentionError(
+            "a packed run went through a model that never asked for packed attention",
+            seen=f"{type(model).__name__} made its output without one call of attention {NAME!r}",
+            do="call it with block_mask_inputs(model, segments), or plan the padded layout",
+        )
+
+
+def _inside_segments(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rule: Rule,
+    run: ForwardContext | None,
+    options: dict[str, Any],
+) -> Tensor:
+    starts = options.get("cu_seq_lens_q")
+    if run is not None:
+        run.calls += 1
+    if starts is None:
+        note_service(module)
+    elif isinstance(options.get("max_length_q"), Tensor) or not _is_table_of(run, starts):
+        return _from_table(query, key, value, starts, rule, options)
+    assert run is not None
+    assert run.segments is not None
+    return attend_by(rule, query, key, value, run.segments)
+
+
+def _is_table_of(run: ForwardContext | None, starts: Tensor) -> bool:
+    return run is not None and run.segments is not None and run.segments.starts is starts
+
+
+def _from_table(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, rule: Rule, options: dict[str, Any]
+) -> Tensor:
+    given, max_length = options.get("max_length_q"), _longest(starts, options)
+    bound = given if isinstance(given, Tensor) else max_length
+    out = attend_table(query, key, value, starts, rule, max_length=bound)
+    if out is not None:
+        return out
+    shape = (query.shape[0], query.shape[2])
+    return attend_by(rule, query, key, value, segments_of_table(starts, shape=shape, max_length=max_length))
+
+
+def _compiled_inside_segments(query: Tensor, key: Tensor, value: Tensor, rule: Rule, options: dict[str, Any]) -> Tensor:
+    """Inside torch.compile: from the arguments alone, because every number read elsewhere would compile again."""
+    starts, bound = options["cu_seq_lens_q"], options["max_length_q"]
+    out = attend_table(query, key, value, starts, rule, max_length=bound)
+    assert out is not None
+    return out
+
+
+def _whole_rows(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    rule: Rule,
+    options: dict[str, Any],
+) -> Tensor:
+    """Padded rows: what sdpa does, and the written-out formula where sdpa drops a softcap or sinks."""
+    if rule.softcap is None and rule.sinks is None:
+        given = {**options, "dropout": rule.dropout, "scaling": rule.scale, "is_causal": rule.causal}
+        out: Tensor = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **given)[0]
+        return out
+    queries, keys = query.shape[2], key.shape[2]
+    allowed = attention_mask
+    if allowed is None:
+        # No mask means that the rule by distance is enough; the queries are the last of the keys.
+        device = query.device
+        allowed = band_of(queries, keys, causal=rule.causal, window=None, device=device, first=keys - queries)
+    return written_out_attention(query, key, value, allowed, rule).transpose(1, 2).contiguous()
+
+
+def _names_of(rule: Callable[..., Any]) -> list[str]:
+    """Names of the mask rules that transformers joined into one function."""
+    if torch.compiler.is_compiling():
+        return []
+    parts = inspect.getclosurevars(rule).nonlocals.get("mask_functions")
+    if parts is None:
+        return [rule.__qualname__.split(".")[0]]
+    return [name for part in parts for name in _names_of(part)]
+
+
+def _sub_configs(model: PreTrainedModel) -> dict[str, Any]:
+    found = {name: getattr(model.config, name, None) for name in getattr(model.config, "sub_configs", {})}
+    return {name: part for name, part in found.items() if part is not None}

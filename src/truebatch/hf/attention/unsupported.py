@@ -1,0 +1,68 @@
+"""What packed attention does not serve: models and calls that it refuses by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from truebatch.errors import AttentionError
+from truebatch.hf.attention.forward_context import ForwardContext
+
+
+def refuse_model(model: PreTrainedModel) -> None:
+    """Raise for a model in which more than self-attention reaches from cell to cell."""
+    reason = _state_along_the_row(model)
+    if reason:
+        raise AttentionError(
+            "this model carries a state along the row, past the end of a sample",
+            seen=reason,
+            do="plan the padded layout with right padding, or groups of equal length",
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise AttentionError(
+            "packed rows of an encoder and of a decoder need two tables",
+            seen=f"{type(model).__name__} is an encoder-decoder",
+            do="pack its encoder alone, or plan the padded layout",
+        )
+
+
+def _state_along_the_row(model: PreTrainedModel) -> str:
+    """What else than attention reaches from cell to cell, in words; empty if nothing does."""
+    name = type(model).__name__
+    if any(getattr(part, "_is_stateful", False) for part in model.modules()):
+        return f"{name} is stateful"
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or []) & {"conv", "linear_attention"}
+    if kinds:
+        return f"{name} has layers of kind {sorted(kinds)}"
+    convolutions = [part for part in model.modules() if isinstance(part, nn.Conv1d)]
+    return f"{name} convolves along the row" if any(part.kernel_size[0] > 1 for part in convolutions) else ""
+
+
+def refuse_call(module: nn.Module, query: Tensor, key: Tensor, attention_mask: Tensor | None) -> None:
+    """Raise for a call of attention with other keys than its queries, or with a mask."""
+    if query.shape[2] != key.shape[2] or getattr(module, "is_cross_attention", False):
+        raise AttentionError(
+            "packed attention is self-attention without a cache",
+            seen=f"{type(module).__name__} with {query.shape[2]} queries and {key.shape[2]} keys",
+            do="generate and cross-attend with padded rows; in training pass use_cache=False",
+        )
+    if attention_mask is not None:
+        raise AttentionError(
+            "packed attention was given a mask beside its segment table",
+            seen=f"{type(module).__name__} with a mask {list(attention_mask.shape)}",
+            do="leave attention_mask out of a packed call; padding is a segment of its own",
+        )
+
+
+def refuse_unknown_window(module: nn.Module, run: ForwardContext | None, options: dict[str, Any]) -> None:
+    """Raise where a model asked for a mask with a window and its attention is not told of one."""
+    if run is None or not run.windows:
+        return
+    if "sliding_window" not in options and not hasattr(module, "sliding_window"):
+        raise AttentionError(
+            "this model has sliding-window layers that do not say so to their attention",
+            seen=f"{type(module).__name__} gives no sliding_window, the model asked for windows {sorted(run.windows)}",
+            do="call it with block_mask_inputs(model, segments), or plan the padded layout",
+        )

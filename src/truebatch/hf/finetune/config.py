@@ -1,0 +1,49 @@
+"""Settings of `truebatch train hf`: which model, which data, what to learn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from truebatch.errors import ConfigError
+from truebatch.io.text_encoding import nearest
+from truebatch.planning.config import Overlong
+
+Task = Literal["causal_lm", "sequence_classification", "token_classification", "seq2seq"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FinetuneConfig:
+    """A model folder and a data file."""
+
+    model: Path
+    """A folder written by save_pretrained: the model, and its tokenizer."""
+    data: Path
+    """Samples to train on, one JSON object a line (.json, .csv and .parquet too)."""
+    task: Task
+    """What is learned: the next token, a class of the text, a class of each word, or a text from another."""
+    validation: Path | None = None
+    """Samples that are never trained on."""
+    max_length: int | None = None
+    """Most tokens of a sample; by default as many as the model has positions."""
+    overlong: Overlong = "refuse"
+    """What becomes of a sample with more: refuse stops, drop leaves it out, cut keeps its beginning; both are counted."""
+    chat_template: Path | None = None
+    """A Jinja file, instead of the tokenizer's own template."""
+    lora: bool = False
+    """Train an adapter (LoRA) beside the frozen model."""
+    lora_rank: int = 16
+    lora_alpha: float = 32.0
+
+    def __post_init__(self) -> None:
+        if self.task not in get_args(Task):
+            raise ConfigError(
+                f"the task is not known{nearest(str(self.task), list(get_args(Task)))}",
+                seen=f"task={self.task!r}",
+                do=f"use one of: {', '.join(get_args(Task))}",
+            )
+        for name in ("max_length", "lora_rank"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1", seen=f"{name}={value!r}", do=f"raise {name}")

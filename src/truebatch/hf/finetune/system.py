@@ -1,0 +1,215 @@
+"""The user's own Hugging Face model and data as one `System`: `truebatch train hf`."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from truebatch.errors import ConfigError
+from truebatch.hf.finetune.config import FinetuneConfig
+from truebatch.hf.finetune.lora import add_lora, check_peft
+from truebatch.hf.finetune.token_store import TokenStore
+from truebatch.hf.finetune.tokenize import FileTokenizer, encode_file
+from truebatch.hf.heads.heads import ModelHead, head_of
+from truebatch.hf.heads.losses import IGNORE
+from truebatch.hf.heads.objective import HeadObjective
+from truebatch.hf.pretrained import (
+    load_configuration,
+    load_tokenizer,
+    load_weights,
+    num_positions,
+    shape_of,
+    sketch_model,
+    tokenizer_fingerprint,
+    with_dropout,
+    with_labels,
+    without_chatter,
+    without_dropout,
+)
+from truebatch.planning.lengths.measure import content_hash
+from truebatch.planning.lengths.measured_values import Measured, cache_folder
+from truebatch.planning.rows import Ints, Layout
+from truebatch.system import System
+from truebatch.verification.choose_layout import choose_layout
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedRun:
+    """What is known about a run before its weights are loaded."""
+
+    train: TokenStore
+    validation: TokenStore | None
+    configuration: Any
+    """Of the model, with the classes of the data and without dropout."""
+    dropouts: dict[str, float]
+    """What was set to 0."""
+    head: ModelHead
+    content: str
+    """A hash of the data file."""
+    news: list[str]
+    """What is known once the weights are loaded."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadSamples:
+    """Encoded samples with what the head needs beside."""
+
+    encoded: TokenStore
+    head: ModelHead
+
+    def __len__(self) -> int:
+        return len(self.encoded)
+
+    def __getitem__(self, sample_id: int, /) -> dict[str, Any]:
+        return self.head.prepare(self.encoded[sample_id])
+
+
+def prepare(config: Any) -> PreparedRun:
+    """Read and encode the data, and settle the configuration of the model; once. No weights are loaded."""
+    files = [config.data, *([config.validation] if config.validation is not None else [])]
+    return _prepare(config, tuple(content_hash(file) for file in files))
+
+
+@lru_cache(maxsize=2)
+def _prepare(config: Any, contents: tuple[str, ...]) -> PreparedRun:
+    if config.lora:
+        check_peft()
+    configuration = load_configuration(config.model)
+    encoder = FileTokenizer(
+        task=config.task,
+        tokenizer=load_tokenizer(config.model, config.chat_template),
+        fingerprint=tokenizer_fingerprint(config.model, config.chat_template),
+        known_labels=dict(configuration.id2label or {}) if config.task.endswith("classification") else {},
+        max_length=_max_length(config, configuration),
+        overlong=config.overlong,
+        cache=cache_folder(),
+    )
+    train = encode_file(encoder, config.data)
+    validation = encode_file(encoder, config.validation, names=train.label_names) if config.validation else None
+    with_labels(configuration, train.label_names)
+    dropouts = {} if "dropout" in config.train.allow else without_dropout(configuration)
+    head = head_of(shape_of(configuration, config.task), train[0])
+    return PreparedRun(train, validation, configuration, dropouts, head, contents[0], [])
+
+
+def _max_length(config: Any, configuration: Any) -> int | None:
+    positions = num_positions(configuration)
+    is_rotary = hasattr(configuration.get_text_config(), "rope_parameters")
+    if config.max_length is not None and positions is not None and config.max_length > positions and not is_rotary:
+        raise ConfigError(
+            "max_length is more than the model has positions for",
+            seen=f"max_length={config.max_length:,}, positions {positions:,}",
+            do=f"give at most {positions:,}",
+        )
+    return config.max_length or positions
+
+
+def _load(config: Any) -> HeadSamples:
+    ready = prepare(config)
+    return HeadSamples(ready.train, ready.head)
+
+
+def _validation(config: Any) -> HeadSamples | None:
+    ready = prepare(config)
+    return HeadSamples(ready.validation, ready.head) if ready.validation is not None else None
+
+
+def _measure(config: Any, samples: Any) -> Measured:
+    """Tokens and labels of every sample, from the encoded arrays."""
+    ready = prepare(config)
+    number = len(samples)
+    lengths = ready.train.columns["input_ids"].lengths()[:number]
+    counts = _label_counts(ready)[:number]
+    return Measured(
+        lengths=lengths,
+        counts={ready.head.loss.term: counts},
+        found="tokens of the model's tokenizer",
+        fingerprint=f"{ready.content}-{number}",
+    )
+
+
+def _label_counts(ready: PreparedRun) -> Ints:
+    column = ready.train.columns.get("labels")
+    if column is None:
+        return np.ones(len(ready.train), dtype=np.int64)
+    is_counted = column.values != IGNORE
+    if ready.head.kind.name == "causal_lm":
+        is_counted[column.starts[:-1]] = False  # The first token is predicted from nothing.
+    sums = np.concatenate([[0], np.cumsum(is_counted)])
+    counts: Ints = (sums[column.starts[1:]] - sums[column.starts[:-1]]).astype(np.int64)
+    return counts
+
+
+def _build_model(config: Any) -> nn.Module:
+    ready = prepare(config)
+    model, new = load_weights(config.model, deepcopy(ready.configuration), config.task, seed=config.train.seed)
+    if new:
+        ready.news[:] = [f"new weights, drawn from seed {config.train.seed}: {', '.join(new)}"]
+    if config.lora:
+        add_lora(model, config.task, rank=config.lora_rank, alpha=config.lora_alpha)
+    return model
+
+
+def _sketch(config: Any) -> nn.Module:
+    """The shapes of the model, without its weights."""
+    model = sketch_model(deepcopy(prepare(config).configuration), config.task)
+    if config.lora:
+        add_lora(model, config.task, rank=config.lora_rank, alpha=config.lora_alpha)
+    return model
+
+
+def _choose_layout(config: Any, model: nn.Module) -> tuple[Layout, str]:
+    """Packed where it is proven right on this very model, else padded."""
+    if torch.cuda.is_available():
+        model.to("cuda")
+    choice = choose_layout(model)
+    reasons = "; ".join(f"not {name}: {why}" for name, why in choice.reasons.items())
+    if choice.layout not in ("packed", "padded"):
+        raise ConfigError(
+            "this model is right neither in padded nor in packed rows",
+            seen=reasons,
+            do="train it one sample at a time: --set train.true_batch=off",
+        )
+    layout: Layout = "packed" if choice.layout == "packed" else "padded"
+    return layout, f"layout: {layout}, proven equal to one by one" + (f" ({reasons})" if reasons else "")
+
+
+def _describe(config: Any) -> list[str]:
+    ready = prepare(config)
+    lines = [*ready.train.notes, *(ready.validation.notes if ready.validation is not None else ())]
+    if ready.dropouts:
+        rates = ", ".join(f"{name}={rate}" for name, rate in ready.dropouts.items())
+        lines.append(f"dropout is set to 0 for training (was {rates}); --set train.allow=[dropout] keeps it")
+    return [*lines, *ready.news]
+
+
+def _save(config: Any, model: nn.Module, folder: Path) -> None:
+    """The model (or its adapter) and the tokenizer, as transformers loads them."""
+    saved: Any = model
+    with_dropout(saved.config, prepare(config).dropouts)
+    with without_chatter():
+        saved.save_pretrained(folder)
+    load_tokenizer(config.model, config.chat_template).save_pretrained(folder)
+
+
+FINETUNING = System(
+    name="hf",
+    config_type=FinetuneConfig,
+    load=_load,  # type: ignore[arg-type]
+    fields=lambda config: prepare(config).head.fields,
+    measure=_measure,
+    build_model=_build_model,
+    objective=lambda config: HeadObjective(head=prepare(config).head),
+    validation=_validation,  # type: ignore[arg-type]
+    sketch=_sketch,
+    choose_layout=_choose_layout,
+    describe=_describe,
+    save=_save,
+)

@@ -1,0 +1,1 @@
+"""Decoding with Hugging Face models: caches, prefill, CUDA graphs."""

@@ -1,0 +1,1 @@
+"""The heads of Hugging Face models: inputs, logits and exact losses."""

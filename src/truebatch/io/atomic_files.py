@@ -1,0 +1,203 @@
+"""Files that survive: a reader sees the old content or the whole new one, whatever happens in between.
+
+draft in the same folder -> fsync -> rename -> fsync the folder
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from truebatch.errors import CheckpointError, TruebatchError
+from truebatch.io.text_encoding import read_text
+from truebatch.testing.failpoints import failpoint
+
+DRAFT = ".part"
+_HASH_CHUNK = 1 << 20
+_STRICT = json.JSONEncoder(allow_nan=False)
+_CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+_CAUSES = {
+    errno.ENOSPC: ("the disk is full", "free some space"),
+    errno.EDQUOT: ("the quota of this user is used up", "free some space or raise the quota"),
+    errno.EFBIG: ("a file would become larger than allowed here", "raise the limit (ulimit -f)"),
+    errno.EROFS: ("the filesystem can only be read", "mount it for writing or choose another folder"),
+    errno.EIO: ("the device reported a fault", "check the device or choose another folder"),
+    errno.EEXIST: ("a file stands where the folder should be", "name another folder, or move that file away"),
+    errno.ENOTDIR: ("a file stands where the folder should be", "name another folder, or move that file away"),
+    errno.EACCES: ("writing here is not allowed", "check the permissions of the folder"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """What a manifest remembers of a file."""
+
+    num_bytes: int
+    sha256: str
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a text file as a whole; a kill at any moment leaves the old text or the new one."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace a file as a whole; a kill at any moment leaves the old bytes or the new ones."""
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{DRAFT}")
+    failpoint("write.before_open")
+    try:
+        with draft.open("xb") as file:
+            failpoint("write.opened")
+            file.write(data[: len(data) // 2])
+            file.flush()
+            failpoint("write.half_written")
+            file.write(data[len(data) // 2 :])
+            file.flush()
+            failpoint("write.written")
+            os.fsync(file.fileno())
+        failpoint("write.synced")
+        draft.replace(path)
+    except BaseException:
+        with suppress(OSError):  # the cause is on its way to the caller; a leftover draft is cleaned at the next start
+            draft.unlink(missing_ok=True)
+        raise
+    failpoint("write.renamed")
+    sync_folder(path.parent)
+    failpoint("write.folder_synced")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a JSON file as a whole. Not-a-number and infinity are refused: they are not JSON."""
+    write_text(path, to_json(value, indent=1) + "\n")
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """Strict JSON text in ASCII, so that no name or path can make it unwritable."""
+    return _STRICT.encode(value) if indent is None else json.dumps(value, allow_nan=False, indent=indent)
+
+
+def read_json(path: Path, *, max_bytes: int = 1 << 30) -> Any:
+    """The value of a JSON file; what is missing, too large or not JSON raises a `TruebatchError`."""
+    text = read_text(path, max_bytes=max_bytes)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path.name} is not JSON",
+            seen=f"{path}: {error}",
+            do="bring the file back from a copy, or go back to an earlier checkpoint",
+        ) from error
+
+
+@contextmanager
+def corrupt_file_errors(path: Path, *, do: str = "bring the file back from a copy") -> Iterator[None]:
+    """Around the code that takes the values of a file apart: where they are not what it expects, the file is named."""
+    try:
+        yield
+    except TruebatchError:
+        raise
+    except (TypeError, KeyError, ValueError, AttributeError, IndexError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} does not hold what it should", seen=f"{type(error).__name__}: {str(error)[:200]}", do=do
+        ) from error
+
+
+def write_chunks(path: Path, chunks: Iterable[Any]) -> FileFacts:
+    """Write a new file of a checkpoint piece by piece, onto the disk, hashing on the way."""
+    digest = hashlib.sha256()
+    num = 0
+    with path.open("xb", buffering=0) as file:
+        failpoint("checkpoint.file_opened")
+        for chunk in chunks:
+            digest.update(chunk)
+            num += _write_all(file, memoryview(chunk).cast("B"))
+            failpoint("checkpoint.file_begun")
+        failpoint("checkpoint.file_written")
+        os.fsync(file.fileno())
+    failpoint("checkpoint.file_synced")
+    return FileFacts(num, digest.hexdigest())
+
+
+def _write_all(file: Any, data: memoryview) -> int:
+    # An unbuffered write may take less than it is given: 2 GiB a call is the most on Linux.
+    done = 0
+    while done < len(data):
+        done += file.write(data[done:])
+    return done
+
+
+def hash_file(path: Path) -> FileFacts:
+    """Size and SHA-256 of a file as it is on the disk now."""
+    digest = hashlib.sha256()
+    num = 0
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_HASH_CHUNK):
+            digest.update(chunk)
+            num += len(chunk)
+    return FileFacts(num, digest.hexdigest())
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the names inside a folder onto the disk, where the system can."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        # Some network filesystems cannot sync a folder and say so; they order renames on the server.
+        if error.errno not in _CANNOT_SYNC:
+            raise
+    finally:
+        os.close(handle)
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes this user may still write to the filesystem of a folder (quotas are not known here)."""
+    return shutil.disk_usage(folder).free
+
+
+def require_space(folder: Path, num_bytes: int, *, what: str) -> None:
+    """Refuse to begin a write for which the filesystem has no room."""
+    free = free_bytes(folder)
+    if free < num_bytes:
+        raise CheckpointError(
+            f"the disk is full: {what} does not fit",
+            seen=f"{num_bytes:,} bytes needed, {free:,} free in {folder}",
+            do="free some space, then run the same command again; it goes on from the last checkpoint",
+        )
+
+
+def storage_error(
+    kind: type[TruebatchError], error: OSError, *, what: str, folder: Path, num_bytes: int = 0
+) -> TruebatchError:
+    """A system error as three parts: what could not be written and why, the bytes needed and free, what to do."""
+    why, do = _CAUSES.get(error.errno or 0, ("the system refused", "check the folder and its filesystem"))
+    needed = f"; {num_bytes:,} bytes needed, {_free_words(folder)} free" if num_bytes else ""
+    return kind(
+        f"{what} could not be written: {why}",
+        seen=f"{error}{needed}, in {folder}",
+        do=f"{do}, then run the same command again; it goes on from the last checkpoint",
+    )
+
+
+def _free_words(folder: Path) -> str:
+    try:
+        return f"{free_bytes(folder):,}"
+    except OSError:
+        return "an unknown number"
+
+
+def remove_drafts(folder: Path) -> None:
+    """Delete drafts that a killed process left behind. Only the owner of the folder may call this."""
+    for draft in folder.glob(f".*{DRAFT}"):
+        draft.unlink(missing_ok=True)

@@ -1,0 +1,226 @@
+"""The samples of a data file, one after the other, each with the place it stands at.
+
+.jsonl .ndjson   one JSON value a line, streamed
+.json            one JSON array
+.csv .tsv        a header line, then one sample a row, streamed
+.parquet         one sample a row, streamed in batches
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from truebatch.errors import DataError
+from truebatch.io.text_encoding import MAX_LINE_BYTES, open_file, read_lines, read_text
+
+MAX_JSON_BYTES = 4 * 2**30
+FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+
+_HEADER = re.compile(r"[A-Za-z_]\w*([,\t][\w ]+)+")
+
+Placed = tuple[str, Any]
+
+
+def is_data_file(name: str) -> bool:
+    """Whether a name ends like a data file that can be measured."""
+    return Path(name).suffix.lower() in FORMATS
+
+
+def read_samples(path: Path, *, columns: Sequence[str] | None = None) -> Iterator[Placed]:
+    """Every sample of a data file with its place ("file:line") in file order.
+
+    `columns` are the only ones a caller looks at; Parquet reads no others. In Parquet a list of integers
+    comes as a `range` of the same length: its entries are not needed to measure it.
+    """
+    kind = path.suffix.lower()
+    if kind in (".jsonl", ".ndjson"):
+        return _read_jsonl(path)
+    if kind == ".json":
+        return _read_json(path)
+    if kind in (".csv", ".tsv"):
+        return _read_csv(path, delimiter="\t" if kind == ".tsv" else ",")
+    if kind == ".parquet":
+        return _read_parquet(path, columns)
+    raise DataError(
+        f"{path} is of a kind that is not read", seen=f"its name ends in {kind!r}", do=f"use one of {' '.join(FORMATS)}"
+    )
+
+
+def _read_jsonl(path: Path) -> Iterator[Placed]:
+    for number, line in read_lines(path):
+        if line.isspace():
+            continue
+        if number == 1 and line.lstrip().startswith("[") and not line.rstrip().endswith("]"):
+            raise DataError(
+                f"{path} is a JSON array, not one JSON value a line",
+                seen=f"line 1 begins {line[:40]!r}",
+                do=f"name it {path.stem}.json",
+            )
+        if number == 1 and _is_header(line):
+            raise DataError(
+                f"{path}:1 is not JSON; it looks like the header of a table",
+                seen=repr(line.rstrip()[:60]),
+                do=f"name it {path.stem}.{'tsv' if chr(9) in line else 'csv'}",
+            )
+        yield f"{path}:{number}", _parse(line, f"{path}:{number}")
+
+
+def _is_header(line: str) -> bool:
+    """Names with commas or tabs between them: a CSV file under another name."""
+    return _HEADER.fullmatch(line.rstrip()) is not None
+
+
+def _parse(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        cut = error.pos >= len(text.rstrip()) - 1 or "Unterminated" in error.msg
+        raise DataError(
+            f"{place} is not valid JSON" + ("; it looks cut off" if cut else ""),
+            seen=f"{error.msg} at column {error.colno}: {text[max(0, error.pos - 20) : error.pos + 20]!r}",
+            do="write that line again, or remove it" if not cut else "copy or write the file again, it is incomplete",
+        ) from error
+    except (RecursionError, ValueError) as error:
+        raise DataError(
+            f"{place} holds JSON that cannot be read", seen=str(error), do="remove the deep nesting or the huge number"
+        ) from error
+
+
+def _read_json(path: Path) -> Iterator[Placed]:
+    text = read_text(path, max_bytes=MAX_JSON_BYTES)
+    if not text.strip():
+        return
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":
+            raise DataError(
+                f"{path}:{error.lineno} goes on after the end of the JSON value",
+                seen=repr(text[error.pos : error.pos + 40]),
+                do=f"if it holds one JSON value a line, name it {path.stem}.jsonl",
+            ) from error
+        _parse_array_error(path, text, error)
+    except (RecursionError, ValueError) as error:
+        raise DataError(f"{path} holds JSON that cannot be read", seen=str(error), do="remove the nesting") from error
+    if not isinstance(value, list):
+        keys = f" with the keys {', '.join(list(value)[:8])}" if isinstance(value, dict) else ""
+        raise DataError(
+            f"{path} must hold a JSON array of samples",
+            seen=f"a {type(value).__name__}{keys}",
+            do="write a list [...], or one sample a line as .jsonl",
+        )
+    for index, sample in enumerate(value):
+        yield f"{path} [{index}]", sample
+
+
+def _parse_array_error(path: Path, text: str, error: json.JSONDecodeError) -> NoReturn:
+    cut = error.pos >= len(text.rstrip()) - 1 or "Unterminated" in error.msg
+    raise DataError(
+        f"{path}:{error.lineno} is not valid JSON" + ("; it looks cut off" if cut else ""),
+        seen=f"{error.msg}: {text[max(0, error.pos - 20) : error.pos + 20]!r}",
+        do="write the file again" if cut else "correct that line",
+    ) from error
+
+
+def _read_csv(path: Path, *, delimiter: str) -> Iterator[Placed]:
+    lines = (line for _, line in read_lines(path))
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    with _long_cells():
+        try:
+            header = next(reader, None)
+            for row in reader:
+                if row:
+                    place = f"{path}:{reader.line_num}"
+                    yield place, _named(header or [], row, place)
+        except csv.Error as error:
+            raise DataError(
+                f"{path}:{reader.line_num} is not valid CSV",
+                seen=str(error),
+                do='close every quote; a quote inside a quoted cell is written ""',
+            ) from error
+
+
+def _named(header: list[str], row: list[str], place: str) -> dict[str, str]:
+    if len(row) != len(header):
+        raise DataError(
+            f"{place} has {len(row)} cells, the header has {len(header)}",
+            seen=f"header {header[:6]}, row {[cell[:20] for cell in row[:6]]}",
+            do="quote cells that contain the separator",
+        )
+    return dict(zip(header, row, strict=True))
+
+
+@contextmanager
+def _long_cells() -> Iterator[None]:
+    # The csv module refuses cells of more than 128 KiB unless told; a document is easily longer.
+    before = csv.field_size_limit(MAX_LINE_BYTES)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def _read_parquet(path: Path, columns: Sequence[str] | None) -> Iterator[Placed]:
+    try:
+        import pyarrow as arrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise DataError(
+            "reading Parquet needs the package pyarrow",
+            seen=f"{path}; {error}",
+            do="pip install 'truebatch[data]'",
+        ) from error
+    open_file(path).close()
+    row = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            wanted = [c for c in columns if c in file.schema_arrow.names] if columns is not None else None
+            for batch in file.iter_batches(batch_size=4096, columns=wanted):
+                _refuse_long_cells(batch, path, row)
+                for sample in _arrow_rows(batch):
+                    yield f"{path} row {row}", sample
+                    row += 1
+    except (arrow.ArrowException, OSError) as error:
+        raise DataError(
+            f"{path} cannot be read as Parquet; it stopped at row {row}",
+            seen=next(iter(str(error).splitlines()), type(error).__name__)[:200],
+            do="write or copy the file again, it is damaged or incomplete",
+        ) from error
+
+
+def _refuse_long_cells(batch: Any, path: Path, first: int) -> None:
+    """The same limit as a line of text has: compressed, a few bytes can claim any length."""
+    from pyarrow import compute, types
+
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        if not (types.is_string(column.type) or types.is_large_string(column.type)):
+            continue
+        most = compute.max(compute.binary_length(column)).as_py() or 0
+        if most > MAX_LINE_BYTES:
+            raise DataError(
+                f"{path} holds a text that is too long to be one sample",
+                seen=f"column {name!r}, rows {first:,} to {first + len(column) - 1:,}: {most:,} bytes in one cell, "
+                f"at most {MAX_LINE_BYTES:,}",
+                do="write one sample a row",
+            )
+
+
+def _arrow_rows(batch: Any) -> Iterator[dict[str, Any]]:
+    from pyarrow import compute, types
+
+    columns = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        is_list = types.is_list(column.type) or types.is_large_list(column.type)
+        if is_list and types.is_integer(column.type.value_type):
+            sizes = compute.list_value_length(column).to_pylist()
+            columns[name] = [None if size is None else range(size) for size in sizes]
+        else:
+            columns[name] = column.to_pylist()
+    for values in zip(*columns.values(), strict=True):
+        yield dict(zip(columns, values, strict=True))

@@ -1,0 +1,236 @@
+"""How samples are grouped: the settings of a plan, checked where they are made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+from truebatch.errors import PlanError
+from truebatch.planning.rows import Layout
+
+Grouping = Literal["auto", "fixed", "bucketed", "budget", "packed"]
+Overlong = Literal["refuse", "drop", "cut"]
+
+GROUPINGS: dict[str, tuple[str, ...]] = {"padded": ("budget", "fixed", "bucketed"), "packed": ("packed",)}
+"""The groupings a layout can have; the first is what `auto` means."""
+STEP_SIZES = ("samples_per_step", "tokens_per_step", "rows_per_step", "micro_batches_per_step")
+DEFAULT_SAMPLES_PER_STEP = 32
+LARGEST_LIMIT = 2**61
+"""Sums of one more sample than a limit allows still fit 64 bits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatchLimits:
+    """What one micro-batch may hold at most; `None` means no limit."""
+
+    cells: int | None = None
+    """Most cells, padding included."""
+    pairs: int | None = None
+    """Most query-key pairs: the sum of squared lengths (packed) or rows times width squared (padded)."""
+    samples: int | None = None
+    """Most samples."""
+    costs: Mapping[str, int] = field(default_factory=dict)
+    """Most of each named cost, for example image patches."""
+
+    def __post_init__(self) -> None:
+        for name in ("cells", "pairs", "samples"):
+            _check_count(name, getattr(self, name), most=LARGEST_LIMIT)
+        for name, limit in self.costs.items():
+            _check_count(f"costs[{name!r}]", limit, most=LARGEST_LIMIT, required=True)
+        object.__setattr__(self, "costs", MappingProxyType(dict(sorted(self.costs.items()))))
+
+    @property
+    def is_unlimited(self) -> bool:
+        """Whether no limit is set at all."""
+        return self.cells is None and self.pairs is None and self.samples is None and not self.costs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanConfig:
+    """What a step is and what a micro-batch may hold.
+
+    >>> from truebatch import PlanConfig
+    >>> PlanConfig(layout="packed", cells=4096, samples_per_step=64).step_size
+    'samples_per_step=64'
+    """
+
+    layout: Layout = "padded"
+    """One sample a row, padded to the longest; or several samples a row, end to end."""
+    grouping: Grouping = "auto"
+    """How samples come together: `budget`, `fixed` or `bucketed` (padded), `packed` (packed); `auto` takes the first."""
+    cells: int | None = None
+    """Most cells (tokens and padding) a micro-batch may hold."""
+    pairs: int | None = None
+    """Most query-key pairs a micro-batch may hold: what attention costs."""
+    samples: int | None = None
+    """Most samples a micro-batch may hold; with grouping `fixed` or `bucketed` the number it has."""
+    costs: Mapping[str, int] = field(default_factory=dict)
+    """Most of each named cost (for example image patches) a micro-batch may hold."""
+    bucket_width: int = 16
+    """Grouping `bucketed`: lengths with the same `length // bucket_width` share a bucket."""
+    samples_per_step: int | None = None
+    """A step is this many samples; 32 when no size of a step is given."""
+    tokens_per_step: int | None = None
+    """A step is as many samples as fit this many tokens."""
+    rows_per_step: int | None = None
+    """A step is this many packed rows of `row_cells`, formed over the whole epoch."""
+    micro_batches_per_step: int | None = None
+    """A step is this many micro-batches over all ranks, formed over the whole epoch."""
+    row_cells: int | None = None
+    """Cells of a fixed packed row; `cells` unless given."""
+    seed: int = 0
+    """With the epoch, decides every random choice of the plan."""
+    overlong: Overlong = "refuse"
+    """A sample over a limit on its own: an error, left out, or cut to the limit; the last two are counted."""
+    pair_cost: float = 8e-5
+    """Cost of a pair relative to a cell, for balancing ranks."""
+
+    def __post_init__(self) -> None:
+        _check_choice("layout", self.layout, tuple(GROUPINGS))
+        _check_choice("grouping", self.grouping, get_args(Grouping))
+        _check_choice("overlong", self.overlong, get_args(Overlong))
+        object.__setattr__(self, "costs", MicroBatchLimits(costs=self.costs).costs)
+        _ = self.limits
+        for name in (*STEP_SIZES, "row_cells"):
+            _check_count(name, getattr(self, name), most=LARGEST_LIMIT)
+        _check_count("bucket_width", self.bucket_width, most=LARGEST_LIMIT, required=True)
+        _check_seed(self.seed)
+        _check_pair_cost(self.pair_cost)
+        self._settle_grouping()
+        self._settle_step()
+        self._settle_rows()
+
+    def _settle_grouping(self) -> None:
+        known = GROUPINGS[self.layout]
+        if self.grouping == "auto":
+            object.__setattr__(self, "grouping", known[0])
+        if self.grouping not in known:
+            raise PlanError(
+                "this grouping does not exist in this layout",
+                seen=f"grouping={self.grouping!r}, layout={self.layout!r}",
+                do=f"with layout={self.layout!r} use grouping={' or '.join(map(repr, known))}",
+            )
+        if self.grouping in ("fixed", "bucketed") and self.samples is None:
+            raise PlanError(
+                f"grouping {self.grouping!r} needs the number of samples of a micro-batch",
+                seen="samples=None",
+                do="give samples, for example samples=8, or use grouping='budget' with cells",
+            )
+
+    def _settle_step(self) -> None:
+        given = [name for name in STEP_SIZES if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise PlanError(
+                "a step has one size, but several were given",
+                seen=", ".join(f"{name}={getattr(self, name)}" for name in given),
+                do=f"keep one of {', '.join(given)}",
+            )
+        if not given:
+            object.__setattr__(self, "samples_per_step", DEFAULT_SAMPLES_PER_STEP)
+        if self.rows_per_step is not None and self.layout == "padded":
+            raise PlanError(
+                "rows_per_step is for packed rows; a padded row is one sample",
+                seen=f"rows_per_step={self.rows_per_step}, layout='padded'",
+                do=f"use samples_per_step={self.rows_per_step}, or layout='packed'",
+            )
+
+    def _settle_rows(self) -> None:
+        if not self.has_fixed_rows:
+            if self.row_cells is not None:
+                raise PlanError(
+                    "row_cells is the capacity of fixed packed rows, and this plan has none",
+                    seen=f"row_cells={self.row_cells}, layout={self.layout!r}, step={self.step_size}",
+                    do="leave row_cells out, or use layout='packed' with rows_per_step or micro_batches_per_step",
+                )
+            if self.is_epoch_wide and self.limits.is_unlimited:
+                raise PlanError(
+                    "micro-batches formed over a whole epoch need a limit",
+                    seen="cells, pairs, samples and costs are all unset",
+                    do="give cells (or samples, pairs, costs), or use samples_per_step",
+                )
+            return
+        if self.row_cells is None:
+            object.__setattr__(self, "row_cells", self.cells)
+        if self.row_cells is None:
+            raise PlanError(
+                "fixed packed rows need a capacity",
+                seen="row_cells=None, cells=None",
+                do="give cells (and row_cells, if several rows share a micro-batch)",
+            )
+        if self.cells is not None and self.row_cells > self.cells:
+            raise PlanError(
+                "a row holds more cells than its micro-batch may",
+                seen=f"row_cells={self.row_cells:,}, cells={self.cells:,}",
+                do=f"lower row_cells to {self.cells:,} or raise cells to {self.row_cells:,}",
+            )
+
+    @property
+    def limits(self) -> MicroBatchLimits:
+        """What one micro-batch may hold."""
+        return MicroBatchLimits(cells=self.cells, pairs=self.pairs, samples=self.samples, costs=self.costs)
+
+    @property
+    def is_epoch_wide(self) -> bool:
+        """Whether rows or micro-batches are formed over the whole epoch before they are dealt to steps."""
+        return self.rows_per_step is not None or self.micro_batches_per_step is not None
+
+    @property
+    def has_fixed_rows(self) -> bool:
+        """Whether rows are packed to a fixed capacity, so that cells may be empty."""
+        return self.layout == "packed" and self.is_epoch_wide
+
+    @property
+    def step_size(self) -> str:
+        """The size of a step as it would be written in a configuration."""
+        return next(f"{name}={getattr(self, name)}" for name in STEP_SIZES if getattr(self, name) is not None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that makes the same settings again: `PlanConfig(**config.to_dict())`."""
+        values = {name: getattr(self, name) for name in PlanConfig.__dataclass_fields__}
+        return values | {"costs": dict(self.costs)}
+
+
+def check_whole(name: str, value: object, *, least: int) -> None:
+    """Refuse anything but an integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise PlanError(
+            f"{name} must be a whole number of at least {least}",
+            seen=f"{name}={value!r}",
+            do=f"give {name} as an integer, {least} or more",
+        )
+
+
+def _check_count(name: str, value: object, *, most: int, required: bool = False) -> None:
+    if value is None and not required:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise PlanError(
+            f"{name} must be a whole number of at least 1",
+            seen=f"{name}={value!r}",
+            do=f"give {name} as an integer from 1 to {most:,}" + ("" if required else ", or leave it out"),
+        )
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise PlanError(f"{name} is not known", seen=f"{name}={value!r}", do=f"use {', '.join(map(repr, choices))}")
+
+
+def _check_seed(seed: object) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64:
+        raise PlanError(
+            "the seed must be a whole number", seen=f"seed={seed!r}", do="give an integer from 0 to 2**64 - 1"
+        )
+
+
+def _check_pair_cost(value: object) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not 0 <= value <= 1:  # type: ignore[arg-type, operator]
+        raise PlanError(
+            "pair_cost must be a number from 0 to 1",
+            seen=f"pair_cost={value!r}",
+            do="give the cost of a pair relative to a cell; 8e-5 fits a model of width 2048",
+        )

@@ -1,0 +1,1 @@
+"""How long samples are, measured once and cached."""

@@ -1,0 +1,1 @@
+"""The inner loops of planning, run by numba or by Python."""

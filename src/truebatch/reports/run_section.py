@@ -1,0 +1,199 @@
+"""What a run folder holds, as parts of a report: each file that is there becomes a section, none is needed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from truebatch.config.yaml_files import read_yaml
+from truebatch.errors import DataError
+from truebatch.io.atomic_files import corrupt_file_errors, read_json
+from truebatch.io.text_encoding import open_file, read_start
+from truebatch.reports.artifacts import FOLDER, Gallery, kept_findings
+from truebatch.reports.fit_section import fit_sections
+from truebatch.reports.gallery import make_card
+from truebatch.reports.length_section import length_sections
+from truebatch.reports.page import Drawing, Section
+from truebatch.reports.plots import curves
+from truebatch.reports.score_section import read_scored, scoring_sections, stages_of
+from truebatch.reports.tables import Table, figures_table
+from truebatch.reports.verify_section import VERIFICATION, proof_sections
+from truebatch.training.memory.cost_model import FIT
+from truebatch.training.run_dir.run_dir import CONFIG, METRICS, STATUS, read_status
+
+_MOST_POINTS = 1500
+"""Of one curve: more cannot be seen, and a long run would make a large file."""
+_MOST_BYTES = 1 << 28
+_LONGEST_LINE = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """`metrics.jsonl` of a run: the records of its steps."""
+
+    name: str
+    records: Sequence[Mapping[str, Any]]
+
+    def line(self, key: str, x: str = "step") -> tuple[list[float], list[float]]:
+        """The values of one column over another, where both are numbers; thinned to what a picture can show."""
+        both = [(r[x], r[key]) for r in self.records if _is_number(r.get(x)) and _is_number(r.get(key))]
+        kept = both[:: max(1, len(both) // _MOST_POINTS)]
+        return [float(a) for a, _ in kept], [float(b) for _, b in kept]
+
+    def numbers(self, key: str) -> list[float]:
+        """All values of one column that are numbers."""
+        return [float(r[key]) for r in self.records if _is_number(r.get(key))]
+
+
+def is_run(folder: Path) -> bool:
+    """Whether there is anything in a folder that a report could show."""
+    files = (CONFIG, METRICS, STATUS, FIT, VERIFICATION)
+    return any((folder / name).is_file() for name in files) or (folder / FOLDER).is_dir() or bool(stages_of(folder))
+
+
+def read_log(run: Path, name: str | None = None) -> Log:
+    """The records of a run; a line that is no JSON object raises `DataError` with its number."""
+    records = []
+    path = run / METRICS
+    if path.is_file():
+        with open_file(path) as file:
+            for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
+                if len(line) == _LONGEST_LINE:
+                    raise DataError(
+                        f"{path} is damaged in line {number}",
+                        seen=f"over {_LONGEST_LINE:,} bytes without an end",
+                        do="bring the file back from a copy",
+                    )
+                records += (
+                    [_record(path, number, line)] if line.endswith(b"\n") else []
+                )  # a torn last line is no record
+    return Log(name or run.name, records)
+
+
+def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path} is damaged in line {number}", seen=str(error), do="bring it back from a copy"
+        ) from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} is damaged in line {number}", seen=f"a {type(found).__name__}", do="one object a line")
+    return found
+
+
+def run_sections(run: Path) -> Iterator[Section]:
+    """Every part of one run's report, in reading order."""
+    settings = read_yaml(run / CONFIG).values if (run / CONFIG).is_file() else {}
+    yield from _overview(run)
+    yield from log_sections([read_log(run)])
+    for stage in stages_of(run):
+        for section in scoring_sections(read_scored(stage)):
+            if stage == run:
+                yield section
+            elif not section.cards:  # what a stage was about, the run itself knows how to show
+                yield replace(section, title=f"{stage.name}: {section.title}")
+    yield from proof_sections(run)
+    yield from length_sections(run, settings)
+    yield from fit_sections(run)
+    yield from _evaluation(run)
+    yield from _findings(run)
+    if settings:
+        yield Section(title="Settings", tables=[figures_table(settings, name="setting")])
+
+
+def log_sections(logs: Sequence[Log]) -> Iterator[Section]:
+    """Curves of one run or of several on top of each other."""
+    logs = [log for log in logs if log.records]
+    if not logs:
+        return
+    terms = sorted({key for log in logs for r in log.records for key in r if key == "loss" or key.startswith("loss/")})
+    shown = [key for key in terms if key == "loss" or len(terms) > 2]
+    drawn = [_curve(logs, key, "loss") for key in shown]
+    held = sorted({key for log in logs for r in log.records for key in r if key.startswith("validation")})
+    drawn += [_curve(logs, key, key) for key in held]
+    yield Section(title="Loss", tables=[runs_table(logs)], drawn=[draw for draw in drawn if draw])
+    rest = ["tokens_per_second", "fill", "memory_gib", *_named(logs, "grad_norm/"), *_named(logs, "learning_rate/")]
+    pictures = [draw for key in rest if (draw := _curve(logs, key, key))]
+    if pictures:
+        yield Section(title="Speed, fill and memory", drawn=pictures)
+
+
+def runs_table(logs: Sequence[Log]) -> Table:
+    """Where every run began and ended, one a row."""
+    held = [key for key in ("validation_loss",) if any(log.numbers(key) for log in logs)]
+    header = ("run", "steps", "first loss", "last loss", *(f"lowest {key}" for key in held), "tokens/s", "fill")
+    return Table(header, tuple(_run_row(log, held) for log in logs))
+
+
+def _run_row(log: Log, held: Sequence[str]) -> tuple[str, ...]:
+    losses, steps = log.numbers("loss"), log.numbers("step")
+    seconds, tokens = sum(log.numbers("seconds")), sum(log.numbers("tokens"))
+    fills = log.numbers("fill")
+    return (
+        log.name,
+        f"{steps[-1]:,.0f}" if steps else "-",
+        *((f"{losses[0]:.4f}", f"{losses[-1]:.4f}") if losses else ("-", "-")),
+        *(f"{min(values):.4f}" if (values := log.numbers(key)) else "-" for key in held),
+        f"{tokens / seconds:,.0f}" if seconds else "-",
+        f"{sum(fills) / len(fills):.1%}" if fills else "-",
+    )
+
+
+def _named(logs: Sequence[Log], start: str) -> list[str]:
+    return sorted({key for log in logs for r in log.records for key in r if key.startswith(start)})
+
+
+def _curve(logs: Sequence[Log], key: str, y: str) -> Drawing | None:
+    lines = {log.name: line for log in logs if (line := log.line(key))[0]}
+    return partial(curves, lines, title=key, x="step", y=y) if lines else None
+
+
+def _overview(run: Path) -> Iterator[Section]:
+    if (run / STATUS).is_file():
+        status = read_status(run)
+        names = ("state", "step", "exit_code", "message", "time")
+        rows = [(name, str(status[name])) for name in names if status.get(name) not in (None, "")]
+        yield Section(title="Run", tables=[Table(("run", run.resolve().name), tuple(rows))])
+
+
+def _evaluation(run: Path) -> Iterator[Section]:
+    folder = run / "evaluation"
+    if not (folder / "figures.json").is_file():
+        return
+    with corrupt_file_errors(folder / "figures.json", do="evaluate again: `truebatch evaluate RUN`"):
+        figures = dict(read_json(folder / "figures.json", max_bytes=_MOST_BYTES))
+    pictures = [read_start(path, max_bytes=1 << 22) for path in sorted(folder.glob("*.svg"))]
+    yield Section(title="Evaluation", tables=[figures_table(figures)], found=pictures)
+
+
+def _findings(run: Path) -> Iterator[Section]:
+    for title, group in groupby(kept_findings(run), key=_finding_title):
+        found: list[str] = []
+        for _, finding in group:
+            if isinstance(finding, Table):
+                yield Section(title=title, tables=[Table(finding.header, finding.rows)])
+            elif isinstance(finding, Gallery):
+                yield Section(title=title, cards=[make_card(one) for one in finding.exhibits])
+            else:
+                found.append(finding)
+        if found:
+            yield Section(title=title, found=found)
+
+
+def _finding_title(named: tuple[str, Table | Gallery | str]) -> str:
+    """Its own title, else its name in words; pictures of a series, told apart by a number at the end, share one."""
+    name, finding = named
+    if not isinstance(finding, str) and finding.title:
+        return finding.title
+    return re.sub(r"^\d+-|-\d+$", "", name).replace("_", " ").replace("-", " ")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,1 @@
+"""What judges: transformers, HTTP, other processes, Ray, functions."""

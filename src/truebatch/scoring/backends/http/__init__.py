@@ -1,0 +1,1 @@
+"""A server with an OpenAI-compatible address as a backend: its address, requests and answers."""

@@ -1,0 +1,86 @@
+"""Samples and answers as lines of JSON between a run and a worker process; nothing is pickled."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from truebatch.scoring.backends.interface import Cost, SampleError, ScoreRequest, ScoreResponse
+from truebatch.scoring.store.outcome import Outcome
+
+
+def encode(value: Mapping[str, Any]) -> bytes:
+    """One line. A score that is not a number travels as such: the other side makes a failure of it."""
+    return json.dumps(value).encode() + b"\n"
+
+
+def decode(line: bytes) -> dict[str, Any]:
+    """The value of a line."""
+    found: dict[str, Any] = json.loads(line)
+    return found
+
+
+def pack_asked(sample: ScoreRequest) -> dict[str, Any]:
+    """A sample; images travel as their path or their bytes, those in memory as PNG."""
+    names = ("id", "system", "user", "options", "meta")
+    plain = {name: getattr(sample, name) for name in names}
+    messages = [dict(message) for message in sample.messages]
+    return {**plain, "messages": messages, "images": [_pack_image(image) for image in sample.images]}
+
+
+def unpack_asked(value: Mapping[str, Any]) -> ScoreRequest:
+    """The sample again."""
+    images = [one if isinstance(one, str) else base64.b64decode(one["bytes"]) for one in value["images"]]
+    return ScoreRequest(**{**value, "images": tuple(images), "messages": tuple(value["messages"])})
+
+
+def pack_answer(answer: ScoreResponse | SampleError) -> dict[str, Any]:
+    """An answer, or why there is none."""
+    if isinstance(answer, SampleError):
+        return {"stage": answer.stage, "kind": answer.kind, "message": str(answer), "output": answer.output}
+    return {"score": answer.score, "output": dict(answer.output), "tokens": answer.tokens}
+
+
+def unpack_answer(value: Mapping[str, Any]) -> ScoreResponse | SampleError:
+    """The answer again."""
+    if "stage" in value:
+        return SampleError(value["stage"], value["kind"], value["message"], value["output"])
+    return ScoreResponse(score=value["score"], output=value["output"], tokens=value["tokens"])
+
+
+def pack_cost(cost: Cost | SampleError) -> dict[str, Any]:
+    """A cost, or why there is none."""
+    if isinstance(cost, SampleError):
+        return pack_answer(cost)
+    return {"tokens": cost.tokens, "new_tokens": cost.new_tokens, "patches": cost.patches}
+
+
+def unpack_cost(value: Mapping[str, Any]) -> Cost | SampleError:
+    """The cost again."""
+    if "stage" in value:
+        return SampleError(value["stage"], value["kind"], value["message"], value["output"])
+    return Cost(**value)
+
+
+def pack_outcome(outcome: Outcome) -> dict[str, Any]:
+    """What became of a sample."""
+    return {**asdict(outcome), "output": dict(outcome.output)}
+
+
+def unpack_outcome(value: Mapping[str, Any]) -> Outcome:
+    """The outcome again."""
+    return Outcome(**value)
+
+
+def _pack_image(image: Any) -> Any:
+    if isinstance(image, str):
+        return image
+    if not isinstance(image, bytes | bytearray | memoryview):
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        image = file.getvalue()
+    return {"bytes": base64.b64encode(image).decode()}

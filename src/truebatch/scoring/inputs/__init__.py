@@ -1,0 +1,1 @@
+"""From data files to samples, images and prompts."""

@@ -1,0 +1,109 @@
+"""Images of samples: sizes from headers for planning, pixels when they are needed, and a kind for all that can be wrong."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from truebatch.errors import ConfigError
+from truebatch.planning.lengths.image_size import MAX_PIXELS, opened_image
+from truebatch.scoring.backends.interface import SampleError
+
+PNG_BEGINNING = b"\x89PNG\r\n\x1a\n"
+PNG_WORDS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
+"""Pieces of a PNG file that may say how it is turned."""
+PNG_PIECES = 100_000
+"""A file with more is asked in Pillow's own way."""
+
+
+def picture_sizes(images: Sequence[Any]) -> list[tuple[int, int]]:
+    """(height, width) of every image from its header, as the pixels will be after EXIF rotation."""
+    return [_size(image) for image in images]
+
+
+def open_picture(image: Any) -> Any:
+    """The image as RGB pixels, upright; what is wrong with it raises `SampleError` of the stage `decode`."""
+    if hasattr(image, "tobytes") and hasattr(image, "mode"):
+        return image.convert("RGB")
+    with _named(image), _opened(image) as opened:
+        opened.load()
+        return _pillow_ops().exif_transpose(opened).convert("RGB")
+
+
+def _size(image: Any) -> tuple[int, int]:
+    if hasattr(image, "tobytes") and hasattr(image, "mode"):
+        return int(image.height), int(image.width)
+    with _named(image), _opened(image) as opened:
+        width, height = opened.size
+        turned = _says_more(opened) and opened.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+    return (width, height) if turned else (height, width)
+
+
+def _says_more(opened: Any) -> bool:
+    """Whether an image may say how it is turned. To ask a PNG, Pillow decodes all of it, as that may stand at its end."""
+    if opened.format == "TIFF":  # Pillow gives its size as it will be
+        return False
+    if opened.format != "PNG":
+        return True
+    file = opened.fp
+    before, at = file.tell(), len(PNG_BEGINNING)
+    try:
+        for _ in range(PNG_PIECES):
+            file.seek(at)
+            head = file.read(8)
+            if len(head) < 8:
+                return False
+            if head[4:] in PNG_WORDS:
+                return True
+            at += int.from_bytes(head[:4], "big") + 12  # length, kind and checksum
+        return True
+    finally:
+        file.seek(before)
+
+
+@contextmanager
+def _opened(image: Any) -> Iterator[Any]:
+    source = io.BytesIO(image) if isinstance(image, bytes | bytearray | memoryview) else Path(image)
+    with opened_image(source, max_pixels=2**62) as opened:
+        if opened.width * opened.height > MAX_PIXELS:
+            raise SampleError("decode", "too_many_pixels", f"{_name(image)}: {opened.width} x {opened.height} pixels")
+        yield opened
+
+
+@contextmanager
+def _named(image: Any) -> Iterator[None]:
+    """Errors of Pillow as records."""
+    try:
+        yield
+    except SampleError:
+        raise
+    except _pillow().DecompressionBombError as error:
+        raise SampleError("decode", "too_many_pixels", f"{_name(image)}: {str(error)[:200]}") from error
+    except FileNotFoundError as error:
+        raise SampleError("decode", "unreadable_image", f"there is no image {_name(image)}") from error
+    except (OSError, SyntaxError, ValueError, ArithmeticError, IndexError, TypeError) as error:
+        kind = "truncated_image" if "truncated" in str(error) else "unreadable_image"
+        raise SampleError("decode", kind, f"{_name(image)}: {str(error)[:200]}") from error
+
+
+def _name(image: Any) -> str:
+    return str(image) if isinstance(image, str | Path) else f"an image of {len(image):,} bytes"
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ConfigError(
+            "images need the package pillow", seen=str(error), do="pip install 'truebatch[vision]'"
+        ) from error
+    return Image
+
+
+def _pillow_ops() -> Any:
+    from PIL import ImageOps
+
+    return ImageOps

@@ -1,0 +1,1 @@
+"""What a scoring run keeps: journal, manifest, input index, export."""

@@ -1,0 +1,1 @@
+"""What tests and drills need: tiny models, failpoints, made-up lengths."""

@@ -1,0 +1,1 @@
+"""Small runs that are killed, or run out of memory, and must recover."""

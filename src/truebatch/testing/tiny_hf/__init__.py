@@ -1,0 +1,1 @@
+"""Any Hugging Face architecture made tiny, with random weights and samples."""

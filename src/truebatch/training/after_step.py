@@ -1,0 +1,103 @@
+"""What follows a step: validation, the end, a request to stop, and the checkpoint of all that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from truebatch.training.callbacks import CallbackAction, join_wishes
+from truebatch.training.checkpoint.save_resume import save_run
+from truebatch.training.context import ALL_DONE, ASKED, CHECK_FAILED, Job
+from truebatch.training.data import measure_by_reading
+from truebatch.training.distributed.collectives import all_reduce_max, broadcast_from_rank0
+from truebatch.training.logging.metrics_jsonl import MetricsLog
+from truebatch.training.memory.quarantine import refuse_nothing_done
+from truebatch.training.optim.nonfinite import check_parameters
+from truebatch.training.train_state import TrainState
+from truebatch.training.validation import evaluate_loss
+
+
+def finish_step(job: Job, progress: TrainState, log: MetricsLog | None) -> None:
+    """Validation, the end, a request to stop, and the checkpoint of all that."""
+    is_end_of_epoch = progress.step_in_epoch == 0
+    is_last = progress.step >= job.num_steps
+    is_due = is_last or _is_due(job.config.validate_every, progress, is_end_of_epoch)
+    is_best = _validate(job, progress, log) if is_due else False
+    wants_stop = _agree(job, job.stop.requested is not None)
+    wish = _ask(job, progress.step)
+    if wish.say:
+        job.say(f"step {progress.step}: {wish.say}")
+    if wish.stop:
+        progress.is_done, progress.why = True, f"{CHECK_FAILED}: {wish.stop}"
+        job.say(f"step {progress.step}: {progress.why}")
+    elif is_last:
+        progress.is_done, progress.why = True, ALL_DONE
+    elif wants_stop and not progress.is_done:
+        progress.is_done, progress.why = True, str(job.stop.requested or f"{ASKED} on another rank")
+    if progress.why == ALL_DONE:
+        refuse_nothing_done(job.engine.guard, steps=progress.step)
+    is_time = _is_due(job.config.save_every, progress, is_end_of_epoch) and not _is_in_doubt(job)
+    due = is_best or wish.keep or progress.is_done or is_time
+    if job.run is not None and due:
+        if log is not None:
+            log.sync()
+        saved = _resumable(progress)
+        problem = save_run(
+            job.run.checkpoints, job.engine, saved, fingerprint=job.run.fingerprint, keep=job.config.keep, best=is_best,
+            kept=wish.keep,
+        )  # fmt: skip
+        if problem:
+            job.say(f"step {progress.step}: {problem}")
+    if progress.is_done:
+        check_parameters(job, progress)
+
+
+def _is_in_doubt(job: Job) -> bool:
+    """The last samples were left out, and may be in again: a checkpoint would have passed over them."""
+    return job.engine.guard is not None and job.engine.guard.left_in_row > 0
+
+
+def _ask(job: Job, step: int) -> CallbackAction:
+    """What the attendants wish, the same on every rank."""
+    if not job.engine.attendants:
+        return CallbackAction()
+    return broadcast_from_rank0(join_wishes([one.after_step(step) for one in job.engine.attendants]))
+
+
+def _resumable(progress: TrainState) -> TrainState:
+    """What a checkpoint says: an interruption is not the end of the run."""
+    is_over = progress.is_done and not progress.why.startswith(ASKED)
+    return TrainState(**{**progress.as_dict(), "is_done": is_over, "why": progress.why if is_over else ""})
+
+
+def _is_due(every: int | None, progress: TrainState, is_end_of_epoch: bool) -> bool:
+    return is_end_of_epoch if every is None else progress.step % every == 0
+
+
+def _agree(job: Job, mine: bool) -> bool:
+    """True if any rank was asked to stop: all stop after the same step."""
+    return all_reduce_max(int(mine), job.engine.device) > 0
+
+
+def _beat(job: Job) -> Callable[[], None]:
+    """A long validation is not a stuck run."""
+    dog = job.dog
+    return (lambda: None) if dog is None else (lambda: dog.beat("validation"))
+
+
+def _validate(job: Job, progress: TrainState, log: MetricsLog | None) -> bool:
+    """The loss of the validation samples; True if it is the best so far."""
+    if job.data.validation is None:
+        return False
+    measured = measure_by_reading(job.data.validation, job.data.fields, what="validation dataset")
+    terms = evaluate_loss(
+        job.engine, job.data.validation, measured, job.data.fields, job.config.plan_config(), beat=_beat(job)
+    )
+    total = sum(terms.values())
+    is_best = progress.improve(total, min_delta=job.config.min_delta)
+    named = {f"validation/{name}": value for name, value in terms.items()}
+    job.tell(log, {"step": progress.step, "validation_loss": total, **named})
+    job.say(f"step {progress.step}: validation loss {total:.4f}" + (", the best so far" if is_best else ""))
+    patience = job.config.patience
+    if patience is not None and progress.validations_without_improvement >= patience:
+        progress.is_done, progress.why = True, f"validation has not improved {patience} times"
+    return is_best

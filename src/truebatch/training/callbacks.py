@@ -1,0 +1,73 @@
+"""Whoever stands beside a run and may act: schedules that follow the step, detectors that end a run.
+
+Unlike a watch, an attendant is called on every rank, may change what the objective reads, and has a state that is saved
+with the run and comes back with it.
+
+Whoever looks on while a run goes: the terminal, trackers. They are told, and cannot change anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class CallbackAction:
+    """What an attendant asks for after a step."""
+
+    keep: bool = False
+    """Save a checkpoint of this step, and do not prune it until another one is asked for."""
+    stop: str = ""
+    """Why the run must end here, as a check that failed (exit code 1); empty to go on."""
+    say: str = ""
+    """A line for whoever follows the run; empty for none."""
+
+
+class Callback(Protocol):
+    """Called on every rank with the same arguments; what rank 0 wishes counts."""
+
+    @property
+    def name(self) -> str:
+        """Under which its state is saved."""
+        ...
+
+    def before_step(self, step: int) -> None:
+        """`step` steps have been done, another begins."""
+        ...
+
+    def after_step(self, step: int) -> CallbackAction:
+        """`step` steps have been done; the model is as after the update."""
+        ...
+
+    def ended(self, step: int) -> None:
+        """The run has ended after `step`: done, stopped by a check or asked to stop; not by an error."""
+        ...
+
+    def state(self) -> Mapping[str, Any]:
+        """Plain data for a checkpoint."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state; from the beginning if it is empty."""
+        ...
+
+
+def join_wishes(wishes: Iterable[CallbackAction]) -> CallbackAction:
+    """All wishes as one: kept if anybody asks, stopped with every reason there is."""
+    found = list(wishes)
+    reasons, lines = (("; ".join(filter(None, words))) for words in ((w.stop for w in found), (w.say for w in found)))
+    return CallbackAction(any(w.keep for w in found), reasons, lines)
+
+
+class Logger(Protocol):
+    """Told by rank 0 alone."""
+
+    def begin(self, step: int, num_steps: int) -> None:
+        """The run begins after `step`, and will have `num_steps` in all."""
+        ...
+
+    def record(self, record: Mapping[str, Any]) -> None:
+        """A step was done, or the model was validated: what `metrics.jsonl` gets, the step among it."""
+        ...

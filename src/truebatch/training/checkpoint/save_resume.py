@@ -1,0 +1,172 @@
+"""A run as a checkpoint and back: weights, optimisers, loss scaling, random generators, position.
+
+Frozen parameters are not written: whoever builds the model brings them. A sum of each says whether they are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from truebatch.errors import CheckpointError, TruebatchError
+from truebatch.training.checkpoint.retention import list_checkpoints, mark_best, mark_kept, mend_best
+from truebatch.training.checkpoint.state_dict import optimisers_state, random_state, restore_optimisers, restore_random
+from truebatch.training.checkpoint.store import Checkpoint, load_checkpoint, load_newest, save_checkpoint
+from truebatch.training.distributed.collectives import all_gather_list, broadcast_from_rank0, rank
+from truebatch.training.distributed.fsdp import deal_out, gather_whole, whole_sum
+from truebatch.training.optim.param_groups import check_settings
+from truebatch.training.step import StepEngine
+from truebatch.training.train_state import TrainState
+
+
+def save_run(
+    folder: Path,
+    engine: StepEngine,
+    progress: TrainState,
+    *,
+    fingerprint: str,
+    keep: int,
+    best: bool,
+    kept: bool = False,
+) -> str:
+    """Write a checkpoint of this step (rank 0) and let the other ranks wait; mark it if it is the best so far, or kept.
+
+    Gives words for what is wrong with what was saved; empty when nothing is. What rank 0 cannot write stops all ranks,
+    with its reason.
+    """
+    checkpoint = Checkpoint(progress.step, _parts(engine, progress), fingerprint, progress.best())
+    problem, failed = "", None
+    if rank() == 0:
+        try:
+            problem = _save(folder, checkpoint, keep=keep, best=best)
+            if kept:
+                mark_kept(folder, checkpoint.step)
+        except TruebatchError as error:
+            failed = error
+    said = broadcast_from_rank0(None if failed is None else (failed.wrong, failed.seen, failed.do))
+    if failed is not None:
+        raise failed
+    if said is not None:
+        raise CheckpointError(said[0], seen=f"{said[1]} (on rank 0)", do=said[2])
+    return problem
+
+
+def _save(folder: Path, checkpoint: Checkpoint, *, keep: int, best: bool) -> str:
+    problem = ""
+    if not _is_saved(folder, checkpoint.step, checkpoint.parts):
+        problem = save_checkpoint(folder, checkpoint, keep=keep).problem
+    if best and checkpoint.best is not None:
+        mark_best(folder, checkpoint.best.step, about={"loss": checkpoint.best.loss})
+    return problem
+
+
+def _is_saved(folder: Path, step: int, parts: Mapping[str, Any]) -> bool:
+    """A checkpoint of this very position need not be written twice (the best one, then the one of the epoch)."""
+    newest = next((s for s in reversed(list_checkpoints(folder)) if s.step == step and s.is_good), None)
+    try:
+        return newest is not None and bool(load_checkpoint(newest.path).parts["progress"] == parts["progress"])
+    except TruebatchError:
+        return False  # Damaged, and passed over when the run was resumed: it is written anew.
+
+
+def _parts(engine: StepEngine, progress: TrainState) -> dict[str, Any]:
+    """What a checkpoint holds; all ranks take part, only rank 0 gets whole tensors of sharded parameters."""
+    frozen = frozen_parameters(engine.model)
+    state = {name: value for name, value in engine.model.state_dict().items() if name not in frozen}
+    optimisers = optimisers_state({g.name: g.optimiser for g in engine.groups}, list(engine.model.named_parameters()))
+    generators = all_gather_list([random_state()])
+    return {
+        "model": gather_whole(state, is_kept=rank() == 0),
+        "frozen": {name: _sum_of(value) for name, value in frozen.items()},
+        "optimisers": gather_whole(optimisers, is_kept=rank() == 0),
+        "groups": {group.name: dict(group.settings) for group in engine.groups},
+        "scaler": engine.scaler.state_dict() if engine.scaler is not None else {},
+        "random": generators[0],
+        "random_of_other_ranks": generators[1:],
+        "progress": progress.as_dict(),
+        "attendants": {one.name: dict(one.state()) for one in engine.attendants},
+    }
+
+
+def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters that training does not change, by every name they have."""
+    return {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+
+
+def _sum_of(value: Tensor) -> float:
+    return float(whole_sum(value.sum(dtype=torch.float64)))
+
+
+def _check_frozen(engine: StepEngine, parts: Any) -> None:
+    sums = parts.get("frozen", {})
+    for name, value in frozen_parameters(engine.model).items():
+        # Sums of the same numbers may be rounded differently on another device.
+        allowed = 1e-6 * _sum_of(value.abs()) + 1e-12
+        if name not in parts["model"] and not abs(_sum_of(value) - sums.get(name, math.nan)) <= allowed:
+            raise CheckpointError(
+                f"the frozen parameter {name!r} is not what it was when the run began",
+                seen=f"sum {_sum_of(value):.9g}, {sums.get(name, math.nan):.9g} in the checkpoint",
+                do="bring the model back that the run began with, or start another run with --out",
+            )
+
+
+def _check_tensors(engine: StepEngine, saved: Any) -> None:
+    for name, value in engine.model.state_dict().items():
+        for what in ("dtype", "shape") if name in saved else ():
+            now, then = getattr(value, what), getattr(saved[name], what)
+            if now != then:
+                raise CheckpointError(
+                    f"{name!r} has another {what} than in the checkpoint",
+                    seen=f"{now} now, {then} in the checkpoint",
+                    do="build the model as it was when the run began, or start another run with --out",
+                )
+
+
+def resume_run(folder: Path, engine: StepEngine) -> tuple[TrainState, tuple[str, ...]] | None:
+    """Bring the newest good checkpoint back into the engine; None if there is none. Also why newer ones were passed over.
+
+    Rank 0 mends the mark of the best checkpoint, which a kill after the save may have left at an earlier one.
+    """
+    if not folder.is_dir():
+        return None
+    loaded = load_newest(folder)
+    if loaded is None:
+        return None
+    progress = restore(engine, loaded.checkpoint.parts)
+    if rank() == 0:
+        mend_best(folder, progress.best())
+    return progress, loaded.rejected
+
+
+def restore(engine: StepEngine, parts: Any) -> TrainState:
+    """Bring a checkpoint's parts back into the engine, bit for bit."""
+    _check_tensors(engine, parts["model"])
+    here = engine.model.state_dict()
+    shards = {name: deal_out(value, here.get(name, value)) for name, value in parts["model"].items()}
+    with torch.no_grad():
+        absent, extra = engine.model.load_state_dict(shards, strict=False)
+    frozen = frozen_parameters(engine.model)
+    missing = [name for name in absent if name not in frozen]
+    if missing or extra:
+        raise CheckpointError(
+            "the checkpoint belongs to another model",
+            seen=f"missing {missing[:4]}, extra {extra[:4]}",
+            do="build the model as it was when the run began, or start another run with --out",
+        )
+    _check_frozen(engine, parts)
+    check_settings(engine.groups, parts.get("groups", {}))
+    restore_optimisers(
+        {g.name: g.optimiser for g in engine.groups}, parts["optimisers"], engine.model.named_parameters()
+    )
+    if engine.scaler is not None and parts["scaler"]:
+        engine.scaler.load_state_dict(parts["scaler"])
+    generators = [parts["random"], *parts.get("random_of_other_ranks", ())]
+    restore_random(generators[rank() % len(generators)])
+    for one in engine.attendants:
+        one.restore(parts.get("attendants", {}).get(one.name, {}))
+    return TrainState(**parts["progress"])

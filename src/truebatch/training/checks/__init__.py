@@ -1,0 +1,1 @@
+"""Checks that a step does not depend on how it is cut."""

@@ -1,0 +1,229 @@
+"""How a run is trained: one set of settings, and what the words people bring mean in it.
+
+`samples_per_step` decides the optimisation; `batch_size`, memory and devices only decide how a step is cut.
+
+The settings of a system and those of its training as one: what a YAML file, a run and a proof of it hold.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from typing import Any, Literal, get_args
+
+from truebatch.errors import ConfigError
+from truebatch.planning.config import DEFAULT_SAMPLES_PER_STEP, PlanConfig
+from truebatch.planning.rows import Layout
+from truebatch.system import System
+from truebatch.training.optim.lr_schedules import Schedule, Shape
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Switch = Literal["on", "off", "compare"]
+NonFinite = Literal["raise", "skip", "skip_then_raise", "roll_back"]
+WhenTooLarge = Literal["raise", "quarantine"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Settings of a training run.
+
+    >>> from truebatch import TrainConfig
+    >>> TrainConfig(batch_size=8, gradient_accumulation_steps=4, devices=2).num_samples_per_step()
+    64
+    """
+
+    epochs: int = 1
+    """Times every sample is seen."""
+    max_steps: int | None = None
+    """Stop after this many steps, wherever the epoch is."""
+    samples_per_step: int | None = None
+    """Samples of one update, over all devices; by default batch_size x gradient_accumulation_steps x devices."""
+    batch_size: int | None = None
+    """Most samples of one forward pass on one device."""
+    gradient_accumulation_steps: int = 1
+    """Only a factor in the default of samples_per_step: accumulation is a cut, not another result."""
+    devices: int = 1
+    """Processes that share a step."""
+    layout: Layout = "padded"
+    """One sample a row, or samples end to end."""
+    cells: int | None = None
+    """Most cells of one forward pass; `truebatch fit` measures it."""
+    pairs: int | None = None
+    """Most query-key pairs of one forward pass."""
+    true_batch: Switch = "on"
+    """`off` runs one sample at a time; `compare` runs both for `compare_steps` steps and stops if they differ."""
+    compare_steps: int = 3
+    learning_rate: float = 1e-3
+    schedule: Shape = "constant"
+    warmup_steps: int = 0
+    min_learning_rate: float = 0.0
+    """What the schedule ends with."""
+    restarts: int = 1
+    """Cosines of the schedule `cosine_restarts`."""
+    weight_decay: float = 0.0
+    max_grad_norm: float | None = 1.0
+    """Largest norm of the gradient; None does not clip."""
+    precision: Precision = "fp32"
+    gradient_checkpointing: bool = False
+    """Compute activations again in backward instead of keeping them."""
+    compile: bool = False
+    """Compile the layers of the model, once, for packed rows of exactly `cells` cells."""
+    seed: int = 0
+    workers: int = 0
+    """Processes that load samples."""
+    nonfinite: NonFinite = "raise"
+    """What to do with a step whose loss or gradient is NaN or infinite."""
+    nonfinite_limit: int = 3
+    """skip_then_raise: steps in a row; roll_back: times in a run."""
+    oom: WhenTooLarge = "raise"
+    """What to do with a sample that does not fit into memory alone: stop and name it, or leave it out and count it."""
+    validate_every: int | None = None
+    """Steps between validations; by default once an epoch."""
+    patience: int | None = None
+    """Validations without an improvement before training stops; None never stops early."""
+    min_delta: float = 0.0
+    """How much lower the validation loss must be to count as an improvement."""
+    save_every: int | None = None
+    """Steps between checkpoints; by default once an epoch."""
+    keep: int = 2
+    """Checkpoints kept beside the best one."""
+    allow: tuple[str, ...] = ()
+    """Couplings between samples that are accepted by name; the log then says 'equal in distribution'."""
+    track: tuple[str, ...] = ()
+    """Trackers that get every record, by name: tensorboard, wandb, swanlab, trackio, mlflow, and so on."""
+    stuck_seconds: float | None = 1800.0
+    """A run without a finished step for this long is reported with all stacks and exits with 75; None never."""
+    limit: int | None = None
+    """Train on the first samples only: a quick try."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "epochs",
+            "gradient_accumulation_steps",
+            "devices",
+            "compare_steps",
+            "nonfinite_limit",
+            "restarts",
+        ):
+            _check(name, getattr(self, name), least=1)
+        for name in (
+            "max_steps",
+            "samples_per_step",
+            "batch_size",
+            "cells",
+            "pairs",
+            "validate_every",
+            "save_every",
+            "limit",
+        ):
+            if getattr(self, name) is not None:
+                _check(name, getattr(self, name), least=1)
+        for name in ("warmup_steps", "workers", "seed"):
+            _check(name, getattr(self, name), least=0)
+        _check("keep", self.keep, least=1)
+        for name, choices in (
+            ("precision", Precision),
+            ("true_batch", Switch),
+            ("nonfinite", NonFinite),
+            ("oom", WhenTooLarge),
+        ):
+            if getattr(self, name) not in get_args(choices):
+                raise ConfigError(
+                    f"{name} is not known", seen=f"{name}={getattr(self, name)!r}", do=f"use one of {get_args(choices)}"
+                )
+        _check_rates(self)
+        _check_compile(self)
+
+    def lr_schedule(self) -> Schedule:
+        """The learning rate as a function of the step."""
+        floor = self.min_learning_rate / self.learning_rate if self.learning_rate else 0.0
+        return Schedule(shape=self.schedule, warmup_steps=self.warmup_steps, floor=floor, restarts=self.restarts)
+
+    def num_samples_per_step(self) -> int:
+        """Samples of one update: as given, or from the words people bring."""
+        if self.samples_per_step is not None:
+            return self.samples_per_step
+        if self.batch_size is None:
+            return DEFAULT_SAMPLES_PER_STEP
+        return self.batch_size * self.gradient_accumulation_steps * self.devices
+
+    def plan_config(self) -> PlanConfig:
+        """What a step is, and what a forward pass may hold. `true_batch: off` holds one sample."""
+        if self.true_batch == "off":
+            return PlanConfig(samples=1, samples_per_step=self.num_samples_per_step(), seed=self.seed)
+        return PlanConfig(
+            layout=self.layout,
+            cells=self.cells,
+            pairs=self.pairs,
+            samples=self.batch_size,
+            samples_per_step=self.num_samples_per_step(),
+            seed=self.seed,
+        )
+
+    def describe_step(self) -> str:
+        """One line for the start of a run: what a step is and how it is cut."""
+        limits = {"samples": self.batch_size, "cells": self.cells, "pairs": self.pairs}
+        held = ", ".join(f"{n:,} {name}" for name, n in limits.items() if n is not None)
+        held = f"at most {held}" if held else "all of it that one device gets"
+        if self.true_batch == "off":
+            held = "1 sample (true_batch: off)"
+        return (
+            f"{self.num_samples_per_step():,} samples a step over {self.devices} device(s); "
+            f"a forward pass holds {held}, {self.layout}"
+        )
+
+
+def _check(name: str, value: object, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(
+            f"{name} must be a whole number of at least {least}",
+            seen=f"{name}={value!r}",
+            do=f"give {name} as an integer, {least} or more",
+        )
+
+
+def _check_compile(config: TrainConfig) -> None:
+    if config.compile and (config.layout != "packed" or config.cells is None or config.true_batch == "off"):
+        raise ConfigError(
+            "compiled layers need rows of one shape",
+            seen=f"compile=True, layout={config.layout!r}, cells={config.cells}, true_batch={config.true_batch!r}",
+            do="set layout='packed' and cells, the width of every row, or leave compile out",
+        )
+
+
+def _check_rates(config: TrainConfig) -> None:
+    numbers: dict[str, float | None] = {
+        "learning_rate": config.learning_rate,
+        "min_learning_rate": config.min_learning_rate,
+        "weight_decay": config.weight_decay,
+        "min_delta": config.min_delta,
+        "max_grad_norm": config.max_grad_norm,
+        "stuck_seconds": config.stuck_seconds,
+    }
+    wrong = {k: v for k, v in numbers.items() if v is not None and not (math.isfinite(v) and v >= 0)}
+    if wrong or config.min_learning_rate > config.learning_rate:
+        raise ConfigError(
+            "rates are finite numbers of 0 or more, and the last learning rate is not above the first",
+            seen=str(wrong) if wrong else f"{config.learning_rate=}, {config.min_learning_rate=}",
+            do="for example learning_rate=1e-3, min_learning_rate=1e-5",
+        )
+
+
+def settings_type(system: System) -> type[Any]:
+    """The system's settings with those of training under `train`, as one dataclass: one YAML file holds both."""
+    kind = system.config_type
+    if not is_dataclass(kind) or any(f.name == "train" for f in fields(kind)):
+        raise ConfigError(
+            f"the settings of {system.name!r} must be a dataclass without a field `train`",
+            seen=f"config_type={getattr(kind, '__name__', kind)!r}",
+            do="declare them with @dataclass(frozen=True, kw_only=True); `train` holds the settings of training",
+        )
+    trained = system.train_type or TrainConfig
+    own = ("train", trained, field(default_factory=trained))
+    is_frozen = bool(kind.__dataclass_params__.frozen)  # type: ignore[attr-defined]
+    return make_dataclass(kind.__name__, [own], bases=(kind,), frozen=is_frozen, kw_only=True)
+
+
+def settled(system: System, config: Any) -> Any:
+    """The configuration with nothing left open that follows from the data."""
+    return system.settle(config) if system.settle is not None else config

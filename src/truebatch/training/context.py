@@ -1,0 +1,86 @@
+"""A run as its parts see it: all that is settled before the first step, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from truebatch.html_repr import html_table
+from truebatch.planning.lengths.measured_values import Measured
+from truebatch.training.callbacks import Logger
+from truebatch.training.checks.batch_coupling import Coupling
+from truebatch.training.config import TrainConfig
+from truebatch.training.data import TrainData
+from truebatch.training.logging.metrics_jsonl import MetricsLog
+from truebatch.training.run_dir.run_dir import RunFolder
+from truebatch.training.run_dir.signals import EXIT_INTERRUPTED, StopFlag
+from truebatch.training.run_dir.watchdog import Watchdog
+from truebatch.training.step import StepEngine
+
+Record = dict[str, Any]
+ALL_DONE = "all steps are done"
+ASKED = "asked to stop"
+"""How the reason of an interrupted run begins."""
+CHECK_FAILED = "stopped by a check"
+"""How the reason of a run begins that an attendant has stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """How a run ended."""
+
+    step: int
+    records: Sequence[Record]
+    """One for every step of this process's part of the run; earlier ones stand in metrics.jsonl."""
+    best_loss: float | None
+    why: str
+    is_interrupted: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """0 when done; 1 when a check stopped the run; 75 when interrupted and a second start goes on."""
+        return exit_code_of_end(self.why)
+
+    def _repr_html_(self) -> str:
+        shown = [record for record in self.records if "loss" in record]
+        step = max(1, len(shown) // 10)
+        rows = [
+            (r["step"], r["loss"], r.get("tokens", ""), r.get("seconds", "")) for r in [*shown[:-1:step], *shown[-1:]]
+        ]
+        title = f"after step {self.step}: {self.why}"
+        return html_table(rows, header=("step", "loss", "tokens", "seconds"), title=title)
+
+
+def exit_code_of_end(why: str) -> int:
+    """The exit code of a run that ended without an error, for this reason."""
+    if why.startswith(ASKED):
+        return EXIT_INTERRUPTED
+    return 1 if why.startswith(CHECK_FAILED) else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Job:
+    """Everything a run needs, settled before its first step."""
+
+    engine: StepEngine
+    data: TrainData
+    measured: Measured
+    config: TrainConfig
+    num_steps: int
+    couplings: list[Coupling]
+    """Allowed by name; the first step may add what only running shows."""
+    run: RunFolder | None
+    stop: StopFlag
+    say: Callable[[str], None]
+    watches: Sequence[Logger] = ()
+    records: list[Record] = field(default_factory=list)
+    dog: Watchdog | None = None
+    """Told of every step: a run that no longer moves is reported with its stacks."""
+
+    def tell(self, log: MetricsLog | None, record: Record) -> None:
+        """One record to the log and to whoever watches."""
+        if log is not None:
+            log.write(record["step"], {k: v for k, v in record.items() if k != "step"})
+        for watch in self.watches:
+            watch.record(record)

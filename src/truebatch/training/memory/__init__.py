@@ -1,0 +1,1 @@
+"""Memory: measured, foreseen, fitted, and survived when it runs out."""

@@ -1,0 +1,274 @@
+"""Out of memory survived: the whole step of this rank runs again, cut smaller, and gives what it would have given.
+
+run -> out of memory? -> leave the error, drop gradients, free memory, generators back, budget lowered -> run again
+
+Nothing here talks to other ranks where parameters are whole: their gradients are summed once, after the last
+micro-batch, so a rank that splits keeps nobody waiting.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from truebatch.batch.collate import collate
+from truebatch.batch.fields import Field
+from truebatch.batch.microbatch import MicroBatch
+from truebatch.batch.split import cells_of, split_microbatch
+from truebatch.data.loader import LoadedStep
+from truebatch.errors import MemoryLimitError, RestartError
+from truebatch.io.atomic_files import corrupt_file_errors, read_json, write_json
+from truebatch.planning.rows import padded_rows
+from truebatch.testing.failpoints import failpoint
+from truebatch.training.checkpoint.state_dict import random_state, restore_random
+from truebatch.training.config import WhenTooLarge
+from truebatch.training.distributed.collectives import all_reduce_max, broadcast_from_rank0
+from truebatch.training.memory.oom import free_memory, is_out_of_memory
+
+T = TypeVar("T")
+FIRST_PATIENCE, MOST_PATIENCE = 32, 1024
+"""Steps without trouble before the budget grows; doubled each time memory runs out again."""
+BUDGET = "budget.json"
+
+
+class SampleTooLarge(MemoryLimitError):  # noqa: N818 - said as a fact about the sample; the policy may go on without it
+    """A sample for which memory does not suffice even alone."""
+
+    sample_id: int = -1
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Guard:
+    """What a rank has learnt about its memory; changed between tries and between steps."""
+
+    fields: Sequence[Field]
+    """How a micro-batch is put together, and so how it is taken apart."""
+    when_too_large: WhenTooLarge = "raise"
+    """What to do with a sample that does not fit alone."""
+    folder: Path | None = None
+    """The run's folder: a lowered budget that the next start needs is written there."""
+    say: Callable[[str], None] = lambda _line: None
+    cells: int | None = None
+    """The budget: most cells of one micro-batch of several samples; None as planned."""
+    ceiling: int = 0
+    """Cells of the largest micro-batch that ran out of memory: a budget that has grown back to it is lifted."""
+    patience: int = FIRST_PATIENCE
+    clean_steps: int = 0
+    recoveries: int = 0
+    """How often a step was run again."""
+    quarantined: dict[int, str] = field(default_factory=dict)
+    """Samples that are left out, with the reason."""
+    doubted: list[tuple[int, str]] = field(default_factory=list)
+    """Those of them that no sample which fits was met after; they are written down when one is."""
+    left_in_row: int = 0
+    """Samples of the last steps, none of which had one that fits."""
+    steps_without: int = 0
+    """Steps of this start that had no sample which fits."""
+
+    def cut(self, batches: Collection[MicroBatch], *, most: int | None = None) -> list[MicroBatch]:
+        """The micro-batches as they may be run now: those over the budget are split, no sample is moved."""
+        cells = self.cells if most is None else most
+        if cells is None:
+            return list(batches)
+        return [
+            part
+            for batch in batches
+            for part in split_microbatch(batch, self.fields, fits=lambda one: cells_of(one) <= cells)
+        ]
+
+    def lower(self, batch: MicroBatch) -> None:
+        """Half of what did not fit from now on."""
+        size = cells_of(batch)
+        self.ceiling = max(self.ceiling, size)
+        self.cells = max(1, min(size // 2, self.cells or size))
+
+    def note_step(self, *, is_clean: bool) -> None:
+        """A step is done. After enough clean ones the budget doubles, until it is what was planned."""
+        if not is_clean:
+            self.patience, self.clean_steps = min(2 * self.patience, MOST_PATIENCE), 0
+        elif self.cells is not None:
+            self.clean_steps += 1
+            if self.clean_steps > self.patience:
+                grown, self.clean_steps = 2 * self.cells, 0
+                self.cells = grown if grown < self.ceiling else None
+
+
+@dataclass(slots=True)
+class Attempt(Collection[MicroBatch]):
+    """The micro-batches of one try, and which of them is being run."""
+
+    batches: Sequence[MicroBatch]
+    at: int = 0
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for self.at, batch in enumerate(self.batches):  # noqa: B020 - the place is what is remembered
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __contains__(self, batch: object) -> bool:
+        return batch in self.batches
+
+    @property
+    def batch(self) -> MicroBatch:
+        """The micro-batch that was being run."""
+        return self.batches[self.at]
+
+
+Run = Callable[[Collection[MicroBatch]], T]
+
+
+def run_guarded(
+    guard: Guard,
+    batches: Collection[MicroBatch],
+    run: Run[T],
+    *,
+    clear: Callable[[], None],
+    device: torch.device,
+    is_sharded: bool = False,
+    is_step: bool = True,
+) -> T:
+    """What `run` gives for these micro-batches, cut as small as memory asks for.
+
+    Args:
+        run: forward (and backward) of all micro-batches, from nothing; called again after `clear`.
+        clear: drops what a broken try has left in gradients.
+        is_sharded: every forward is a collective, so no rank may split alone: the lowered budget is saved instead.
+        is_step: False in validation: it says nothing about steps, and no policy leaves its samples out.
+
+    Raises:
+        SampleTooLarge: a sample did not fit alone, twice or in the last try.
+        RestartError: parameters are sharded; the run goes on with the lowered budget when it is started again.
+    """
+    most = most_tries(batches)
+    before = random_state()
+    failed_alone: set[int] = set()
+    for number in range(1, most + 1):
+        attempt = Attempt(_parts(guard, batches, device, is_last=number == most, is_sharded=is_sharded))
+        done = _try(run, attempt)
+        if not isinstance(done, str):
+            if is_step and not is_sharded:
+                guard.note_step(is_clean=number == 1)
+            return done[0]
+        clear()
+        free_memory(device, said=done)
+        restore_random(before)
+        guard.recoveries += 1
+        if is_sharded:
+            _save_and_restart(guard, attempt.batch, done)
+        _lower_or_refuse(guard, attempt.batch, done, failed_alone, is_last=number == most, is_step=is_step)
+    raise AssertionError("the last try succeeds or raises")
+
+
+def most_tries(batches: Collection[MicroBatch]) -> int:
+    """Halving comes down to single samples in ceil(log2(samples)) tries after the first; one sample gets a second."""
+    samples = sum(batch.num_samples for batch in batches)
+    return max(2, math.ceil(math.log2(max(samples, 1))) + 1)
+
+
+def _parts(
+    guard: Guard, batches: Collection[MicroBatch], device: torch.device, *, is_last: bool, is_sharded: bool
+) -> list[MicroBatch]:
+    parts = guard.cut(batches, most=0 if is_last and not is_sharded else None)
+    if is_sharded and guard.cells is not None:
+        missing = all_reduce_max(len(parts), device) - len(parts)
+        parts += [collate([], padded_rows(np.zeros(0, dtype=np.int64), 0), guard.fields)] * missing
+    return parts
+
+
+def _try(run: Run[T], attempt: Attempt) -> tuple[T] | str:
+    """The result, or the first line of the error: only text leaves the `except` block, tensors must not."""
+    try:
+        return (run(attempt),)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        said = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
+    return said
+
+
+def _lower_or_refuse(
+    guard: Guard, batch: MicroBatch, said: str, failed_alone: set[int], *, is_last: bool, is_step: bool
+) -> None:
+    """Lower the budget for the next try, or raise where no smaller cut can help."""
+    if batch.num_samples > 1:
+        guard.lower(batch)
+        guard.say(f"{_what(batch, said)}; the step runs again with at most {guard.cells:,} cells a micro-batch")
+        return
+    alone = batch.sample_ids[0] if batch.sample_ids else -1
+    if is_last or alone in failed_alone:
+        raise _too_large(alone, cells_of(batch), said, is_step=is_step)
+    failed_alone.add(alone)
+    guard.say(f"{_what(batch, said)}; the step runs again with memory freed")
+
+
+def _what(batch: MicroBatch, said: str) -> str:
+    return f"a micro-batch of {batch.num_samples:,} samples and {cells_of(batch):,} cells ran out of memory ({said})"
+
+
+def _too_large(sample_id: int, cells: int, said: str, *, is_step: bool) -> SampleTooLarge:
+    error = SampleTooLarge(
+        f"{'sample' if is_step else 'validation sample'} {sample_id} does not fit into memory, even alone",
+        seen=f"{cells:,} cells; {said}",
+        do="shorten this sample or leave it out, or set gradient_checkpointing"
+        + ("; oom='quarantine' goes on without it" if is_step else ""),
+    )
+    error.sample_id = sample_id
+    return error
+
+
+def _save_and_restart(guard: Guard, batch: MicroBatch, said: str) -> None:
+    guard.lower(batch)
+    if guard.folder is not None:
+        write_json(guard.folder / BUDGET, {"cells": guard.cells})
+    saved = f"start the run again: it goes on with at most {guard.cells:,} cells a micro-batch"
+    unsaved = f"give `out`, so that the lowered budget can be kept, or plan with cells={guard.cells}"
+    raise RestartError(
+        "memory ran out, and with sharded parameters a rank cannot split its micro-batches alone",
+        seen=_what(batch, said),
+        do=unsaved if guard.folder is None else saved,
+    )
+
+
+def read_budget(guard: Guard) -> None:
+    """Begin with the budget that an earlier start of this run has left."""
+    path = None if guard.folder is None else guard.folder / BUDGET
+    found = None
+    if path is not None and path.exists():
+        with corrupt_file_errors(path, do="delete the file: the budget is then found again"):
+            found = int(read_json(path, max_bytes=1 << 16)["cells"])
+    guard.cells = broadcast_from_rank0(
+        found
+    )  # of sharded parameters every rank must make the same number of micro-batches
+    if guard.cells is not None:
+        guard.ceiling = 2 * guard.cells
+        guard.say(f"an earlier start ran out of memory: at most {guard.cells:,} cells a micro-batch")
+
+
+def retry_loading_on_oom(
+    open_at: Callable[[int], Generator[LoadedStep, None, None]], start: int, *, device: torch.device
+) -> Generator[LoadedStep, None, None]:
+    """The steps of a loader; one that cannot be loaded for want of memory is loaded once more, with memory freed."""
+    failed_at = -1
+    while True:
+        steps = open_at(start)
+        try:
+            for loaded in steps:
+                failpoint("step.loading")
+                yield loaded
+                start = loaded.number + 1
+            return
+        except Exception as error:
+            if not is_out_of_memory(error) or failed_at == start:
+                raise
+            failed_at, said = start, str(error)
+        finally:
+            steps.close()
+        free_memory(device, said=said)

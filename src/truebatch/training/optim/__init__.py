@@ -1,0 +1,1 @@
+"""Parameter groups, schedules, gradient accumulation and the optimizer step."""

@@ -1,0 +1,1 @@
+"""The folder of a run, who owns it, and how a run is asked to stop."""

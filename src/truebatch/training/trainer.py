@@ -1,0 +1,377 @@
+"""`train`: plan -> load -> step -> finite? -> update -> log -> validate -> checkpoint, and on from wherever it stopped.
+
+>>> import torch
+>>> from truebatch import Field, TrainConfig, TrainData, train
+>>> class Squares:
+...     def counts(self, batch):
+...         return {"loss": batch.num_samples}
+...     def sums(self, model, batch):
+...         return {"loss": model(batch["x"]).square().sum()}
+>>> data = TrainData(samples=[{"x": [1.0, 2.0]}, {"x": [3.0, 4.0]}], fields=[Field(name="x", kind="once")])
+>>> train(torch.nn.Linear(2, 1), Squares(), data, TrainConfig(epochs=3)).step
+3
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from truebatch.attention.api import cache_device_capability
+from truebatch.batch.keyed_random import name_purposes
+from truebatch.batch.segments import most_segments
+from truebatch.batch.torch_compile import compile_layers, force_eager
+from truebatch.data.loader import LoadedStep, LoaderConfig, load_steps
+from truebatch.errors import ConfigError, MemoryLimitError, RestartError, exit_code_of
+from truebatch.objective import Objective
+from truebatch.planning.config import PlanConfig
+from truebatch.planning.lengths.measured_values import Measured
+from truebatch.planning.plan import Plan, build_plan
+from truebatch.training.after_step import finish_step
+from truebatch.training.callbacks import Callback, Logger
+from truebatch.training.checkpoint.save_resume import resume_run
+from truebatch.training.checkpoint.state_dict import seed_random
+from truebatch.training.checks.batch_coupling import refuse_couplings, refused_if_seen
+from truebatch.training.checks.compare_one_by_one import compare_with_one_by_one
+from truebatch.training.config import TrainConfig
+from truebatch.training.context import ALL_DONE, ASKED, Job, Record, TrainResult, exit_code_of_end
+from truebatch.training.data import TrainData, content_of, first_samples, measure_by_reading, single_sample_batch_fn
+from truebatch.training.distributed.collectives import (
+    all_gather_list,
+    is_peer_failure,
+    is_sharded,
+    num_ranks,
+    rank,
+    sum_numbers,
+)
+from truebatch.training.distributed.device import find_place, move_model
+from truebatch.training.logging.metrics_jsonl import MetricsLog, find_gaps, open_metrics
+from truebatch.training.memory.oom import is_out_of_memory
+from truebatch.training.memory.oom_retry import Guard, retry_loading_on_oom
+from truebatch.training.memory.quarantine import open_guard, quarantine_record
+from truebatch.training.optim.nonfinite import handle_nonfinite, is_bad
+from truebatch.training.optim.param_groups import Group, check_terms, make_groups
+from truebatch.training.run_dir.resume_checks import check_data, opened_run
+from truebatch.training.run_dir.run_dir import RunFolder, RunState, write_status
+from truebatch.training.run_dir.signals import EXIT_INTERRUPTED, catch_signals
+from truebatch.training.run_dir.watchdog import Watchdog, watch_progress
+from truebatch.training.step import StepEngine, StepOutcome, apply_update, check_moved, step_counts, take_gradients
+from truebatch.training.train_state import TrainState
+
+
+def train(
+    model: nn.Module,
+    objective: Objective,
+    data: TrainData,
+    config: TrainConfig,
+    *,
+    groups: Sequence[Group] | None = None,
+    out: str | Path | RunFolder | None = None,
+    say: Callable[[str], None] | None = None,
+    watches: Sequence[Logger] = (),
+    attendants: Sequence[Callback] = (),
+) -> TrainResult:
+    """Train a model; with `out`, as a run that can be killed at any moment and goes on when it is started again.
+
+    Args:
+        groups: parameters with optimisers of their own; by default AdamW over all trainable parameters.
+        out: the run's folder, or an open run. The same settings go on with it, others are refused by name.
+        say: gets one line now and then; by default nothing is printed.
+        watches: told of every step, on rank 0.
+        attendants: told of every step on every rank, may stop the run, and have a state that is saved with it.
+    """
+    plan_config = config.plan_config()
+    couplings = refuse_couplings(model.train(), config.allow)
+    place = find_place(config)
+    move_model(model, place, config)
+    if config.compile:
+        cache_device_capability(place.device)
+        compile_layers(model)
+    name_purposes(model)
+    data = first_samples(data, config.limit)
+    measured = data.measured or measure_by_reading(data.samples, data.fields)
+    guard = Guard(fields=data.fields, when_too_large=config.oom, say=say or (lambda _line: None))
+    engine = StepEngine(
+        model=model,
+        objective=objective,
+        groups=make_groups(groups or [default_group(model, config)], model),
+        device=place.device,
+        autocast=place.autocast,
+        scaler=place.scaler,
+        seed=config.seed,
+        stand_in=lambda: single_sample_batch_fn(data, epoch=0)(0),
+        guard=guard,
+        attendants=tuple(attendants),
+        changes_buffers=bool(config.allow),
+    )
+    num_steps = _num_steps(measured, plan_config, config)
+    with opened_run(out, config) as run, catch_signals() as stop, _watched(config) as dog:
+        if run is not None and rank() == 0:
+            tell = say or (lambda _line: None)
+            check_data(run, measured, content=content_of(data, say=tell), say=tell)
+        open_guard(guard, None if run is None else run.folder, is_sharded=is_sharded(model))
+        job = Job(
+            engine=engine, data=data, measured=measured, config=config, num_steps=num_steps, couplings=couplings,
+            run=run, stop=stop, say=say or (lambda _line: None), watches=watches if rank() == 0 else (),
+            dog=dog,
+        )  # fmt: skip
+        return _run(job, plan_config)
+
+
+def _watched(config: TrainConfig) -> AbstractContextManager[Watchdog | None]:
+    """A run that no longer moves is reported with the stacks of all its threads, and exits with 75."""
+    if config.stuck_seconds is None:
+        return nullcontext()
+    return watch_progress(config.stuck_seconds, who=f"rank {rank()}")
+
+
+def default_group(model: nn.Module, config: TrainConfig) -> Group:
+    """AdamW over all trainable parameters."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ConfigError(
+            "nothing can be trained", seen="no parameter has requires_grad", do="unfreeze some parameters"
+        )
+    fused = all(p.is_cuda for p in trained)  # one kernel instead of many, where there is one
+    optimiser = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=config.weight_decay, fused=fused)
+    return Group(optimiser=optimiser, max_grad_norm=config.max_grad_norm, schedule=config.lr_schedule())
+
+
+def _num_steps(measured: Measured, plan_config: PlanConfig, config: TrainConfig) -> int:
+    each = build_plan(measured.lengths, plan_config, costs=measured.costs, counts=measured.counts).num_steps
+    return min(config.max_steps or config.epochs * each, config.epochs * each)
+
+
+def _run(job: Job, plan_config: PlanConfig) -> TrainResult:
+    progress = _begin(job)
+    log = _open_log(job, progress)
+    for watch in job.watches:
+        watch.begin(progress.step, job.num_steps)
+    try:
+        _status(job, "running", progress)
+        while not progress.is_done:
+            plan = build_plan(
+                job.measured.lengths, plan_config, epoch=progress.epoch, ranks=num_ranks(),
+                costs=job.measured.costs, counts=job.measured.counts,
+            )  # fmt: skip
+            progress = _epoch(job, progress, plan, log)
+        for attendant in job.engine.attendants:
+            attendant.ended(progress.step)
+    except BaseException as caught:
+        error = _named(caught)
+        code = exit_code_of(error)
+        state: RunState = "interrupted" if code == EXIT_INTERRUPTED else "failed"
+        _status(job, state, progress, exit_code=code, message=f"{type(error).__name__}: {error}")
+        if error is caught:
+            raise
+        raise error from caught
+    finally:
+        if log is not None:
+            log.close()
+    is_interrupted = progress.why.startswith(ASKED)
+    code = exit_code_of_end(progress.why)
+    ends: dict[int, RunState] = {0: "done", 1: "failed", EXIT_INTERRUPTED: "interrupted"}
+    _status(job, ends[code], progress, exit_code=code)
+    return TrainResult(progress.step, job.records, progress.best_loss, progress.why, is_interrupted)
+
+
+def _named(error: BaseException) -> BaseException:
+    """What a library says when another process of the run is gone, or memory at a place that no smaller step would help, in
+    words; any other error as it is."""
+    if isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error):
+        return MemoryLimitError(
+            "memory ran out beside the steps, where a smaller cut does not help",
+            seen=(str(error) or type(error).__name__).strip().splitlines()[0][:200],
+            do="see what else takes memory on this device; the same command goes on from the last checkpoint",
+        )
+    if not is_peer_failure(error):
+        return error
+    return RestartError(
+        "another process of this run is gone",
+        seen=f"rank {rank()} of {num_ranks()} waited for it: {str(error).strip().splitlines()[0][:160]}",
+        do="look at what the other ranks have said; the same command goes on from the last checkpoint",
+    )
+
+
+def _begin(job: Job) -> TrainState:
+    job.say(job.config.describe_step())
+    allowed = ", ".join(sorted({c.name for c in job.couplings}))
+    equality = f"in distribution ({allowed} allowed by name)" if allowed else "exact"
+    job.say(f"{job.num_steps:,} steps, {job.config.precision} on {job.engine.device}; equality: {equality}")
+    found = resume_run(job.run.checkpoints, job.engine) if job.run is not None else None
+    if found is None:
+        # Else every process would draw its own, and a run that begins again would not be the one that was killed.
+        seed_random(job.config.seed, rank=rank())
+        return TrainState(num_steps=job.num_steps)
+    progress, rejected = found
+    for why in rejected:
+        job.say(f"passed over a checkpoint: {why}")
+    job.say(f"going on after step {progress.step}")
+    _note_steps(job, progress)
+    is_stopped_early = progress.is_done and progress.step < job.num_steps and progress.why != ALL_DONE
+    if not is_stopped_early:
+        progress.is_done, progress.why = progress.step >= job.num_steps, "all steps were done before"
+    return progress
+
+
+def _note_steps(job: Job, progress: TrainState) -> None:
+    """Schedules know the number of steps: more of them change the learning rates of those to come."""
+    is_moving = any(group.schedule.shape != "constant" for group in job.engine.groups)
+    if progress.num_steps not in (0, job.num_steps) and is_moving:
+        job.say(
+            f"the run had {progress.num_steps:,} steps and now has {job.num_steps:,}: the steps to come get the "
+            "learning rates of the longer or shorter run, those done had others"
+        )
+    progress.num_steps = job.num_steps
+
+
+def _open_log(job: Job, progress: TrainState) -> MetricsLog | None:
+    if job.run is None or rank() != 0:
+        return None
+    log = open_metrics(job.run.metrics, step=progress.step or None)
+    for line in log.damage:
+        job.say(f"warning: {line}")
+    if gaps := find_gaps(job.run.metrics, step=progress.step):
+        job.say(
+            f"warning: {gaps}; the weights do not depend on it, the log stays incomplete: bring it back from a copy"
+        )
+    return log
+
+
+def _status(
+    job: Job, state: RunState, progress: TrainState, *, exit_code: int | None = None, message: str = ""
+) -> None:
+    if job.run is not None and rank() == 0:
+        write_status(job.run, state, step=progress.step, exit_code=exit_code, message=message or progress.why)
+
+
+def _epoch(job: Job, progress: TrainState, plan: Plan, log: MetricsLog | None) -> TrainState:
+    open_at = partial(
+        load_steps, plan, job.data.samples, job.data.fields, rank=rank(), transform=job.data.transform,
+        config=_loader_config(job),
+    )  # fmt: skip
+    steps = retry_loading_on_oom(lambda at: open_at(start_step=at), progress.step_in_epoch, device=job.engine.device)
+    try:
+        for loaded in steps:
+            rolled = _step(job, progress, loaded, log)
+            if rolled is not None:
+                return rolled
+            progress.step_in_epoch = loaded.number + 1
+            if progress.step_in_epoch == plan.num_steps:
+                progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
+            finish_step(job, progress, log)
+            if progress.is_done:
+                break
+    finally:
+        steps.close()
+    return progress
+
+
+def _loader_config(job: Job) -> LoaderConfig:
+    """Compiled layers get rows of one width and tables of one size; everything else is made to measure."""
+    pins = job.engine.device.type == "cuda"
+    config = job.config
+    if not config.compile or config.cells is None:
+        return LoaderConfig(workers=config.workers, pin_memory=pins)
+    slots = most_segments(job.measured.lengths, config.cells)
+    return LoaderConfig(workers=config.workers, pin_memory=pins, slots=slots, row_cells=config.cells)
+
+
+def _step(job: Job, progress: TrainState, loaded: LoadedStep, log: MetricsLog | None) -> TrainState | None:
+    """One step; a Progress only if the run rolled back to an earlier one."""
+    began = time.perf_counter()
+    if job.dog is not None:
+        job.dog.beat(f"step {progress.step}")
+    if progress.step in progress.skipped_steps:
+        _pass_over(job, progress, loaded, log)
+        return None
+    engine, batches = job.engine, loaded.batches
+    for attendant in engine.attendants:
+        attendant.before_step(progress.step)
+    counts = step_counts(batches, engine.objective, loaded.counts, device=engine.device)
+    check_terms(engine.groups, list(counts), is_first=progress.step == 0)
+    if job.config.true_batch == "compare" and progress.step < job.config.compare_steps:
+        _compare(job, progress, loaded, counts)
+    rates = {g.name: g.set_rate(progress.step, job.num_steps) for g in engine.groups}
+    outcome = _take_gradients(job, progress, loaded, counts)
+    if is_bad(engine, outcome):
+        rolled = handle_nonfinite(job, progress, loaded, outcome, log)
+        if rolled is not None:
+            return rolled
+        is_updated = False
+    else:
+        is_updated = apply_update(engine, outcome)
+        progress.nonfinite_in_row = 0
+    if engine.guard is not None and engine.guard.left_in_row:  # no sample of this step fits
+        _pass_over(job, progress, loaded, log)
+        return None
+    progress.step += 1
+    _record(job, progress, loaded, outcome, rates, is_updated, time.perf_counter() - began, log)
+    return None
+
+
+def _compare(job: Job, progress: TrainState, loaded: LoadedStep, counts: Mapping[str, int]) -> None:
+    with force_eager():  # every sample alone has a shape of its own
+        difference = compare_with_one_by_one(
+            job.engine, loaded.batches, counts, single_sample_batch_fn(job.data, epoch=progress.epoch),
+            epoch=progress.epoch, precision=job.config.precision,
+        )  # fmt: skip
+    how = "are not finite, and not compared" if difference is None else f"differ from one by one by {difference:.1e}"
+    job.say(f"step {progress.step}: true batches {how}")
+
+
+def _take_gradients(job: Job, progress: TrainState, loaded: LoadedStep, counts: Mapping[str, int]) -> StepOutcome:
+    """The gradient of a step; the first one of a process is also watched for what only running shows."""
+    if job.records:
+        return take_gradients(job.engine, loaded.batches, counts, epoch=progress.epoch)
+    with refused_if_seen(job.engine.model, job.config.allow, job.couplings):
+        outcome = take_gradients(job.engine, loaded.batches, counts, epoch=progress.epoch)
+    check_moved(job.engine, outcome)
+    return outcome
+
+
+def _pass_over(job: Job, progress: TrainState, loaded: LoadedStep, log: MetricsLog | None) -> None:
+    """A step that made the run roll back, or has no sample that fits: no loss, but a line in the log with its samples."""
+    samples = sorted(all_gather_list([i for batch in loaded.batches for i in batch.sample_ids]))
+    progress.step += 1
+    record = {"step": progress.step, "epoch": progress.epoch, "passed_over": True, "updated": False, "samples": samples}
+    job.tell(log, record)
+
+
+def _record(
+    job: Job, progress: TrainState, loaded: LoadedStep, outcome: StepOutcome, rates: Mapping[str, float],
+    is_updated: bool, seconds: float, log: MetricsLog | None,
+) -> None:  # fmt: skip
+    tokens, cells = _tokens_and_cells(job, loaded)
+    record: Record = {
+        "step": progress.step,
+        "epoch": progress.epoch,
+        "loss": sum(outcome.loss.values()),
+        **{f"loss/{name}": value for name, value in outcome.loss.items()},
+        **{f"grad_norm/{name}": value for name, value in outcome.grad_norm.items()},
+        **{f"learning_rate/{name}": value for name, value in rates.items()},
+        "updated": is_updated,
+        "tokens": tokens,
+        "fill": tokens / max(cells, 1),
+        "seconds": seconds,
+        "tokens_per_second": tokens / max(seconds, 1e-9),
+        "equality": "in distribution" if job.couplings else "exact",
+        **quarantine_record(job.engine.guard),
+    }
+    job.records.append(record)
+    job.tell(log, record)
+
+
+def _tokens_and_cells(job: Job, loaded: LoadedStep) -> tuple[int, int]:
+    out = {} if job.engine.guard is None else job.engine.guard.quarantined
+    found = [(b.sample_ids, b.rows()) for b in loaded.batches if "cells" in b.axes]
+    lengths = [n for ids, rows in found for i, n in zip(ids, rows.lengths, strict=True) if i not in out]
+    numbers = [sum(lengths), sum(rows.shape[0] * rows.shape[1] for _, rows in found)]
+    tokens, cells = sum_numbers(numbers, job.engine.device)
+    return tokens, cells

@@ -1,0 +1,104 @@
+"""The loss of a dataset without training on it: sums and counts over everything, divided once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from truebatch.attention.score_rule import without_cudnn_sdpa
+from truebatch.batch.fields import Field
+from truebatch.batch.keyed_random import noise_for
+from truebatch.batch.microbatch import MicroBatch
+from truebatch.batch.torch_compile import force_eager
+from truebatch.data.fetch import Dataset
+from truebatch.data.loader import LoadedStep, LoaderConfig, load_steps
+from truebatch.errors import DataError
+from truebatch.objective import add_counts
+from truebatch.planning.config import PlanConfig
+from truebatch.planning.lengths.measured_values import Measured
+from truebatch.planning.plan import build_plan
+from truebatch.testing.failpoints import failpoint
+from truebatch.training.distributed.collectives import is_sharded, names_over_ranks, num_ranks, rank, sum_over_ranks
+from truebatch.training.memory.oom_retry import run_guarded
+from truebatch.training.step import StepEngine, sums_of
+
+
+def evaluate_loss(
+    engine: StepEngine,
+    dataset: Dataset,
+    measured: Measured,
+    fields: Sequence[Field],
+    plan_config: PlanConfig,
+    *,
+    beat: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """Every loss term over the whole dataset, in eval mode; the same on every rank, however it is cut.
+
+    `beat` is called before each micro-batch. A dataset without anything to count raises `DataError`.
+    """
+    plan = build_plan(measured.lengths, plan_config, ranks=num_ranks(), costs=measured.costs)
+    was_training = engine.model.training
+    engine.model.eval()
+    try:
+        with force_eager():  # these rows are made to measure
+            steps = load_steps(plan, dataset, fields, rank=rank(), config=LoaderConfig())
+            return _whole_loss(engine, steps, beat)
+    finally:
+        engine.model.train(was_training)
+
+
+@torch.no_grad()
+def _whole_loss(engine: StepEngine, steps: Iterable[LoadedStep], beat: Callable[[], None]) -> dict[str, float]:
+    totals: dict[str, torch.Tensor] = {}
+    counts: dict[str, int] = {}
+    for step in steps:
+        for batch in step:
+            beat()
+            if batch.num_samples == 0:
+                continue
+            counts = add_counts([counts, engine.objective.counts(batch)])
+            for name, value in _guarded_sums(engine, batch).items():
+                totals[name] = totals.get(name, 0) + value
+    return _divide(totals, counts, engine.device)
+
+
+def _guarded_sums(engine: StepEngine, batch: MicroBatch) -> dict[str, torch.Tensor]:
+    if engine.guard is None:
+        return _sums(engine, [batch])
+    return run_guarded(
+        engine.guard,
+        [batch],
+        lambda parts: _sums(engine, parts),
+        clear=lambda: None,
+        device=engine.device,
+        is_sharded=is_sharded(engine.model),
+        is_step=False,
+    )
+
+
+def _sums(engine: StepEngine, batches: Iterable[MicroBatch]) -> dict[str, torch.Tensor]:
+    totals: dict[str, torch.Tensor] = {}
+    for batch in batches:
+        failpoint("step.validation")
+        moved = batch.to(engine.device, non_blocking=True)
+        with noise_for(moved, seed=engine.seed), engine.autocast(), without_cudnn_sdpa(engine.device):
+            sums = sums_of(engine, moved)
+        for name, value in sums.items():
+            totals[name] = totals.get(name, torch.zeros((), dtype=torch.float64, device=engine.device)) + value.double()
+    return totals
+
+
+def _divide(totals: dict[str, torch.Tensor], counts: dict[str, int], device: torch.device) -> dict[str, float]:
+    names = names_over_ranks(counts)
+    numbers = torch.tensor(
+        [[float(totals.get(n, 0.0)), float(counts.get(n, 0))] for n in names], dtype=torch.float64, device=device
+    )
+    summed = dict(zip(names, sum_over_ranks(numbers).tolist(), strict=True))
+    if not any(count for _total, count in summed.values()):
+        raise DataError(
+            "the validation dataset has nothing to measure a loss on",
+            seen=f"a count of 0 for {', '.join(names) or 'every term'}",
+            do="give validation samples with labels; a loss of 0 would pass for the best one",
+        )
+    return {name: total / max(count, 1.0) for name, (total, count) in summed.items()}

@@ -1,0 +1,1 @@
+"""The census of Hugging Face architectures, each in a process of its own."""

@@ -1,0 +1,1 @@
+"""Why a batch differs: causes, the first module that differs, small probes."""

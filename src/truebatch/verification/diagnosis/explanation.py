@@ -1,0 +1,243 @@
+"""Why arrangements differ: small experiments on the model, the first module that differs, and notes on what was seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from truebatch.training.checks.batch_coupling import Coupling, find_couplings
+from truebatch.verification.arrangement_result import run_one
+from truebatch.verification.arrangements import ArrangedBatch, Arrangement
+from truebatch.verification.compare import Reference, Whole
+from truebatch.verification.config import VerifyConfig
+from truebatch.verification.determinism import Mode, quieted
+from truebatch.verification.diagnosis.diagnose import Evidence, name_causes
+from truebatch.verification.diagnosis.first_difference import ModuleDifference, count_calls, first_difference
+from truebatch.verification.diagnosis.probes import (
+    LeakTest,
+    context_move,
+    find_leaks,
+    is_right_when_flipped,
+    sees_later_tokens,
+    two_dimensional_mask,
+)
+from truebatch.verification.report import ArrangementResult, Cause, VerifyReport
+from truebatch.verification.subjects.function_subject import ListSubject
+from truebatch.verification.subjects.padding_side import generates_right_padded
+from truebatch.verification.subjects.subject import Subject
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """Every arrangement in one mode."""
+
+    mode: Mode
+    alone: Whole
+    reference: Reference
+    results: list[ArrangementResult]
+    rounding: str = ""
+    """Why fp64 was the judge, if it was."""
+
+
+def explain(subject: Subject | ListSubject, singles: Arrangement, seen: Seen, config: VerifyConfig) -> VerifyReport:
+    """Leaks, causes and notes; the model must be in the mode in which the results were got."""
+    if isinstance(subject, ListSubject):
+        return _explain_functions(subject, singles, seen.results, seen.alone)
+    results, reference, one = seen.results, seen.reference, seen.alone
+    used = [r for r in results if r.arrangement.layout in config.used]
+    leak_tests = _leak_tests(subject, used, reference, few=config.quick)
+    leaks = tuple(leak for test in leak_tests for leak in test.leaks)
+    limit = reference.limits["outputs"]
+    longest = max(range(len(subject.lengths)), key=lambda i: subject.lengths[i])
+    later = sees_later_tokens(subject, singles.pieces, limit) if subject.causal else 0.0
+    failing = [
+        r for r in used if r.verdict == "different" or (r.verdict == "raised" and r.arrangement.layout == "right")
+    ]
+    others = [r for r in results if r.verdict == "different" and r.arrangement.layout not in config.used]
+    first = _first_module(subject, singles, used, limit)
+    suspicious = bool(failing or leaks or later or any(not t.isfinite().all() for t in _floats(one)))
+    evidence = Evidence(
+        results={r.name: r for r in results},
+        alone=one.outputs,
+        leaks=leaks,
+        first_module=first if suspicious else _first_module(subject, singles, others, limit),
+        mask_error=_mask_error(subject, results, singles) if suspicious else "",
+        is_flipped=suspicious and _is_flipped(subject, singles, results, limit),
+        later_tokens=later,
+        row_zero={r.name: int(r.arrangement.pieces[0].rows.ids[0]) for r in results},
+        longest=longest,
+        generates_right=_generates_right(subject, singles, used),
+    )
+    causes = name_causes(evidence) if suspicious else []
+    notes = [] if config.quick else _notes(subject, singles, results)
+    notes += [*_nan_notes(subject, results, reference), *_padding_notes(results)]
+    if others and not suspicious:
+        notes += [f"a layout that is not in use differs: {c.words}" for c in name_causes(evidence)]
+    coupled = [_coupling(c) for c in find_couplings_in_training(subject.model)]
+    known = {c.name for c in causes}
+    unproven = _no_context(subject, singles.pieces[longest], reference) if not suspicious else ""
+    own = min((test.own_move for test in leak_tests), default=0.0)
+    if leak_tests and own < min(100 * limit, PLAIN_MOVE):
+        notes.append(f"changing a sample moves its own result by {own:.1e} only: a leak that small would not be seen")
+    causes += [c for c in coupled if c.name not in known]
+    return VerifyReport(results, causes, first, leaks, notes, leak_visible=own, used=config.used, unproven=unproven)
+
+
+def _no_context(subject: Subject, piece: ArrangedBatch, reference: Reference) -> str:
+    """Why a leak could not have been seen, if so: what lies beside a cell hardly moves it, in its own sample too."""
+    limit = reference.limits["outputs"]
+    if not reference.whole.outputs:
+        return ""
+    moved = context_move(subject, piece)
+    if moved >= min(10 * limit, PLAIN_MOVE):
+        return ""
+    return f"context hardly matters to this model: other cells of a sample move it by {moved:.0e}, and a leak would not be seen"
+
+
+PLAIN_MOVE = 0.1
+"""A sample that moves itself this far shows any leak, however wide the limits of half precision are."""
+
+
+def find_couplings_in_training(model: nn.Module | None) -> list[Coupling]:
+    """What training refuses, whatever was seen; dropout is switched off for the proof, and not among them."""
+    if model is None:
+        return []
+    with quieted(model, "train"):
+        found = find_couplings(model)
+    return [c for c in found if c.name != "dropout"]
+
+
+def _coupling(found: Coupling) -> Cause:
+    return Cause(found.name, f"training refuses {found.where}: {found.words}", found.fix)
+
+
+def _padding_notes(results: Sequence[ArrangementResult]) -> list[str]:
+    found = []
+    if any(r.verdict == "note" and "wider" in r.name for r in results):
+        found.append("rows wider than the longest sample are more than the model takes, one by one too: not judged")
+    if not any(r.verdict == "note" and r.arrangement.pieces[0].filling != "declared" for r in results):
+        return found
+    return [
+        *found,
+        "what stands in the padding reaches the results, which are right as long as it is the declared pad value: "
+        "the model may find its padding by it (ids != pad)",
+    ]
+
+
+def _floats(whole: Whole) -> list[torch.Tensor]:
+    return [t for samples in whole.outputs.values() for t in samples.values() if t.is_floating_point()]
+
+
+def _explain_functions(
+    subject: ListSubject, singles: Arrangement, results: list[ArrangementResult], one: Whole
+) -> VerifyReport:
+    evidence = Evidence(
+        {r.name: r for r in results}, one.outputs, (), None, "", False, 0.0,
+        {r.name: int(r.arrangement.pieces[0].rows.ids[0]) for r in results}, -1,
+        _generates_right(subject, singles, results),
+    )  # fmt: skip
+    failing = [r for r in results if r.verdict == "different"]
+    if failing and failing[0].name == "alone" and failing[0].is_over("outputs"):
+        return VerifyReport(results, [_ANOTHER_FUNCTION])
+    causes = (
+        [c if c.name != "a mean over padding" else _PADDING_REACHES for c in name_causes(evidence)] if failing else []
+    )
+    return VerifyReport(results, causes)
+
+
+def _generates_right(subject: Subject | ListSubject, singles: Arrangement, results: list[ArrangementResult]) -> bool:
+    """Look at the shortest sample that differs with padding on the right, or wherever a function puts it."""
+    failing = next((r for r in results if r.moved and r.arrangement.layout == "right" and r.name != "alone"), None)
+    if failing is None:
+        return False
+    sample = min(failing.moved, key=lambda i: subject.lengths[i])
+    piece = next(p for p in failing.arrangement.pieces if sample in p.rows.ids)
+    return generates_right_padded(subject, singles.pieces[sample], piece)
+
+
+_ANOTHER_FUNCTION = Cause(
+    "another function",
+    "the batched function differs from the original for a single sample already, so batching is not the reason",
+    "compare the two functions on one sample first: preprocessing, special tokens, dtype, eval mode",
+)
+
+
+_PADDING_REACHES = Cause(
+    "padding reaches the result",
+    "the result of a sample changes with the lengths of its neighbours: a mask is not used, or a mean takes padding in",
+    "look at every reduction over cells and at the mask of every attention; with `fields`, verify names the module",
+)
+
+
+_LEAK_TESTED = ("right padded", "left padded", "packed", "groups of equal length")
+"""One arrangement of every layout is enough: a changed neighbour must not move a sample in any of them."""
+
+
+def _leak_tests(
+    subject: Subject, results: Sequence[ArrangementResult], reference: Reference, *, few: bool
+) -> list[LeakTest]:
+    if not reference.whole.outputs:
+        return []  # A model that gives its loss alone: loss and gradients are compared, and nobody's own result is known.
+    limit = reference.limits["outputs"]
+    wanted = [r for r in results if r.name in _LEAK_TESTED and r.verdict != "raised"]
+    return [find_leaks(subject, r.arrangement, limit, few=few) for r in wanted]
+
+
+def _first_module(
+    subject: Subject, singles: Arrangement, results: list[ArrangementResult], limit: float
+) -> ModuleDifference | None:
+    failing = next((r for r in results if r.verdict == "different" and r.moved), None)
+    if failing is None or subject.model is None:
+        return None
+    sample = min(failing.moved, key=lambda i: subject.lengths[i])
+    piece = next(p for p in failing.arrangement.pieces if sample in p.rows.ids)
+    return first_difference(subject, singles.pieces[sample], piece, sample, limit)
+
+
+def _mask_error(subject: Subject, results: list[ArrangementResult], singles: Arrangement) -> str:
+    pieces = [r.arrangement.pieces[0] for r in results if r.arrangement.layout == "right"][:1]
+    return next((text for p in [*pieces, singles.pieces[0]] if (text := two_dimensional_mask(subject, p))), "")
+
+
+def _is_flipped(subject: Subject, singles: Arrangement, results: list[ArrangementResult], limit: float) -> bool:
+    """Exchange True and False in the masks, and look whether that mends it, with padding on either side.
+
+    On the right alone it proves nothing: a causal cell never looks there, so a right mask turned about agrees as well.
+    """
+    padded = [r for r in results if r.name in ("right padded", "left padded") and r.verdict != "raised"]
+    if not any(r.is_over("outputs") for r in padded):
+        return False
+    try:
+        return all(is_right_when_flipped(subject, singles, r.arrangement.pieces[0], limit) for r in padded)
+    except (RuntimeError, ValueError, IndexError):  # a model need not accept masks turned inside out
+        return False
+
+
+def _notes(subject: Subject, singles: Arrangement, results: list[ArrangementResult]) -> list[str]:
+    right = next((r for r in results if r.name == "right padded" and r.verdict == "equal"), None)
+    if right is None or subject.model is None or len(subject.lengths) < 3:
+        return []
+    together = count_calls(subject, right.arrangement.pieces[0])
+    single = count_calls(subject, singles.pieces[0])
+    if single and together >= 0.9 * single * len(subject.lengths):
+        return [
+            f"this batch is a Python loop: {together} module calls for {len(subject.lengths)} samples, {single} for one; "
+            "it is right, but no faster than one by one"
+        ]
+    return []
+
+
+def _nan_notes(subject: Subject, results: list[ArrangementResult], reference: Reference) -> list[str]:
+    """Correct masks still give 0 * NaN, so NaN in padding is told, not judged."""
+    right = next((r for r in results if r.name == "right padded" and r.verdict == "equal"), None)
+    has_floats = any(subject.micro_batch(singles).fields[f.name].is_floating_point() for f in subject.fields
+                     for singles in right.arrangement.pieces[:1]) if right else False  # fmt: skip
+    if right is None or not has_floats:
+        return []
+    result = run_one(subject, right.arrangement.filled("nan"), reference)
+    if result.verdict == "equal":
+        return ["NaN in the padding does not reach the results either"]
+    return ["NaN in the padding reaches the results (finite garbage does not: 0 * NaN is NaN): keep padding finite"]

@@ -1,0 +1,1 @@
+"""Two engines for the same weights: is there anything between them but rounding?"""

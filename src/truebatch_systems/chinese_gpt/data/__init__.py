@@ -1,0 +1,1 @@
+"""Corpora, samples and the embedded texts."""

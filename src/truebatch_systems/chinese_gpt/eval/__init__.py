@@ -1,0 +1,1 @@
+"""Perplexity and answers of a trained model."""

@@ -1,0 +1,1 @@
+"""The model, its export and its generation."""

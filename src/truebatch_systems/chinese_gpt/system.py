@@ -1,0 +1,143 @@
+"""The small Chinese GPT as one `System`: `truebatch train chinese_gpt`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from truebatch.planning.lengths.measured_values import Measured
+from truebatch.planning.rows import Layout
+from truebatch.system import System
+from truebatch_systems.chinese_gpt.config import ChineseGPTConfig, ChineseTrainConfig
+from truebatch_systems.chinese_gpt.data.lint import lint_texts
+from truebatch_systems.chinese_gpt.data.prepare import PreparedTexts, prepare
+from truebatch_systems.chinese_gpt.data.samples import FIELDS, EncodedTexts
+from truebatch_systems.chinese_gpt.eval.evaluate import evaluate
+from truebatch_systems.chinese_gpt.model.export import export_model
+from truebatch_systems.chinese_gpt.model.generate import stream_answers
+from truebatch_systems.chinese_gpt.model.model import ChineseGPT, ModelShape, vocab_of_weights
+from truebatch_systems.chinese_gpt.train.batch_advice import advice_lines, batch_size_for
+from truebatch_systems.chinese_gpt.train.layout_choice import choose_layout
+from truebatch_systems.chinese_gpt.train.objective import TERM, NextToken
+
+
+def _measure(config: Any, samples: Any) -> Measured:
+    ready = prepare(config)
+    number = len(samples)
+    train = ready.train
+    return Measured(
+        lengths=train.lengths[:number],
+        counts={TERM: train.num_labels[:number]},
+        ids=tuple(text.place for text in train.texts[:number]),
+        found=f"words of the vocabulary {ready.vocab.hash}",
+    )
+
+
+def _build_model(config: Any) -> nn.Module:
+    ready = prepare(config)
+    model = ChineseGPT(shape_of(config, len(ready.vocab)), seed=config.train.seed, vocab=ready.vocab)
+    if ready.weights is not None:
+        model.load_state_dict(dict(ready.weights))
+    return model
+
+
+def _restore_model(config: Any, weights: Mapping[str, Tensor]) -> nn.Module:
+    """From the vocabulary that stands in the weights: a trained model needs no corpus to speak."""
+    vocab = vocab_of_weights(weights)
+    return ChineseGPT(shape_of(config, len(vocab)), seed=config.train.seed, vocab=vocab)
+
+
+def shape_of(config: Any, vocabulary: int) -> ModelShape:
+    """The sizes of the model that settings ask for."""
+    return ModelShape(
+        vocabulary=vocabulary,
+        embedding_dim=config.embedding_dim,
+        hidden_dim=config.hidden_dim,
+        layers=config.layers,
+        heads=config.heads,
+        max_seq_len=config.max_seq_len,
+        dropout=config.dropout,
+    )
+
+
+def settle(config: Any) -> Any:
+    """The note's batch size for this many samples, where neither it nor the samples of a step are given."""
+    train = config.train
+    if train.batch_size is not None or train.samples_per_step is not None:
+        return config
+    number = min(len(prepare(config).train), train.limit or 2**62)
+    size = batch_size_for(number)
+    # Both: the samples of a step must not follow the number of devices.
+    return replace(config, train=replace(train, batch_size=size, samples_per_step=size))
+
+
+def _describe(config: Any) -> list[str]:
+    ready = prepare(config)
+    train = ready.train
+    advice = advice_lines(
+        train.lengths,
+        batch_size=config.train.batch_size or config.train.num_samples_per_step(),
+        learning_rate=config.train.learning_rate,
+        fixed=config.max_seq_len,
+    )
+    return [*_corpus_lines(config, ready), *advice]
+
+
+def _corpus_lines(config: Any, ready: PreparedTexts) -> list[str]:
+    files = Counter(text.file for text in ready.texts)
+    parts = {"train": ready.train, "validation": ready.validation, "test": ready.test}
+    sizes = ", ".join(f"{len(part) if part is not None else 0:,} {name}" for name, part in parts.items())
+    lines = [f"corpus: {len(ready.texts):,} texts of {len(files)} files; {sizes}; equal texts are never on two sides"]
+    encoded = [part for part in parts.values() if part is not None]
+    lines += [line for name in ("num_empty", "num_cut", "num_dropped") if (line := _count_line(config, name, encoded))]
+    found = lint_texts(ready.texts, max_seq_len=config.max_seq_len)
+    # What is empty or too long has been counted above, with what was done about it.
+    lines += [f"corpus: {problem.line()}" for problem in found.problems if problem.kind not in ("empty", "overlong")]
+    vocab = ready.vocab
+    held = [part for part in encoded if part is not ready.train]
+    tokens = sum(int(part.lengths.sum()) for part in held)
+    rate = f"{sum(part.num_unknown for part in held) / tokens:.2%} of held-out tokens are unknown" if tokens else ""
+    came = "of the run it starts from" if config.start_from is not None else f"backend {vocab.backend}"
+    lines.append(f"vocabulary: {len(vocab):,} words, {came}, hash {vocab.hash}{'; ' if rate else ''}{rate}")
+    if ready.validation is None:
+        lines.append("no validation samples: nothing stops training early, and the last weights are kept")
+    return lines
+
+
+def _count_line(config: Any, name: str, parts: Sequence[EncodedTexts]) -> str:
+    number = sum(getattr(part, name) for part in parts)
+    words = {
+        "num_empty": f"corpus: {number:,} text(s) empty and left out",
+        "num_cut": f"corpus: {number:,} text(s) of more than {config.max_seq_len} tokens: the end is kept (overlong=cut)",
+        "num_dropped": f"corpus: {number:,} text(s) of more than {config.max_seq_len} tokens and left out (overlong=drop)",
+    }
+    return words[name] if number else ""
+
+
+def _choose_layout(config: Any, model: nn.Module) -> tuple[Layout, str]:
+    return choose_layout(model, prepare(config).train, config.train)
+
+
+CHINESE_GPT = System(
+    name="chinese_gpt",
+    config_type=ChineseGPTConfig,
+    train_type=ChineseTrainConfig,
+    load=lambda config: prepare(config).train,  # type: ignore[arg-type, return-value]
+    fields=lambda config: FIELDS,
+    measure=_measure,
+    build_model=_build_model,
+    restore_model=_restore_model,
+    objective=lambda config: NextToken(),
+    validation=lambda config: prepare(config).validation,  # type: ignore[arg-type, return-value]
+    test=lambda config: prepare(config).test,  # type: ignore[arg-type, return-value]
+    evaluate=evaluate,
+    generate=stream_answers,
+    choose_layout=_choose_layout,
+    settle=settle,
+    describe=_describe,
+    save=lambda config, model, folder: export_model(model, folder),  # type: ignore[arg-type]
+)

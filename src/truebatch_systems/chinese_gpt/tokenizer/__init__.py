@@ -1,0 +1,1 @@
+"""Words of Chinese text and their ids."""

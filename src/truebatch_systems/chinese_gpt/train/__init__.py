@@ -1,0 +1,1 @@
+"""The objective, and choices of batch size and layout."""

@@ -1,0 +1,1 @@
+"""Hospital stays: read, repaired, transformed, cached, made up."""

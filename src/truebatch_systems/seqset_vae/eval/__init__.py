@@ -1,0 +1,1 @@
+"""Predictions, discrimination and calibration."""

@@ -1,0 +1,1 @@
+"""The VAE over sets and the transformer over stays."""

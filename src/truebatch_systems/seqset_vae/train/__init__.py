@@ -1,0 +1,1 @@
+"""Losses, the collapse detector, callbacks, pretrained weights."""

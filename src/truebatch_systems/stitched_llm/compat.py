@@ -1,0 +1,169 @@
+"""The note's own face: `StitchedModel`, `model.train(output_dir=...)` and its three lines at the start."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from truebatch.adapters.planned_batches import AdapterConfig
+from truebatch.errors import ConfigError
+from truebatch.hf.pretrained import load_tokenizer
+from truebatch.io.text_encoding import nearest
+from truebatch.language.console import say
+from truebatch.planning.rows import Layout
+from truebatch.training.config import Precision
+from truebatch.training.train_system import settings_type
+from truebatch_systems.stitched_llm.config import StitchTrain
+from truebatch_systems.stitched_llm.data.dataset import load, sources_of
+from truebatch_systems.stitched_llm.model.build import build
+from truebatch_systems.stitched_llm.model.mask_check import refuse_wrong_masks
+from truebatch_systems.stitched_llm.model.model import StitchedForCausalLM
+from truebatch_systems.stitched_llm.model.save_load import save_adapter
+from truebatch_systems.stitched_llm.system import STITCHED_LLM
+from truebatch_systems.stitched_llm.train.hf_trainer import StitchedTrainer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoteTraining:
+    """What `model.train(output_dir=...)` takes, with the note's defaults; the names are those of TrainingArguments."""
+
+    learning_rate: float = 1e-4
+    per_device_train_batch_size: int = 1
+    """Any number: the note had to stay at 1."""
+    gradient_accumulation_steps: int = 4
+    num_train_epochs: float = 1.0
+    max_steps: int = -1
+    save_steps: int = 100
+    logging_steps: int = 10
+    gradient_checkpointing: bool = False
+    """Only layers above the adapter are computed again; below it nothing is kept anyway."""
+    max_grad_norm: float = 1.0
+    dataloader_num_workers: int = 4
+    dataloader_pin_memory: bool = True
+    dataloader_prefetch_factor: int = 2
+    seed: int = 0
+    deepspeed: str | None = None
+    """A DeepSpeed configuration file (ZeRO 1 or 2)."""
+    resume_from_checkpoint: bool = False
+    """Go on after the newest checkpoint in output_dir."""
+    layout: Layout = "packed"
+    """Samples end to end, or one a row."""
+    cells: int | None = None
+    """Most cells of one forward pass: a token budget. It cuts a forward pass smaller, never changes the step."""
+
+
+class StitchedModel(StitchedForCausalLM):
+    """A stitched model that trains itself the way the note does."""
+
+    stitch_settings: Any
+    """An instance of `settings_type(STITCHED_LLM)`: donors, cut, data."""
+
+    @classmethod
+    def from_donors(cls, bottom: str | Path | None = None, top: str | Path | None = None, **settings: Any) -> Any:
+        """Donor folders, `data` and further settings of `StitchConfig`; without any, two tiny donors are made first.
+
+        Precision: bf16 on a card that has it, else fp16 on a card, else fp32.
+        """
+        kind = settings_type(STITCHED_LLM)
+        _refuse_unknown(settings, [f.name for f in fields(kind)])
+        paths = {name: Path(value) for name, value in (("bottom", bottom), ("top", top)) if value is not None}
+        given = {name: Path(v) if name in _PATHS and v is not None else v for name, v in settings.items()}
+        config = kind(**paths, **given, train=StitchTrain(precision=_precision()))
+        model = build(config).model
+        model.__class__ = cls  # the same model with another face
+        model.stitch_settings = config
+        return model
+
+    def train(self, mode: bool = True, *, output_dir: str | Path | None = None, **settings: Any) -> Any:
+        """With `output_dir`, train into it and return the Trainer's result; without, what PyTorch means by train().
+
+        Settings are those of `NoteTraining`. The adapter and its tokenizer lie in `output_dir` afterwards.
+        """
+        if output_dir is None:
+            if settings:
+                raise ConfigError(
+                    "training needs a folder", seen=f"train({', '.join(settings)})", do="give output_dir='./my_model'"
+                )
+            return super().train(mode)
+        _refuse_unknown(settings, [f.name for f in fields(NoteTraining)])
+        return _train(self, Path(output_dir), NoteTraining(**settings))
+
+
+_PATHS = ("data", "validation", "test", "vocabulary_map")
+
+
+def _refuse_unknown(settings: dict[str, Any], known: list[str]) -> None:
+    for name in settings:
+        if name not in known:
+            raise ConfigError(
+                f"there is no setting {name!r}{nearest(name, known)}",
+                seen=f"{name}={settings[name]!r}",
+                do=f"use one of: {', '.join(known)}",
+            )
+
+
+def _precision() -> Precision:
+    if not torch.cuda.is_available():
+        return "fp32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+
+def _train(model: StitchedModel, folder: Path, asked: NoteTraining) -> Any:
+    config = model.stitch_settings
+    for line in starting_lines(asked, config.train.precision):
+        say(line)
+    refuse_wrong_masks(model)
+    tokenizer = load_tokenizer(sources_of(config).tokenizer, None)
+    trainer = StitchedTrainer(
+        model=model,
+        args=training_arguments(folder, asked, config.train.precision),
+        train_dataset=load(config),
+        processing_class=tokenizer,
+        data_collator=_as_it_is,
+        truebatch=AdapterConfig(layout=asked.layout, cells=asked.cells),
+    )
+    result = trainer.train(resume_from_checkpoint=asked.resume_from_checkpoint or None)
+    save_adapter(model, folder)
+    tokenizer.save_pretrained(folder)
+    return result
+
+
+def _as_it_is(samples: list[Any]) -> dict[str, torch.Tensor]:
+    """One sample as a row of one: truebatch collates."""
+    return {name: torch.as_tensor(value)[None] for name, value in samples[0].items()}
+
+
+def training_arguments(folder: Path, asked: NoteTraining, precision: Precision) -> TrainingArguments:
+    """The note's TrainingArguments."""
+    own = {"resume_from_checkpoint", "layout", "cells", "dataloader_prefetch_factor"}
+    given = {name: value for name, value in asdict(asked).items() if name not in own}
+    return TrainingArguments(
+        output_dir=str(folder),
+        fp16=precision == "fp16",
+        bf16=precision == "bf16",
+        use_cpu=not torch.cuda.is_available(),
+        # torch refuses a prefetch factor without workers.
+        dataloader_prefetch_factor=asked.dataloader_prefetch_factor if asked.dataloader_num_workers else None,
+        remove_unused_columns=False,
+        report_to=[],
+        **{**given, "dataloader_pin_memory": asked.dataloader_pin_memory and torch.cuda.is_available()},
+    )
+
+
+def starting_lines(asked: NoteTraining, precision: Precision) -> list[str]:
+    """The three lines the note tells its readers to look for."""
+    batch, steps = asked.per_device_train_batch_size, asked.gradient_accumulation_steps
+    workers = asked.dataloader_num_workers
+    loading = (
+        f"{workers}个worker并行加载，每个预取{asked.dataloader_prefetch_factor}个batch" if workers else "主进程加载"
+    )
+    exact = {"fp16": "FP16 (Tesla T4优化)", "bf16": "BF16", "fp32": "关闭 (FP32)"}[precision]
+    return [
+        f"✅ 有效batch_size: {batch} × {steps} (gradient_accumulation) = {batch * steps}",
+        f"✅ 数据加载: {loading}",
+        f"✅ 混合精度: {exact}",
+    ]

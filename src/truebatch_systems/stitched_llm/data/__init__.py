@@ -1,0 +1,1 @@
+"""Text, vocabularies and the embedded donors."""

@@ -1,0 +1,1 @@
+"""Perplexity, and the search for layers that fit."""

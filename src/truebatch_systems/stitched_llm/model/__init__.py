@@ -1,0 +1,1 @@
+"""Donors, adapter and the stitched model, in memory and on disk."""

@@ -1,0 +1,1 @@
+"""Where the adapter starts, what is trained, and the Hugging Face Trainer."""

@@ -1,0 +1,1 @@
+"""The benchmark file, prompts and made-up pictures."""

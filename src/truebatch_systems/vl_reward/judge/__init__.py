@@ -1,0 +1,1 @@
+"""Judges, their processes, and the scores in their answers."""

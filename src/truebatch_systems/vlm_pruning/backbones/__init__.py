@@ -1,0 +1,1 @@
+"""The families of backbones behind one interface."""

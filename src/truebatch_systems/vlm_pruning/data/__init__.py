@@ -1,0 +1,1 @@
+"""Records, datasets, made-up shapes, images and their sizes."""

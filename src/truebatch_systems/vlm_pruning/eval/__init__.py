@@ -1,0 +1,1 @@
+"""Generation with tokens removed, scores, baselines and plots."""

@@ -1,0 +1,1 @@
+"""Pruners, masks and mergers beside a frozen backbone."""

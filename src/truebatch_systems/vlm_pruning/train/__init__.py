@@ -1,0 +1,1 @@
+"""Objective, schedules, parameter groups, callbacks, pretraining."""

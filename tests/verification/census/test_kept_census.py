@@ -1,0 +1,41 @@
+"""The census kept in the documentation: made by the command, and as good as the project promises."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from truebatch.verification.census.tables import markdown, summary_counts, wrong_rows
+
+DOCS = Path(__file__).parents[3] / "docs"
+
+
+@pytest.fixture(scope="module")
+def kept():
+    return json.loads((DOCS / "results" / "census.json").read_text(encoding="utf-8"))
+
+
+def test_the_page_is_made_from_the_rows_and_not_by_hand(kept):
+    assert (DOCS / "census.md").read_text(encoding="utf-8") == markdown(kept["facts"], kept["rows"])
+
+
+def test_no_architecture_is_wrong_unnoticed_and_no_row_is_missing(kept):
+    assert not wrong_rows(kept["rows"])
+    assert not [row for row in kept["rows"] if row["verdict"] in ("killed", "crashed", "failed")]
+
+
+def test_it_covers_as_many_architectures_as_promised(kept):
+    counts = summary_counts(kept["rows"])
+    examined = {head: number["built tiny and examined"] for head, number in counts.items()}
+    assert examined.pop("causal_lm") >= 140
+    assert sum(examined.values()) >= 60
+    assert counts["causal_lm"]["packed and equal, through our attention"] >= 95
+
+
+def test_a_leak_would_have_been_seen_in_every_row_that_counts_as_right(kept):
+    right = [row for row in kept["rows"] if row["verdict"] in ("equal", "fell back")]
+    assert right
+    assert all(min(row["leak"]["planted"], row["leak"]["seen_by_verify"]) >= 100 for row in right)
+    assert all(row["layouts"][row["chosen"]]["check"]["verdict"] == "equal" for row in right)
