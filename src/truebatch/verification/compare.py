@@ -21,7 +21,7 @@ from truebatch.training.memory.oom import is_out_of_memory
 from truebatch.verification.align import Alignment, own_cells, place_of, without_leading
 from truebatch.verification.arrangements import ArrangedBatch, Arrangement
 from truebatch.verification.gradients import (
-    Rounding,
+    GradientRounding,
     gradient_gap,
     gradients_apart,
     measured_rounding,
@@ -106,7 +106,7 @@ class Reference:
 
     whole: Whole
     limits: Mapping[str, float]
-    rounding: Rounding | None = None
+    rounding: GradientRounding | None = None
     """What rounding does to the gradient of every parameter by itself; None: only the whole gradient is judged."""
 
 
@@ -332,7 +332,7 @@ def sharper_reference(subject: Runnable, one_by_one: Whole, alone: Arrangement) 
     return replace(found, rounding=_rounding_of(subject, alone))
 
 
-def _rounding_of(subject: Runnable, alone: Arrangement) -> Rounding | None:
+def _rounding_of(subject: Runnable, alone: Arrangement) -> GradientRounding | None:
     model = subject.model
     if model is None:
         return None
@@ -341,7 +341,7 @@ def _rounding_of(subject: Runnable, alone: Arrangement) -> Rounding | None:
         base = run_whole(subject, alone).gradient
         return measured_rounding(model, lambda: run_whole(subject, alone).gradient, base)
 
-    return Rounding(measure)
+    return GradientRounding(measure)
 
 
 def _exact_reference(

@@ -24,7 +24,7 @@ VANISHING = 1e-8
 
 
 @dataclass(slots=True, eq=False)
-class Rounding:
+class GradientRounding:
     """How far rounding alone moves the gradient of every parameter; measured when it is first asked for."""
 
     measure: Callable[[], Mapping[str, float]]
@@ -102,7 +102,7 @@ def _leaves(loss: Tensor) -> list[Tensor]:
     return list(found.values())
 
 
-def gradient_gap(given: Gradient, expected: Gradient, limit: float, rounding: Rounding | None) -> GradientGap:
+def gradient_gap(given: Gradient, expected: Gradient, limit: float, rounding: GradientRounding | None) -> GradientGap:
     """The worst of three: all parameters as one vector, a single entry, and every parameter by itself.
 
     ||a - b|| / ||b|| over all; a single entry against the largest entry of the model; and, where `rounding` can be
@@ -128,7 +128,7 @@ def gradient_gap(given: Gradient, expected: Gradient, limit: float, rounding: Ro
 
 
 def _worst_alone(
-    norms: Mapping[str, tuple[float, float]], whole: float, limit: float, rounding: Rounding
+    norms: Mapping[str, tuple[float, float]], whole: float, limit: float, rounding: GradientRounding
 ) -> GradientGap | None:
     """The parameter that moved furthest beyond what it may, if one did."""
     found: list[GradientGap] = []
