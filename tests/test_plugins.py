@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
@@ -100,3 +103,67 @@ def test_a_source_tree_without_metadata_knows_its_systems(tmp_path):
         [sys.executable, "-I", "-S", "-c", code, str(SOURCE)], capture_output=True, text=True, check=True, cwd=tmp_path
     )
     assert done.stdout.split() == ["chinese_gpt", "hf", "seqset_vae", "stitched_llm", "vlm_pruning"]
+
+
+PAGE = (SOURCE.parent / "docs/plugins.md").read_text(encoding="utf-8")
+"""The page about such packages: its example is the package that is installed here."""
+
+
+def write_example(folder: Path) -> dict[str, list[str]]:
+    """The files of the page's package, and its entry points as a build backend takes them from pyproject.toml."""
+    for code in re.findall(r"```python\n(# (?:\w+\.py)\n.*?)```", PAGE, flags=re.DOTALL):
+        (folder / code.split()[1]).write_text(code, encoding="utf-8")
+    project = tomllib.loads(re.search(r"```toml\n(.*?)```", PAGE, flags=re.DOTALL)[1])
+    modules = project["tool"]["setuptools"]["py-modules"]
+    assert {f"{name}.py" for name in modules} == {file.name for file in folder.iterdir()}
+    points = project["project"]["entry-points"]
+    return {group: [f"{name} = {target}" for name, target in named.items()] for group, named in points.items()}
+
+
+def make_wheel(folder: Path, groups: dict[str, list[str]]) -> Path:
+    """The wheel that a build backend makes of the page's package, made here without one: backends are downloaded."""
+    about, wheel = "counting-1.0.dist-info", folder / "counting-1.0-py3-none-any.whl"
+    points = "\n".join("\n".join([f"[{group}]", *lines, ""]) for group, lines in groups.items())
+    files = {file.name: file.read_text(encoding="utf-8") for file in folder.glob("*.py")} | {
+        f"{about}/METADATA": "Metadata-Version: 2.1\nName: counting\nVersion: 1.0\n",
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{about}/entry_points.txt": points,
+    }
+    with ZipFile(wheel, "w") as packed:
+        for name, text in files.items():
+            packed.writestr(name, text)
+        packed.writestr(f"{about}/RECORD", "".join(f"{name},,\n" for name in [*files, f"{about}/RECORD"]))
+    return wheel
+
+
+def test_the_package_of_the_page_is_installed_by_pip_and_its_commands_run(tmp_path):
+    pytest.importorskip("pip", reason="pip is not installed")
+    source, site = tmp_path / "source", tmp_path / "site"
+    source.mkdir()
+    wheel = make_wheel(source, write_example(source))
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(site),
+        str(wheel),
+    ]
+    subprocess.run(pip, check=True, capture_output=True)
+    lines = re.search(r"```sh\n(truebatch train counting .*?)```", PAGE, flags=re.DOTALL)[1].splitlines()
+    trained, shown, counted = (ran(site, *line.split()[1:]) for line in lines)
+    assert trained.returncode == 0, trained.stderr
+    assert (site / "runs/counting").is_dir()
+    assert "num_samples" in shown.stdout
+    assert (counted.returncode, counted.stdout) == (0, "0 1\n1 2 3\n")
+
+
+def test_the_system_of_the_page_is_trained_from_its_file_without_any_metadata(tmp_path):
+    write_example(tmp_path)
+    [line] = re.findall(r"^truebatch (train counting_system.py.*)$", PAGE, flags=re.MULTILINE)
+    done = ran(tmp_path, *line.split())
+    assert done.returncode == 0, done.stderr
