@@ -93,9 +93,9 @@ MISTAKES = [
     Mistake("verify train.jsonl", "train.jsonl is not a model folder", "it is a file", "save_pretrained"),
     Mistake(
         HF.replace("model model", "model bare"),
-        "bare cannot be used",
+        "the model in bare cannot be loaded",
         "no file named model.safetensors",
-        "*.safetensors",
+        "save it again with save_pretrained (safetensors)",
     ),
     Mistake("score train.jsonl --model silent --yesno", "no tokenizer or processor", "", "save it beside the model"),
     Mistake(HF.replace("causal_lm", "casual_lm"), "did you mean 'causal_lm'?", "task = 'casual_lm'", "change --task"),
@@ -118,7 +118,12 @@ MISTAKES = [
         TASK.replace("runs/new", "train.jsonl"), "a file stands where the folder should be", "train.jsonl", "another"
     ),
     Mistake(f"{TASK.replace('new', 'numbers')} --set width=4", "width is changed", "width: 8 before, 4 now", "--fresh"),
-    Mistake("generate runs/numbers", "does not generate text", "runs/numbers", "truebatch evaluate runs/numbers"),
+    Mistake(
+        "generate runs/numbers --system task.py:system",
+        "does not generate text",
+        "runs/numbers",
+        "truebatch evaluate runs/numbers",
+    ),
     Mistake("evaluate runs/none", "runs/none is not a run", "no config.yaml", "truebatch train"),
     Mistake("run status runs/numbers", "is not a scoring run", "no manifest.json", "folder of a run"),
     Mistake("report train.jsonl", "train.jsonl is not a run", "no settings", "give the folder of a run"),

@@ -236,6 +236,38 @@ def test_a_model_in_which_context_hardly_matters_is_unproven():
     assert "context" in report.unproven
 
 
+class TokenWise(nn.Module):
+    """Every cell by itself: there is nothing through which a neighbour could reach it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(40, 8), nn.Linear(8, 40)
+
+    def forward(self, batch):
+        return self.head(self.embed(batch["input_ids"]).tanh())
+
+
+class ClosedMixing(TokenWise):
+    """Mixes cells as soon as its two gates, which begin at zero, are open; neither has a gradient while the other is shut."""
+
+    def __init__(self):
+        super().__init__()
+        self.gates = nn.Parameter(torch.zeros(2))
+
+    def forward(self, batch):
+        hidden = self.embed(batch["input_ids"])
+        return self.head(hidden + self.gates[0] * self.gates[1] * hidden.cumsum(1))
+
+
+@pytest.mark.parametrize(("model", "verdict"), [(TokenWise, "equal"), (ClosedMixing, "unproven")])
+def test_a_model_of_single_cells_is_equal_and_one_whose_mixing_is_closed_is_unproven(model, verdict):
+    torch.manual_seed(0)
+    subject = model()
+    before = [p.detach().clone() for p in subject.parameters()]
+    assert verify(subject, P.NextToken(), samples(), P.FIELDS).verdict == verdict
+    assert all(torch.equal(a, b) for a, b in zip(before, subject.parameters(), strict=True))
+
+
 # --- generated tokens -------------------------------------------------------------------------------------------------
 
 

@@ -79,7 +79,8 @@ def verify(
     Nothing of the model is changed: modes, buffers and gradients are put back. The report's `ok` is True only if every
     arrangement that ran gave equal outputs, loss and gradients.
 
-    >>>     >>> from truebatch import verify
+    >>> import torch
+    >>> from truebatch import verify
     >>> samples = [torch.ones(n) for n in (3, 1, 6, 2)]
     >>> def padded_mean(many):
     ...     return [row.mean() for row in torch.nn.utils.rnn.pad_sequence(many, batch_first=True)]
@@ -159,7 +160,8 @@ def verify_system(
 def assert_batchable(*args: Any, **kwargs: Any) -> VerifyReport:
     """`verify` for a test suite: raises LawError with the whole report if the law is broken or could not be proven.
 
-    >>>     >>> from truebatch import assert_batchable
+    >>> import torch
+    >>> from truebatch import assert_batchable
     >>> model = torch.nn.Linear(4, 2)
     >>> samples = [torch.randn(n, 4) for n in (3, 1, 6, 2)]
     >>> report = assert_batchable(lambda many: [model(x) for x in many], one=model, samples=samples)

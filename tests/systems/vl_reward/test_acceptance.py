@@ -38,20 +38,20 @@ HERE, SCORING = "tests/systems/vl_reward", "tests/scoring"
 SHOWN_BY = {
     1: [f"{HERE}/test_acceptance.py::test_in_any_batch_every_row_has_the_tokens_and_logits_it_has_alone"],
     2: [
-        f"{SCORING}/test_inprocess.py::test_a_tokenizer_that_pads_right_or_cuts_is_neither_asked_nor_changed",
-        f"{SCORING}/test_inprocess.py::test_the_check_refuses_every_kind_of_broken_batch_and_no_sound_model",
+        f"{SCORING}/backends/test_transformers.py::test_a_tokenizer_that_pads_right_or_cuts_is_neither_asked_nor_changed",
+        f"{SCORING}/backends/test_transformers.py::test_the_check_refuses_every_kind_of_broken_batch_and_no_sound_model",
     ],
     3: [f"{HERE}/test_acceptance.py::test_an_image_belongs_to_its_row_and_a_missing_one_is_told_with_the_id"],
     4: [f"{HERE}/test_acceptance.py::test_answers_are_the_same_every_time_though_the_model_would_sample"],
-    5: [f"{HERE}/test_parsing.py::test_numbers", f"{HERE}/test_parsing.py::test_yes_and_no"],
+    5: [f"{HERE}/test_parse_score.py::test_numbers", f"{HERE}/test_parse_score.py::test_yes_and_no"],
     6: [
         f"{HERE}/test_statistics.py::test_failures_are_in_no_figure_and_every_one_is_counted",
-        f"{HERE}/test_running.py::test_failures_decide_the_exit_code_by_the_rate_that_is_allowed",
+        f"{HERE}/test_pipeline.py::test_failures_decide_the_exit_code_by_the_rate_that_is_allowed",
     ],
     7: [f"{HERE}/test_stages.py::test_failures_of_every_stage_are_statuses_and_in_no_mean"],
     8: [
-        f"{SCORING}/test_running.py::test_out_of_memory_splits_lowers_the_budget_and_loses_nothing",
-        f"{SCORING}/test_faults.py::test_every_sample_has_its_own_outcome_in_order",
+        f"{SCORING}/test_runner.py::test_out_of_memory_splits_lowers_the_budget_and_loses_nothing",
+        f"{SCORING}/test_bisect.py::test_every_sample_has_its_own_outcome_in_order",
     ],
     9: [f"{HERE}/test_acceptance.py::test_batches_by_tokens_keep_the_budget_and_waste_less_than_batches_by_number"],
     10: [
@@ -65,13 +65,13 @@ SHOWN_BY = {
     ],
     13: [f"{HERE}/test_stages.py::test_seeds_and_pictures_do_not_depend_on_the_number_of_editors"],
     14: [
-        f"{HERE}/test_benchmark.py::test_a_fault_is_named_with_its_record_and_the_others_are_read",
-        f"{HERE}/test_benchmark.py::test_templates_are_checked_before_they_are_used",
-        f"{HERE}/test_benchmark.py::test_pictures_of_every_kind_become_rgb",
+        f"{HERE}/test_dataset.py::test_a_fault_is_named_with_its_record_and_the_others_are_read",
+        f"{HERE}/test_dataset.py::test_templates_are_checked_before_they_are_used",
+        f"{HERE}/test_dataset.py::test_pictures_of_every_kind_become_rgb",
     ],
     15: [
         f"{HERE}/test_acceptance.py::test_the_report_of_known_scores_is_known",
-        f"{HERE}/test_running.py::test_the_embedded_benchmark_runs_and_its_report_can_be_made_again",
+        f"{HERE}/test_pipeline.py::test_the_embedded_benchmark_runs_and_its_report_can_be_made_again",
         f"{HERE}/test_statistics.py::test_pairs_are_made_by_id_and_the_counts_add_up",
     ],
 }

@@ -75,7 +75,7 @@ def test_a_step_with_room_ends_well_although_the_kernels_are_broken():
     model = oom_cuda.Decoder(50, 16, 1)
     groups = oom_cuda.make_groups([oom_cuda.Group(optimiser=torch.optim.AdamW(model.parameters(), 1e-3))], model)
     guard = Guard(fields=oom_cuda.FIELDS)
-    engine = oom_cuda.Engine(
+    engine = oom_cuda.StepEngine(
         model=model, objective=oom_cuda.NextToken(), groups=groups, device=torch.device("cpu"), guard=guard
     )
     loss, found = oom_cuda.gradient(engine, oom_cuda.make_steps(50, 24, 1, 8)[0])

@@ -21,6 +21,7 @@ from truebatch.verification.diagnosis.probes import (
     context_move,
     find_leaks,
     is_right_when_flipped,
+    mixes_no_cells,
     sees_later_tokens,
     two_dimensional_mask,
 )
@@ -92,7 +93,7 @@ def _no_context(subject: Subject, piece: ArrangedBatch, reference: Reference) ->
     if not reference.whole.outputs:
         return ""
     moved = context_move(subject, piece)
-    if moved >= min(10 * limit, PLAIN_MOVE):
+    if moved >= min(10 * limit, PLAIN_MOVE) or (moved == 0.0 and mixes_no_cells(subject, piece)):
         return ""
     return f"context hardly matters to this model: other cells of a sample move it by {moved:.0e}, and a leak would not be seen"
 

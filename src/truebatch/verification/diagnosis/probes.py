@@ -209,6 +209,26 @@ def context_move(subject: Subject, piece: ArrangedBatch) -> float:
     return max(moves, default=math.inf)
 
 
+def mixes_no_cells(subject: Subject, piece: ArrangedBatch) -> bool:
+    """True if a cell's result depends on that cell alone, whatever the weights are.
+
+    Weights may hide a path between cells, as an output projection that begins at zero does. Random ones open it.
+    """
+    if subject.model is None:
+        return False
+    weights = [p for p in subject.model.parameters() if p.is_floating_point()]
+    kept = [p.detach().to("cpu", copy=True) for p in weights]
+    try:
+        generator = torch.Generator().manual_seed(0)
+        for weight in weights:
+            noise = torch.empty(weight.shape, dtype=torch.float32).normal_(0.0, 0.2, generator=generator)
+            weight.data.add_(noise.to(weight.device, weight.dtype))
+        return context_move(subject, piece) == 0.0
+    finally:
+        for weight, value in zip(weights, kept, strict=True):
+            weight.data.copy_(value)
+
+
 def _joined(field: Field, first: Any, second: Any, at: int) -> Any:
     if field.kind == "nested":
         return [*list(first)[:at], *list(second)[at:]]
