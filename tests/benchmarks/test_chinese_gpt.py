@@ -9,6 +9,7 @@ from benchmarks.systems import chinese_gpt
 from tests.systems.chinese_gpt.small import STATEMENTS, TEXTS
 from truebatch.errors import ConfigError
 from truebatch.training.context import TrainResult
+from truebatch.training.train_state import EndReason
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +66,7 @@ def test_quality_alone_trains_both_stages_and_counts_cpu_seconds(corpus):
 
 
 def test_a_stage_that_was_interrupted_has_no_figures(corpus, monkeypatch):
-    ended = TrainResult(step=1, records=(), best_loss=None, why="interrupted", is_interrupted=True)
+    ended = TrainResult(step=1, records=(), best_loss=None, why="interrupted", end=EndReason.INTERRUPTED)
     monkeypatch.setattr(chinese_gpt, "train_system", lambda *_all: ended)
     said = []
     found = chinese_gpt.run_gpt_bench(chinese_gpt.make_config(data=corpus, only="quality"), out=None, say=said.append)

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from truebatch.training.callbacks import CallbackAction, join_wishes
 from truebatch.training.checkpoint.save_resume import save_run
-from truebatch.training.context import ALL_DONE, ASKED, CHECK_FAILED, Job
+from truebatch.training.context import Job
 from truebatch.training.data import measure_by_reading
 from truebatch.training.distributed.collectives import all_reduce_max, broadcast_from_rank0
 from truebatch.training.logging.metrics_jsonl import MetricsLog
 from truebatch.training.memory.quarantine import refuse_nothing_done
 from truebatch.training.optim.nonfinite import check_parameters
-from truebatch.training.train_state import TrainState
+from truebatch.training.train_state import EndReason, TrainState
 from truebatch.training.validation import evaluate_loss
 
 
@@ -27,22 +27,21 @@ def finish_step(job: Job, progress: TrainState, log: MetricsLog | None) -> None:
     if wish.say:
         job.say(f"step {progress.step}: {wish.say}")
     if wish.stop:
-        progress.is_done, progress.why = True, f"{CHECK_FAILED}: {wish.stop}"
+        progress.finish(EndReason.CHECK_FAILED, f"stopped by a check: {wish.stop}")
         job.say(f"step {progress.step}: {progress.why}")
     elif is_last:
-        progress.is_done, progress.why = True, ALL_DONE
+        progress.finish(EndReason.ALL_STEPS_DONE, "all steps are done")
     elif wants_stop and not progress.is_done:
-        progress.is_done, progress.why = True, str(job.stop.requested or f"{ASKED} on another rank")
-    if progress.why == ALL_DONE:
+        progress.finish(EndReason.INTERRUPTED, str(job.stop.requested or "asked to stop on another rank"))
+    if progress.end is EndReason.ALL_STEPS_DONE:
         refuse_nothing_done(job.engine.guard, steps=progress.step)
     is_time = _is_due(job.config.save_every, progress, is_end_of_epoch) and not _is_in_doubt(job)
     due = is_best or wish.keep or progress.is_done or is_time
     if job.run is not None and due:
         if log is not None:
             log.sync()
-        saved = _resumable(progress)
         problem = save_run(
-            job.run.checkpoints, job.engine, saved, fingerprint=job.run.fingerprint, keep=job.config.keep, best=is_best,
+            job.run.checkpoints, job.engine, progress, fingerprint=job.run.fingerprint, keep=job.config.keep, best=is_best,
             kept=wish.keep,
         )  # fmt: skip
         if problem:
@@ -61,12 +60,6 @@ def _ask(job: Job, step: int) -> CallbackAction:
     if not job.engine.attendants:
         return CallbackAction()
     return broadcast_from_rank0(join_wishes([one.after_step(step) for one in job.engine.attendants]))
-
-
-def _resumable(progress: TrainState) -> TrainState:
-    """What a checkpoint says: an interruption is not the end of the run."""
-    is_over = progress.is_done and not progress.why.startswith(ASKED)
-    return TrainState(**{**progress.as_dict(), "is_done": is_over, "why": progress.why if is_over else ""})
 
 
 def _is_due(every: int | None, progress: TrainState, is_end_of_epoch: bool) -> bool:
@@ -99,5 +92,5 @@ def _validate(job: Job, progress: TrainState, log: MetricsLog | None) -> bool:
     job.say(f"step {progress.step}: validation loss {total:.4f}" + (", the best so far" if is_best else ""))
     patience = job.config.patience
     if patience is not None and progress.validations_without_improvement >= patience:
-        progress.is_done, progress.why = True, f"validation has not improved {patience} times"
+        progress.finish(EndReason.NO_IMPROVEMENT, f"validation has not improved {patience} times")
     return is_best

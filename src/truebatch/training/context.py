@@ -14,16 +14,12 @@ from truebatch.training.config import TrainConfig
 from truebatch.training.data import TrainData
 from truebatch.training.logging.metrics_jsonl import MetricsLog
 from truebatch.training.run_dir.run_dir import RunFolder
-from truebatch.training.run_dir.signals import EXIT_INTERRUPTED, StopFlag
+from truebatch.training.run_dir.signals import StopFlag
 from truebatch.training.run_dir.watchdog import Watchdog
 from truebatch.training.step import StepEngine
+from truebatch.training.train_state import EndReason
 
 Record = dict[str, Any]
-ALL_DONE = "all steps are done"
-ASKED = "asked to stop"
-"""How the reason of an interrupted run begins."""
-CHECK_FAILED = "stopped by a check"
-"""How the reason of a run begins that an attendant has stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +31,19 @@ class TrainResult:
     """One for every step of this process's part of the run; earlier ones stand in metrics.jsonl."""
     best_loss: float | None
     why: str
-    is_interrupted: bool = False
+    """Why it ended, in words."""
+    end: EndReason = EndReason.ALL_STEPS_DONE
+    """Why it ended, for programs."""
+
+    @property
+    def is_interrupted(self) -> bool:
+        """True if the run was asked to stop, and a second start resumes it."""
+        return self.end is EndReason.INTERRUPTED
 
     @property
     def exit_code(self) -> int:
-        """0 when done; 1 when a check stopped the run; 75 when interrupted and a second start goes on."""
-        return exit_code_of_end(self.why)
+        """0 when done; 1 when a check stopped the run; 75 when interrupted and a second start resumes it."""
+        return self.end.exit_code
 
     def _repr_html_(self) -> str:
         shown = [record for record in self.records if "loss" in record]
@@ -50,13 +53,6 @@ class TrainResult:
         ]
         title = f"after step {self.step}: {self.why}"
         return html_table(rows, header=("step", "loss", "tokens", "seconds"), title=title)
-
-
-def exit_code_of_end(why: str) -> int:
-    """The exit code of a run that ended without an error, for this reason."""
-    if why.startswith(ASKED):
-        return EXIT_INTERRUPTED
-    return 1 if why.startswith(CHECK_FAILED) else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -1,12 +1,29 @@
-"""Where a run is, as plain data: all that a restart needs beside weights and optimisers."""
+"""Where a run is and how it ended, as plain data: all that a restart needs beside weights and optimisers."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from typing import Any
 
+from truebatch.interrupts import EXIT_INTERRUPTED
 from truebatch.training.checkpoint.manifest import Best
+
+
+class EndReason(StrEnum):
+    """Why a run ended without an error. Its words are for people; this is what the program goes by."""
+
+    ALL_STEPS_DONE = "all_steps_done"
+    NO_IMPROVEMENT = "no_improvement"
+    CHECK_FAILED = "check_failed"
+    INTERRUPTED = "interrupted"
+
+    @property
+    def exit_code(self) -> int:
+        """0 when done; 1 when a check stopped the run; 75 when interrupted and a second start resumes it."""
+        return {EndReason.CHECK_FAILED: 1, EndReason.INTERRUPTED: EXIT_INTERRUPTED}.get(self, 0)
 
 
 @dataclass(slots=True)
@@ -26,13 +43,38 @@ class TrainState:
     """Steps that are passed over because their samples made the run roll back."""
     num_steps: int = 0
     """Steps the run is to have; another start may raise them. 0: not known."""
-    is_done: bool = False
+    end: EndReason | None = None
+    """Why the run ended; None while it has not."""
     why: str = ""
-    """Why the run ended."""
+    """The same in words."""
+
+    @property
+    def is_done(self) -> bool:
+        """True once the run has ended, for whatever reason."""
+        return self.end is not None
+
+    def finish(self, end: EndReason, why: str) -> None:
+        """The run ends after this step."""
+        self.end, self.why = end, why
+
+    def reopen(self) -> None:
+        """The run has not ended after all: it has more steps to do."""
+        self.end, self.why = None, ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for a checkpoint."""
-        return asdict(self)
+        """Plain data for a checkpoint. An interruption is not the end of a run: another start resumes it."""
+        values = asdict(self)
+        is_over = self.end not in (None, EndReason.INTERRUPTED)
+        return values | {"end": str(self.end) if is_over else None, "why": self.why if is_over else ""}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> TrainState:
+        """The state that a checkpoint holds."""
+        values = dict(saved)
+        if values.pop("is_done", False):
+            values["end"] = _end_of_sentence(values["why"])
+        end = values.pop("end", None)
+        return cls(**values, end=None if end is None else EndReason(end))
 
     def best(self) -> Best | None:
         """The best validation so far, for the manifest of a checkpoint."""
@@ -48,3 +90,10 @@ class TrainState:
         else:
             self.validations_without_improvement += 1
         return is_better
+
+
+def _end_of_sentence(why: str) -> EndReason:
+    """Checkpoints written before there was an `end` hold only its words, which were these."""
+    if why.startswith("stopped by a check"):
+        return EndReason.CHECK_FAILED
+    return EndReason.ALL_STEPS_DONE if why == "all steps are done" else EndReason.NO_IMPROVEMENT

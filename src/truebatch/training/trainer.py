@@ -40,7 +40,7 @@ from truebatch.training.checkpoint.state_dict import seed_random
 from truebatch.training.checks.batch_coupling import refuse_couplings, refused_if_seen
 from truebatch.training.checks.compare_one_by_one import compare_with_one_by_one
 from truebatch.training.config import TrainConfig
-from truebatch.training.context import ALL_DONE, ASKED, Job, Record, TrainResult, exit_code_of_end
+from truebatch.training.context import Job, Record, TrainResult
 from truebatch.training.data import TrainData, content_of, first_samples, measure_by_reading, single_sample_batch_fn
 from truebatch.training.distributed.collectives import (
     all_gather_list,
@@ -62,7 +62,7 @@ from truebatch.training.run_dir.run_dir import RunFolder, RunState, write_status
 from truebatch.training.run_dir.signals import EXIT_INTERRUPTED, catch_signals
 from truebatch.training.run_dir.watchdog import Watchdog, watch_progress
 from truebatch.training.step import StepEngine, StepOutcome, apply_update, check_moved, step_counts, take_gradients
-from truebatch.training.train_state import TrainState
+from truebatch.training.train_state import EndReason, TrainState
 
 
 def train(
@@ -174,11 +174,11 @@ def _run(job: Job, plan_config: PlanConfig) -> TrainResult:
     finally:
         if log is not None:
             log.close()
-    is_interrupted = progress.why.startswith(ASKED)
-    code = exit_code_of_end(progress.why)
+    assert progress.end is not None
+    code = progress.end.exit_code
     ends: dict[int, RunState] = {0: "done", 1: "failed", EXIT_INTERRUPTED: "interrupted"}
     _status(job, ends[code], progress, exit_code=code)
-    return TrainResult(progress.step, job.records, progress.best_loss, progress.why, is_interrupted)
+    return TrainResult(progress.step, job.records, progress.best_loss, progress.why, progress.end)
 
 
 def _named(error: BaseException) -> BaseException:
@@ -214,9 +214,11 @@ def _begin(job: Job) -> TrainState:
         job.say(f"passed over a checkpoint: {why}")
     job.say(f"going on after step {progress.step}")
     _note_steps(job, progress)
-    is_stopped_early = progress.is_done and progress.step < job.num_steps and progress.why != ALL_DONE
-    if not is_stopped_early:
-        progress.is_done, progress.why = progress.step >= job.num_steps, "all steps were done before"
+    is_stopped_early = progress.end in (EndReason.CHECK_FAILED, EndReason.NO_IMPROVEMENT)
+    if progress.step >= job.num_steps:
+        progress.finish(EndReason.ALL_STEPS_DONE, "all steps were done before")
+    elif not is_stopped_early:
+        progress.reopen()
     return progress
 
 
@@ -248,7 +250,8 @@ def _status(
     job: Job, state: RunState, progress: TrainState, *, exit_code: int | None = None, message: str = ""
 ) -> None:
     if job.run is not None and rank() == 0:
-        write_status(job.run, state, step=progress.step, exit_code=exit_code, message=message or progress.why)
+        message = message or progress.why
+        write_status(job.run, state, step=progress.step, exit_code=exit_code, message=message, reason=progress.end)
 
 
 def _epoch(job: Job, progress: TrainState, plan: Plan, log: MetricsLog | None) -> TrainState:

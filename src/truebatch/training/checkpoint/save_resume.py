@@ -169,4 +169,4 @@ def restore(engine: StepEngine, parts: Any) -> TrainState:
     restore_random(generators[rank() % len(generators)])
     for one in engine.attendants:
         one.restore(parts.get("attendants", {}).get(one.name, {}))
-    return TrainState(**parts["progress"])
+    return TrainState.from_dict(parts["progress"])

@@ -90,6 +90,6 @@ def _roll_back(job: Job, progress: TrainState, log: MetricsLog | None) -> TrainS
     back.skipped_steps = sorted({*progress.skipped_steps, progress.step})
     back.rollbacks = progress.rollbacks + 1
     back.num_steps = progress.num_steps
-    back.is_done, back.why = False, ""  # It was the end of a run that has since got more steps.
+    back.reopen()  # It may have been the end of a run that has since got more steps.
     job.say(f"rolled back to step {back.step}; step {progress.step} will be passed over")
     return back

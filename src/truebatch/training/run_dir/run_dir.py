@@ -21,6 +21,7 @@ from filelock import FileLock, Timeout
 from truebatch.config.load import dump_config
 from truebatch.config.yaml_files import parse_yaml, read_yaml
 from truebatch.errors import RunError, TruebatchError
+from truebatch.interrupts import EXIT_INTERRUPTED
 from truebatch.io.atomic_files import (
     corrupt_file_errors,
     read_json,
@@ -123,12 +124,24 @@ def config_fingerprint(config: Any) -> str:
 
 
 def write_status(
-    run: RunFolder, state: RunState, *, step: int, exit_code: int | None = None, message: str = ""
+    run: RunFolder,
+    state: RunState,
+    *,
+    step: int,
+    exit_code: int | None = None,
+    message: str = "",
+    reason: str | None = None,
 ) -> None:
-    """Replace `status.json`: state, step, exit code, time and process."""
+    """Replace `status.json`: state, step, exit code, time and process; why it ended, for programs and in words.
+
+    Without a `reason`, a start that ended is `interrupted` or ended by an `error`, as its exit code says.
+    """
     if state not in get_args(RunState):
         raise RunError("a run has no such state", seen=repr(state), do=f"use one of: {', '.join(get_args(RunState))}")
-    status = {"state": state, "step": step, "exit_code": exit_code, "message": message, **_this_process()}
+    if reason is None and exit_code:
+        reason = "interrupted" if exit_code == EXIT_INTERRUPTED else "error"
+    ended = {"exit_code": exit_code, "reason": reason, "message": message}
+    status = {"state": state, "step": step, **ended, **_this_process()}
     try:
         failpoint("status.before_write")
         write_json(run.folder / STATUS, status)
@@ -140,11 +153,15 @@ def write_status(
 def read_status(folder: Path) -> dict[str, Any]:
     """What `status.json` says; `state` is `new` without one, and `interrupted` when the running process was killed."""
     if not (folder / STATUS).exists():
-        return {"state": "new", "step": 0, "exit_code": None, "message": ""}
+        return {"state": "new", "step": 0, "exit_code": None, "reason": None, "message": ""}
     with corrupt_file_errors(folder / STATUS):
         status = dict(read_json(folder / STATUS, max_bytes=_MOST_BYTES))
     if status.get("state") == "running" and _is_dead(status):
-        status |= {"state": "interrupted", "message": f"process {status.get('pid')} is no longer there"}
+        status |= {
+            "state": "interrupted",
+            "reason": "killed",
+            "message": f"process {status.get('pid')} is no longer there",
+        }
     return status
 
 
