@@ -1,18 +1,23 @@
 """Every error the library raises on purpose.
 
-* TruebatchError       has three parts: what is wrong, what was seen, what to do
-  - ConfigError        a setting, a key or a target is not usable
-  - DataError          a file or a sample cannot be read or is not what it was
-  - PlanError          the samples cannot be planned under the given limits
-  - BatchError         the samples of one micro-batch do not fit together
-  - AttentionError     a mask or a segment table that attention would misread
-  - LoaderError        a worker raised, died or hung while loading a named sample
-  - LawError           a sample's result depends on what else is in its micro-batch
-  - NonFiniteError     a step is NaN or infinite; the model was not updated
-  - RunError           a run folder is owned by another process, or was made with other settings
-  - CheckpointError    a checkpoint cannot be written, or cannot be trusted
-  - MemoryLimitError   a sample or an update does not fit into memory, however a step is cut
-  - RestartError       the run stopped and goes on when it is started again
+TruebatchError                           three parts: what is wrong, what was seen, what to do
+  what was given (also ValueError)
+    ConfigError                          a setting, a key or a target is not usable
+    DataError                            a file or a sample cannot be read or is not what it was
+    PlanError                            the samples cannot be planned under the given limits
+    BatchError                           the samples of one micro-batch do not fit together
+    AttentionError                       a mask or a segment table that attention would misread
+  what happened (also RuntimeError)
+    LoaderError                          a worker raised, died or hung while loading a named sample
+    LawError                             a sample's result depends on what else is in its micro-batch
+    RunError                             a run folder is owned by another process, or was made with other settings
+    CheckpointError                      a checkpoint cannot be written, or cannot be trusted
+  NonFiniteError (FloatingPointError)    a step is NaN or infinite; the model was not updated
+  MemoryLimitError (MemoryError)         a sample or an update does not fit into memory, however a step is cut
+  RestartError                           the run stopped and goes on when it is started again
+
+`str(error)` is English in every language: it goes into logs, journals and `status.json`. A command translates the parts
+where it shows them.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from __future__ import annotations
 from truebatch.language.console import three_parts
 
 
-class TruebatchError(ValueError):
+class TruebatchError(Exception):
     """Base class: `except TruebatchError` catches what the library raises on purpose.
 
     >>> from truebatch import PlanConfig, TruebatchError, build_plan
@@ -49,47 +54,47 @@ def _rebuild(kind: type[TruebatchError], wrong: str, seen: str, do: str) -> True
     return kind(wrong, seen=seen, do=do)
 
 
-class ConfigError(TruebatchError):
+class ConfigError(TruebatchError, ValueError):
     """A setting, a key or a target is not usable."""
 
 
-class DataError(TruebatchError):
+class DataError(TruebatchError, ValueError):
     """A file or a sample cannot be read, or is not what it was when it was measured."""
 
 
-class PlanError(TruebatchError):
+class PlanError(TruebatchError, ValueError):
     """The samples cannot be planned under the given limits."""
 
 
-class BatchError(TruebatchError):
+class BatchError(TruebatchError, ValueError):
     """The samples of one micro-batch do not fit together."""
 
 
-class AttentionError(TruebatchError):
+class AttentionError(TruebatchError, ValueError):
     """A mask or a segment table that attention would misread."""
 
 
-class LoaderError(TruebatchError):
+class LoaderError(TruebatchError, RuntimeError):
     """A worker raised, died or hung while loading a named sample."""
 
 
-class LawError(TruebatchError):
+class LawError(TruebatchError, RuntimeError):
     """A sample's result depends on what else is in its micro-batch."""
 
 
-class NonFiniteError(TruebatchError):
+class NonFiniteError(TruebatchError, FloatingPointError):
     """A step is NaN or infinite; the model was not updated."""
 
 
-class RunError(TruebatchError):
+class RunError(TruebatchError, RuntimeError):
     """A run folder cannot be used: owned by another process, made with other settings, or not writable."""
 
 
-class CheckpointError(TruebatchError):
+class CheckpointError(TruebatchError, RuntimeError):
     """A checkpoint cannot be written, or cannot be trusted."""
 
 
-class MemoryLimitError(TruebatchError):
+class MemoryLimitError(TruebatchError, MemoryError):
     """A sample or an update does not fit into memory, however the step is cut."""
 
 

@@ -10,6 +10,7 @@ from tests.language.collect import all_sentences, catalogue_of, everything_known
 from truebatch.cli.app import run
 from truebatch.errors import DataError
 from truebatch.language import translate
+from truebatch.language.console import error_text
 from truebatch.language.locale import language
 from truebatch.language.translate import HOLE, Sentence, cut, in_chinese, in_words, whole_words
 
@@ -91,9 +92,9 @@ def test_the_variable_counts_before_the_locale(environment, words):
 
 def test_an_error_is_chinese_where_it_is_shown_and_english_in_its_parts(chinese):
     error = DataError("the file is empty", seen="a.jsonl", do="check the path")
-    assert "看到：a.jsonl" in str(error)
-    assert error.do == "check the path"
-    assert in_words("check the path") in str(error)
+    assert (error.do, str(error)) == ("check the path", "the file is empty\n  seen: a.jsonl\n  do:   check the path")
+    assert "看到：a.jsonl" in error_text(error.wrong, error.seen, error.do)
+    assert f"DataError: {in_words(error.wrong)}\n  看到：a.jsonl\n  怎么办：" in in_words(f"DataError: {error}")
 
 
 def test_help_and_mistakes_are_chinese(chinese, capsys):

@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
-from truebatch.language.locale import Language, language
-from truebatch.language.translate import in_words
+from truebatch.language.locale import language
+from truebatch.language.translate import LABELS, in_words
 
-LABELS: dict[Language, tuple[str, str, str]] = {
-    "en": ("error: ", "seen: ", "do:   "),
-    "zh": ("错误：", "看到：", "怎么办："),
-}
-"""Of the three parts of an error."""
 _PERSON, _QUERY_VALUE = re.compile(r"(\w://)\S*@"), re.compile(r"(\w://[^\s?]*\?)(\S+)")
 _FURTHER = " " * 8
 _OBEYED = re.compile(
@@ -47,21 +42,25 @@ def say(text: str = "", *, file: TextIO | None = None, end: str = "\n") -> None:
     out.flush()
 
 
-def say_error(wrong: str, seen: str, do: str) -> None:
-    """Write the three parts of an error to standard error."""
-    sys.stderr.write(error_text(wrong, seen, do))
+def say_error(wrong: str, seen: str, do: str, *, file: TextIO | None = None) -> None:
+    """Write the three parts of an error to a stream (default standard error)."""
+    (file or sys.stderr).write(error_text(wrong, seen, do))
 
 
 def error_text(wrong: str, seen: str, do: str) -> str:
-    """What is written of an error; further lines of a part are indented, none poses as another part."""
-    parts = (part.replace("\n", f"\n{_FURTHER}") for part in (wrong, seen, do))
-    return shown(f"{LABELS[language()][0]}{three_parts(*parts)}\n")
+    """An error in the language of the person; further lines of a part are indented, none poses as another part."""
+    label, *labels = LABELS.values() if language() == "zh" else LABELS
+    parts = [in_words(part.replace("\n", f"\n{_FURTHER}")) for part in (wrong, seen, do)]
+    return shown(f"{label}{_joined(*parts, labels=labels)}\n")
 
 
 def three_parts(wrong: str, seen: str, do: str) -> str:
-    """What is wrong, what was seen and what to do, in the language of the person."""
-    _, label_seen, label_do = LABELS[language()]
-    return mask_secrets(f"{in_words(wrong)}\n  {label_seen}{in_words(seen)}\n  {label_do}{in_words(do)}")
+    """What is wrong, what was seen and what to do as one English text: for exceptions, logs and files."""
+    return _joined(wrong, seen, do, labels=[*LABELS][1:])
+
+
+def _joined(wrong: str, seen: str, do: str, *, labels: Sequence[str]) -> str:
+    return mask_secrets(f"{wrong}\n  {labels[0]}{seen}\n  {labels[1]}{do}")
 
 
 def mask_secrets(text: str) -> str:

@@ -20,6 +20,8 @@ CATALOGUES = Path(__file__).parent / "zh"
 HOLE = re.compile(r"\{(\d+)\}")
 _PLACE = re.compile(r"((?<=[^\x00-\x7f]) |)\{(\d+)\}( (?=[^\x00-\x7f])|)")
 """A hole, with the space that parts it from Chinese on either side."""
+LABELS = {"error: ": "错误：", "seen: ": "看到：", "do:   ": "怎么办："}
+"""Of the three parts of an error."""
 _SIGNS = "（，。；："
 WORD = re.compile(r"[A-Za-z]+")
 _SPACED_WORDS = re.compile(r"[^,\s] \S")
@@ -87,6 +89,10 @@ def _spaced(text: str, *, depth: int) -> str:
     core = text.strip()
     if not core:
         return text
+    label = "" if depth else next((label for label in LABELS if core.startswith(label)), "")
+    if label:
+        before, rest = text.split(label, 1)
+        return before + LABELS[label] + _spaced(rest, depth=depth)
     start, said = text.index(core), _sentence(core, depth=depth)
     return (text[:start] if said[0] not in _SIGNS or not depth else "") + said + text[start + len(core) :]
 

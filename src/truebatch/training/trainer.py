@@ -28,7 +28,7 @@ from truebatch.batch.keyed_random import name_purposes
 from truebatch.batch.segments import most_segments
 from truebatch.batch.torch_compile import compile_layers, force_eager
 from truebatch.data.loader import LoadedStep, LoaderConfig, load_steps
-from truebatch.errors import ConfigError, MemoryLimitError, RestartError, exit_code_of
+from truebatch.errors import ConfigError, MemoryLimitError, RestartError, TruebatchError, exit_code_of
 from truebatch.objective import Objective
 from truebatch.planning.config import PlanConfig
 from truebatch.planning.lengths.measured_values import Measured
@@ -184,6 +184,8 @@ def _run(job: Job, plan_config: PlanConfig) -> TrainResult:
 def _named(error: BaseException) -> BaseException:
     """What a library says when another process of the run is gone, or memory at a place that no smaller step would help, in
     words; any other error as it is."""
+    if isinstance(error, TruebatchError):
+        return error
     if isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error):
         return MemoryLimitError(
             "memory ran out beside the steps, where a smaller cut does not help",

@@ -15,7 +15,7 @@ import typer
 from truebatch.cli.run_folder import SystemOption, open_named_settings
 from truebatch.errors import ConfigError, DataError, TruebatchError
 from truebatch.interrupts import stay
-from truebatch.language.console import say, unfiltered
+from truebatch.language.console import say, say_error, unfiltered
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def _talk(trained: Trained, first: Generation) -> int:
             stay()
             say(" (stopped)")
         except TruebatchError as error:
-            say(f"{error}")
+            say_error(error.wrong, error.seen, error.do, file=sys.stdout)
 
 
 def _command(line: str, settings: Generation, first: Generation) -> Generation:

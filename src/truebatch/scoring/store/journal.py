@@ -270,7 +270,7 @@ def _unreadable_named(path: Path) -> Iterator[None]:
     """Whatever a journal holds that none of ours would have written is said of the file."""
     try:
         yield
-    except (sqlite3.Error, TypeError, ValueError, RecursionError) as error:
+    except (TruebatchError, sqlite3.Error, TypeError, ValueError, RecursionError) as error:
         seen = error.seen if isinstance(error, TruebatchError) else str(error)
         raise RunError(
             f"the journal {path.name} cannot be read",

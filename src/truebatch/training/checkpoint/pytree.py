@@ -44,11 +44,7 @@ def unpack(values: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Put a nested value together again from what `pack` made; anything else raises `CheckpointError`."""
     try:
         return _unpack(values, tensors)
-    except (TypeError, AttributeError, RecursionError) as error:
-        raise _unreadable(f"values of another shape ({error})") from error
-    except CheckpointError:
-        raise
-    except ValueError as error:
+    except (TypeError, ValueError, AttributeError, RecursionError) as error:
         raise _unreadable(f"values of another shape ({error})") from error
 
 

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from truebatch.errors import TruebatchError
+
 T = TypeVar("T")
 CHUNK = 1 << 24
 """Entries reduced at a time: bounds the memory of the copy."""
@@ -75,7 +77,7 @@ _LOST = ("connection closed by peer", "connection reset by peer", "broken pipe",
 
 def is_peer_failure(error: BaseException) -> bool:
     """True if this error says that another process of the run is gone: the ranks then cannot add anything up."""
-    if num_ranks() == 1 or not isinstance(error, RuntimeError):
+    if num_ranks() == 1 or isinstance(error, TruebatchError) or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, dist.DistError) or any(words in str(error).lower() for words in _LOST)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn.functional import gelu
 
-from truebatch.errors import LoaderError
+from truebatch.errors import LoaderError, TruebatchError
 
 _LOG = logging.getLogger(__name__)
 KINDS = (MemoryError, torch.OutOfMemoryError)
@@ -127,10 +127,12 @@ def _is_one(error: BaseException) -> bool:
     text = str(error)
     if _NO.search(text):
         return False
-    if isinstance(error, KINDS):
-        return True
     if isinstance(error, LoaderError):  # from a worker process: the error itself could not come along, its text did
         return bool(_BY_WORKER.match(error.seen) or _YES.search(error.seen))
+    if isinstance(error, TruebatchError):  # a MemoryLimitError too: whoever raised it knew that no smaller cut helps
+        return False
+    if isinstance(error, KINDS):
+        return True
     return isinstance(error, RuntimeError) and bool(_YES.search(text))
 
 

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from truebatch.environment import describe_environment
 from truebatch.errors import ConfigError, TruebatchError
+from truebatch.language.console import say_error
 from truebatch.testing.tiny_hf.model import tiny_types
 from truebatch.verification.census.journal import append_row, journal_key, read_journal
 from truebatch.verification.census.processes import Ended, Workers, run_each
@@ -223,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )  # fmt: skip
         return finish(run_census(config), json_file=asked.json, markdown_file=asked.markdown)
     except TruebatchError as error:
-        sys.stderr.write(f"error: {error}\n")
+        say_error(error.wrong, error.seen, error.do)
         return 2
 
 
