@@ -14,7 +14,6 @@ import torch
 
 import truebatch
 from tests.tiny import TEXT_FIELDS, NextToken, TextModel, text_samples
-from truebatch.adapters.step_loss import step_loss
 from truebatch.cli.app import run
 
 REPOSITORY = Path(__file__).parent.parent
@@ -56,7 +55,7 @@ def test_the_loop_after_the_change_runs_whole_steps():
     lengths = [len(sample["input_ids"]) for sample in dataset]
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
     given = {"model": model, "objective": NextToken(), "fields": TEXT_FIELDS, "dataset": dataset, "lengths": lengths}
-    exec(code, {"tb": truebatch, "step_loss": step_loss, "optimiser": optimiser, "epoch": 0, **given})
+    exec(code, {"tb": truebatch, "optimiser": optimiser, "epoch": 0, **given})
     assert not torch.equal(before, model.head.weight)
 
 
