@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from truebatch.errors import DataError, PlanError
+from truebatch.io.text_encoding import open_file
 from truebatch.planning.assign_ranks import StepLayout
 from truebatch.planning.config import PlanConfig
 from truebatch.planning.plan import Plan
@@ -136,7 +137,7 @@ def _sync_folder(folder: Path) -> None:
 
 def _read(file: Path) -> tuple[Arrays, dict[str, Any]]:
     try:
-        with file.open("rb") as handle:
+        with open_file(file) as handle:
             size = os.fstat(handle.fileno()).st_size
             num = int.from_bytes(handle.read(8), "little")
             if size < 8 or num > min(_MOST_HEADER, size - 8):

@@ -63,8 +63,9 @@ def save_list(run: Path, listed: Sequence[Listed]) -> None:
     body = "".join([_line(one) for one in listed])
     text = f"{canonical({_CHECKSUM: _checksum(body)})}\n{body}"
     path = run / INPUT
-    if not path.exists() or path.read_bytes() != text.encode():
-        write_text(path, text)
+    if path.is_file() and path.read_bytes() == text.encode():
+        return
+    write_text(path, text)
 
 
 def _line(one: Listed) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from truebatch.errors import DataError, RunError
 from truebatch.io.atomic_files import storage_error, write_bytes
-from truebatch.io.text_encoding import MAX_LINE_BYTES, bounded_lines
+from truebatch.io.text_encoding import MAX_LINE_BYTES, bounded_lines, open_file
 from truebatch.testing.failpoints import failpoint
 
 NONFINITE = "nonfinite"
@@ -179,7 +179,7 @@ def _shown(line: bytes | None) -> str:
 
 
 def _lines(path: Path) -> list[_Line]:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return [(line, _parse(line)) for line in bounded_lines(file)]
 
 

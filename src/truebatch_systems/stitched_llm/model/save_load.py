@@ -15,8 +15,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from truebatch.errors import CheckpointError, ConfigError
+from truebatch.errors import CheckpointError, ConfigError, DataError
 from truebatch.hf.pretrained import without_chatter
+from truebatch.io.text_encoding import open_file, read_text
 from truebatch_systems.stitched_llm.model.adapter import AdapterShape
 from truebatch_systems.stitched_llm.model.donors import Donor, open_donor
 from truebatch_systems.stitched_llm.model.model import StitchedForCausalLM
@@ -25,6 +26,7 @@ from truebatch_systems.stitched_llm.train.trainable_parts import Int8Linear, add
 
 WEIGHTS, ABOUT = "adapter.safetensors", "stitch_config.json"
 CODE = "stitched_code"
+_MOST_BYTES = 1 << 20
 _CODE = '''"""Where transformers finds the classes of this model: from_pretrained(..., trust_remote_code=True)."""
 
 from truebatch_systems.stitched_llm.model.hf_config import StitchedConfig
@@ -109,10 +111,11 @@ def _donor(given: Any, name: str, role: str) -> Donor:
 
 def _read(folder: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
-        load_file(folder / WEIGHTS)
+        found: dict[str, Any] = json.loads(read_text(folder / ABOUT, max_bytes=_MOST_BYTES))
+        with open_file(folder / WEIGHTS):  # what is no plain file is refused before anything waits for it
+            load_file(folder / WEIGHTS)
         return found
-    except (OSError, ValueError, SafetensorError) as error:
+    except (DataError, OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(
             f"{folder} holds no saved adapter", seen=str(error)[:200], do=f"give a folder with {ABOUT} and {WEIGHTS}"
         ) from error
