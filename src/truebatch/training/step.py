@@ -1,15 +1,16 @@
 """One step: the gradient of a set of samples, however it is cut, then one update.
 
 counts of the whole step -> forward and backward of every micro-batch -> sum over ranks -> finite? -> clip -> update
+
+Three functions say it all: `take_gradients`, in it `accumulate` with its retries after out-of-memory, and `apply_update`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from truebatch.errors import BatchError, ConfigError, MemoryLimitError
 from truebatch.objective import Objective, add_counts, divide_once, forward_context
 from truebatch.testing.failpoints import failpoint
 from truebatch.training.callbacks import Callback
-from truebatch.training.checkpoint.state_dict import keep_buffers
+from truebatch.training.checkpoint.state_dict import copy_buffers, restore_buffers
 from truebatch.training.distributed.collectives import (
     is_sharded,
     names_over_ranks,
@@ -31,8 +32,15 @@ from truebatch.training.distributed.collectives import (
     sum_numbers,
     sum_over_ranks,
 )
-from truebatch.training.memory.oom_retry import Guard, run_guarded
-from truebatch.training.memory.quarantine import run_without_quarantined
+from truebatch.training.memory.oom import first_line, is_out_of_memory
+from truebatch.training.memory.oom_retry import Guard, OomRetry, SampleTooLarge
+from truebatch.training.memory.quarantine import (
+    TooLarge,
+    agree_on_quarantine,
+    is_step_empty,
+    leave_out_quarantined,
+    note_quarantined,
+)
 from truebatch.training.optim.grad_accumulation import batched_grad_accumulation, parameters_to_add
 from truebatch.training.optim.optimizer_step import optimizer_step_with_oom_retry
 from truebatch.training.optim.param_groups import Group, clip_group, group_norm
@@ -124,7 +132,7 @@ def take_gradients(
 ) -> StepOutcome:
     """The gradient of a whole step in `.grad`, at the parameters as they are; nothing is updated."""
     clear_gradients(engine)
-    sums, counts = accumulate_what_fits(engine, batches, counts, epoch)
+    sums, counts = accumulate_what_fits(engine, batches, counts, epoch=epoch)
     if not is_sharded(engine.model):
         reduce_gradients([p for group in engine.groups for p in group.parameters])
     if engine.scaler is not None:
@@ -171,19 +179,30 @@ def clear_gradients(engine: StepEngine) -> None:
 
 
 def accumulate_what_fits(
-    engine: StepEngine, batches: Sequence[MicroBatch], counts: Mapping[str, int], epoch: int
+    engine: StepEngine, batches: Sequence[MicroBatch], counts: Mapping[str, int], *, epoch: int
 ) -> tuple[dict[str, Tensor], Mapping[str, int]]:
-    """The sums, and what they are divided by: less than was planned if samples that do not fit are left out."""
-    if engine.guard is None or engine.guard.when_too_large == "raise":
+    """The sums, and what they are divided by: less than was planned if samples that do not fit are left out.
+
+    Runs again from nothing whenever some rank finds another sample that does not fit: the counts have changed.
+    """
+    guard, device = engine.guard, engine.device
+    if guard is None or guard.when_too_large == "raise":
         return accumulate(engine, batches, counts, epoch=epoch), counts
-
-    def run(kept: Sequence[MicroBatch], counts: Mapping[str, int]) -> dict[str, Tensor]:
+    found: list[TooLarge] = []
+    while True:
+        kept, kept_counts = leave_out_quarantined(guard, batches, counts, engine.objective, device=device)
+        is_empty = is_step_empty(guard, batches, kept, found, device=device)
         clear_gradients(engine)
-        return accumulate(engine, kept, counts, epoch=epoch)
-
-    return run_without_quarantined(
-        engine.guard, batches, counts, run=run, count=engine.objective.counts, device=engine.device
-    )
+        too_large = None
+        try:
+            sums = accumulate(engine, kept, kept_counts, epoch=epoch)
+        except SampleTooLarge as error:
+            too_large = (error.sample_id, f"{error.wrong}: {error.seen}")
+        new = agree_on_quarantine(guard, too_large, device=device)
+        if not new:
+            note_quarantined(guard, found, is_empty=is_empty)
+            return sums, kept_counts
+        found += new
 
 
 def accumulate(
@@ -191,55 +210,60 @@ def accumulate(
 ) -> dict[str, Tensor]:
     """Forward and backward of every micro-batch; the sums of the terms, still on the device.
 
-    With a guard, memory that runs out only changes the cut: gradients are cleared and all of it runs again.
+    With a guard, memory that runs out only changes the cut: gradients are cleared and all of it runs again, at most
+    ceil(log2 samples) + 1 times. Nothing here talks to other ranks unless parameters are sharded.
     """
-    if engine.guard is None:
-        return _accumulate(engine, batches, counts, epoch)
-    put_back = keep_buffers(engine.model) if engine.changes_buffers else None
-
-    def clear() -> None:
-        clear_gradients(engine)
-        if put_back is not None:
-            put_back()
-
-    return run_guarded(
-        engine.guard,
-        batches,
-        lambda parts: _accumulate(engine, parts, counts, epoch),
-        clear=clear,
-        device=engine.device,
-        is_sharded=is_sharded(engine.model),
-    )
-
-
-def _accumulate(
-    engine: StepEngine, batches: Collection[MicroBatch], counts: Mapping[str, int], epoch: int
-) -> dict[str, Tensor]:
-    total = {name: torch.zeros((), device=engine.device) for name in counts}
     sharded = is_sharded(engine.model)
-    trained = [p for group in engine.groups for p in group.parameters]
-    apart = [] if sharded else parameters_to_add(engine.model, trained)
-    for at, batch in enumerate(batches):
-        if batch.num_samples == 0 and not sharded:
-            continue
-        if sharded:
-            engine.model.set_requires_gradient_sync(at == len(batches) - 1)  # type: ignore[operator]
-        weight = 1.0 if batch.num_samples else 0.0
-        failpoint("step.transfer")
-        moved = (batch if batch.num_samples else _stand_in(engine)).to(engine.device, non_blocking=True)
-        held = forward_context(engine.objective, engine.model, moved)
-        with noise_for(moved, seed=engine.seed, epoch=epoch), held, without_cudnn_sdpa(engine.device):
-            failpoint("step.forward")
-            with engine.autocast():
-                sums = sums_of(engine, moved)
-            _check_sums(sums)
-            failpoint("step.backward")
-            with batched_grad_accumulation(apart):
-                _backward(engine, sums, counts, weight=weight * (num_ranks() if sharded else 1))
-        for name, value in sums.items():
-            total[name] += value.detach().float() * weight
-        failpoint("step.accumulated")
-    return total
+    retry = engine.guard and OomRetry(engine.guard, batches, device=engine.device, is_sharded=sharded)
+    buffers = copy_buffers(engine.model) if retry and engine.changes_buffers else []
+    apart = [] if sharded else parameters_to_add(engine.model, [p for g in engine.groups for p in g.parameters])
+    while True:
+        parts, at = retry.next_cut() if retry else batches, 0
+        try:
+            sums = {name: torch.zeros((), device=engine.device) for name in counts}
+            for at, batch in enumerate(parts):
+                if sharded:
+                    engine.model.set_requires_gradient_sync(at == len(parts) - 1)  # type: ignore[operator]
+                if batch.num_samples or sharded:
+                    _forward_backward(engine, batch, counts, sums, epoch=epoch, is_sharded=sharded, apart=apart)
+            if retry:
+                retry.note_success()
+            return sums
+        except Exception as error:
+            if not (retry and is_out_of_memory(error)):
+                raise
+            said = first_line(error)  # Only text leaves this block: the traceback holds the tensors of the try.
+        clear_gradients(engine)
+        restore_buffers(buffers)
+        retry.lower_budget(parts[at], said)
+
+
+def _forward_backward(
+    engine: StepEngine,
+    batch: MicroBatch,
+    counts: Mapping[str, int],
+    sums: dict[str, Tensor],
+    *,
+    epoch: int,
+    is_sharded: bool,
+    apart: Sequence[nn.Parameter],
+) -> None:
+    """Add the gradient of one micro-batch to `.grad`, and its sums to `sums`."""
+    weight = 1.0 if batch.num_samples else 0.0
+    failpoint("step.transfer")
+    moved = (batch if batch.num_samples else _stand_in(engine)).to(engine.device, non_blocking=True)
+    held = forward_context(engine.objective, engine.model, moved)
+    with noise_for(moved, seed=engine.seed, epoch=epoch), held, without_cudnn_sdpa(engine.device):
+        failpoint("step.forward")
+        with engine.autocast():
+            given = sums_of(engine, moved)
+        _check_sums(given)
+        failpoint("step.backward")
+        with batched_grad_accumulation(apart):
+            _backward(engine, given, counts, weight=weight * (num_ranks() if is_sharded else 1))
+    for name, value in given.items():
+        sums[name] += value.detach().float() * weight
+    failpoint("step.accumulated")
 
 
 def sums_of(engine: StepEngine, batch: MicroBatch) -> Mapping[str, Tensor]:
@@ -281,7 +305,7 @@ def _backward(engine: StepEngine, sums: Mapping[str, Tensor], counts: Mapping[st
 
 
 def _outcome(engine: StepEngine, sums: Mapping[str, Tensor], counts: Mapping[str, int]) -> StepOutcome:
-    """One wait for the device a step: loss and norms come over together."""
+    """One device sync per step: loss and gradient norms are fetched together."""
     names = sorted(sums)
     norms = torch.stack([group_norm(g.parameters).to(engine.device, torch.float64) for g in engine.groups])
     losses = torch.stack([sums[n].to(torch.float64) for n in names]) if names else norms.new_zeros(0)
@@ -307,12 +331,12 @@ def apply_update(engine: StepEngine, outcome: StepOutcome) -> bool:
     scale = engine.scaler.get_scale() if engine.scaler is not None else 1.0
     moved = _moved(engine)
     for group in moved:
-        # Filled on the device: a number copied to it would be waited for.
+        # Filled on the device, which avoids a host-device sync.
         norm = torch.full((), outcome.grad_norm[group.name], dtype=torch.float32, device=engine.device)
         clip_group(group, norm)
-        update, is_first = partial(_update, engine, group), group is moved[0]
+        is_first = group is moved[0]
         try:
-            optimizer_step_with_oom_retry(group.optimiser, update, device=engine.device, is_first=is_first)
+            optimizer_step_with_oom_retry(group.optimiser, engine.scaler, device=engine.device, is_first=is_first)
         except MemoryLimitError:
             clear_gradients(engine)
             raise
@@ -320,11 +344,3 @@ def apply_update(engine: StepEngine, outcome: StepOutcome) -> bool:
         engine.scaler.update()
         return bool(engine.scaler.get_scale() >= scale)
     return bool(moved)
-
-
-def _update(engine: StepEngine, group: Group) -> None:
-    failpoint("step.optimiser")
-    if engine.scaler is not None:
-        engine.scaler.step(group.optimiser)
-    else:
-        group.optimiser.step()

@@ -17,7 +17,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +26,7 @@ from truebatch.attention.api import cache_device_capability
 from truebatch.batch.keyed_random import name_purposes
 from truebatch.batch.segments import most_segments
 from truebatch.batch.torch_compile import compile_layers, force_eager
-from truebatch.data.loader import LoadedStep, LoaderConfig, load_steps
+from truebatch.data.loader import LoadedStep, LoaderConfig
 from truebatch.errors import ConfigError, MemoryLimitError, RestartError, TruebatchError, exit_code_of
 from truebatch.objective import Objective
 from truebatch.planning.config import PlanConfig
@@ -53,7 +52,7 @@ from truebatch.training.distributed.collectives import (
 from truebatch.training.distributed.device import find_place, move_model
 from truebatch.training.logging.metrics_jsonl import MetricsLog, find_gaps, open_metrics
 from truebatch.training.memory.oom import is_out_of_memory
-from truebatch.training.memory.oom_retry import Guard, retry_loading_on_oom
+from truebatch.training.memory.oom_retry import Guard, load_steps_with_oom_retry
 from truebatch.training.memory.quarantine import open_guard, quarantine_record
 from truebatch.training.optim.nonfinite import handle_nonfinite, is_bad
 from truebatch.training.optim.param_groups import Group, check_terms, make_groups
@@ -257,11 +256,10 @@ def _status(
 
 
 def _epoch(job: Job, progress: TrainState, plan: Plan, log: MetricsLog | None) -> TrainState:
-    open_at = partial(
-        load_steps, plan, job.data.samples, job.data.fields, rank=rank(), transform=job.data.transform,
-        config=_loader_config(job),
+    steps = load_steps_with_oom_retry(
+        plan, job.data.samples, job.data.fields, device=job.engine.device, start_step=progress.step_in_epoch,
+        transform=job.data.transform, config=_loader_config(job),
     )  # fmt: skip
-    steps = retry_loading_on_oom(lambda at: open_at(start_step=at), progress.step_in_epoch, device=job.engine.device)
     try:
         for loaded in steps:
             rolled = _step(job, progress, loaded, log)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -20,7 +20,8 @@ from truebatch.planning.lengths.measured_values import Measured
 from truebatch.planning.plan import build_plan
 from truebatch.testing.failpoints import failpoint
 from truebatch.training.distributed.collectives import is_sharded, names_over_ranks, num_ranks, rank, sum_over_ranks
-from truebatch.training.memory.oom_retry import run_guarded
+from truebatch.training.memory.oom import first_line, is_out_of_memory
+from truebatch.training.memory.oom_retry import OomRetry
 from truebatch.training.step import StepEngine, sums_of
 
 
@@ -58,35 +59,36 @@ def _whole_loss(engine: StepEngine, steps: Iterable[LoadedStep], beat: Callable[
             if batch.num_samples == 0:
                 continue
             counts = add_counts([counts, engine.objective.counts(batch)])
-            for name, value in _guarded_sums(engine, batch).items():
+            for name, value in _sums_of_batch(engine, batch).items():
                 totals[name] = totals.get(name, 0) + value
     return _divide(totals, counts, engine.device)
 
 
-def _guarded_sums(engine: StepEngine, batch: MicroBatch) -> dict[str, torch.Tensor]:
-    if engine.guard is None:
-        return _sums(engine, [batch])
-    return run_guarded(
-        engine.guard,
-        [batch],
-        lambda parts: _sums(engine, parts),
-        clear=lambda: None,
-        device=engine.device,
-        is_sharded=is_sharded(engine.model),
-        is_step=False,
+def _sums_of_batch(engine: StepEngine, batch: MicroBatch) -> dict[str, torch.Tensor]:
+    """What the objective sums up over a micro-batch, cut smaller where memory runs out, as in a step."""
+    retry = engine.guard and OomRetry(
+        engine.guard, [batch], device=engine.device, is_sharded=is_sharded(engine.model), is_step=False
     )
+    while True:
+        part = batch
+        try:
+            sums: dict[str, torch.Tensor] = {}
+            for part in retry.next_cut() if retry else [batch]:
+                for name, value in _forward(engine, part).items():
+                    sums[name] = sums.get(name, 0) + value.double()
+            return sums
+        except Exception as error:
+            if not (retry and is_out_of_memory(error)):
+                raise
+            said = first_line(error)  # Only text leaves this block: the traceback holds the tensors of the try.
+        retry.lower_budget(part, said)
 
 
-def _sums(engine: StepEngine, batches: Iterable[MicroBatch]) -> dict[str, torch.Tensor]:
-    totals: dict[str, torch.Tensor] = {}
-    for batch in batches:
-        failpoint("step.validation")
-        moved = batch.to(engine.device, non_blocking=True)
-        with noise_for(moved, seed=engine.seed), engine.autocast(), without_cudnn_sdpa(engine.device):
-            sums = sums_of(engine, moved)
-        for name, value in sums.items():
-            totals[name] = totals.get(name, torch.zeros((), dtype=torch.float64, device=engine.device)) + value.double()
-    return totals
+def _forward(engine: StepEngine, batch: MicroBatch) -> Mapping[str, torch.Tensor]:
+    failpoint("step.validation")
+    moved = batch.to(engine.device, non_blocking=True)
+    with noise_for(moved, seed=engine.seed), engine.autocast(), without_cudnn_sdpa(engine.device):
+        return sums_of(engine, moved)
 
 
 def _divide(totals: dict[str, torch.Tensor], counts: dict[str, int], device: torch.device) -> dict[str, float]:

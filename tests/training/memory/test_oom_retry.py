@@ -17,21 +17,19 @@ from torch import nn
 from tests.tiny import TEXT_FIELDS, NextToken, TextModel, packed, padded, text_samples
 from tests.training.test_step import CASES, relative
 from truebatch.batch.split import cells_of
-from truebatch.data.loader import load_steps
 from truebatch.errors import MemoryLimitError, RestartError, exit_code_of
 from truebatch.objective import add_counts
 from truebatch.planning.config import PlanConfig
 from truebatch.planning.plan import build_plan
 from truebatch.testing.failpoints import armed, recorded
+from truebatch.training import step
 from truebatch.training.data import measure_by_reading
-from truebatch.training.memory import oom_retry as guarding
 from truebatch.training.memory.oom_retry import (
     Guard,
     SampleTooLarge,
+    load_steps_with_oom_retry,
     most_tries,
     read_budget,
-    retry_loading_on_oom,
-    run_guarded,
 )
 from truebatch.training.optim.param_groups import Group, make_groups
 from truebatch.training.step import StepEngine, apply_update, take_gradients
@@ -148,16 +146,12 @@ def test_any_memory_that_holds_the_largest_sample_suffices(lengths, spare, layou
 def test_tries_are_bounded_by_the_logarithm_of_the_samples(samples):
     engine, data = text_engine([3] * samples)
     batches = [padded(data, list(range(samples)), TEXT_FIELDS)]
-    tries = []
-
-    def run(parts):
-        tries.append([part.num_samples for part in parts])
-        raise MemoryError
-
+    limited = Limited(NextToken(), 0)
+    engine = engine_of(engine.model, limited, TEXT_FIELDS)
     with pytest.raises(SampleTooLarge):
-        run_guarded(engine.guard, batches, run, clear=lambda: None, device=CPU)
-    assert len(tries) <= max(2, math.ceil(math.log2(samples)) + 1)
-    assert set(tries[-1]) == {1}
+        gradient(engine, batches)
+    assert len(limited.ran) == engine.guard.recoveries <= max(2, math.ceil(math.log2(samples)) + 1)
+    assert len(limited.ran[-1]) == 1
 
 
 def test_the_same_cut_gives_the_same_bits():
@@ -264,7 +258,7 @@ def test_a_step_that_cannot_be_loaded_is_loaded_once_more():
     plan = build_plan(measure_by_reading(samples, TEXT_FIELDS).lengths, PlanConfig(samples_per_step=2))
 
     def numbers():
-        steps = retry_loading_on_oom(lambda at: load_steps(plan, samples, TEXT_FIELDS, start_step=at), 0, device=CPU)
+        steps = load_steps_with_oom_retry(plan, samples, TEXT_FIELDS, device=CPU)
         return [(s.number, [b.sample_ids for b in s]) for s in steps]
 
     quiet = numbers()
@@ -272,7 +266,7 @@ def test_a_step_that_cannot_be_loaded_is_loaded_once_more():
         with armed(f"step.loading:oom:{nth}"):
             assert numbers() == quiet
     broken = [samples[0], *[Unloadable()] * 5]
-    steps = retry_loading_on_oom(lambda at: load_steps(plan, broken, TEXT_FIELDS, start_step=at), 0, device=CPU)
+    steps = load_steps_with_oom_retry(plan, broken, TEXT_FIELDS, device=CPU)
     with pytest.raises(MemoryError):
         list(steps)
     assert Unloadable.tried == 2
@@ -286,17 +280,15 @@ class Unloadable(dict):
         raise MemoryError
 
 
-def test_sharded_parameters_save_the_budget_and_stop_to_be_started_again(tmp_path):
+def test_sharded_parameters_save_the_budget_and_stop_to_be_started_again(tmp_path, monkeypatch):
     engine, samples = text_engine([3, 31, 8, 17], limit=40)
     guard, lines = engine.guard, []
     guard.folder = tmp_path
     batches = [padded(samples, [0, 1, 2, 3], TEXT_FIELDS)]
-
-    def run(parts):
-        return [engine.objective.sums(engine.model, part) for part in parts]
-
+    monkeypatch.setattr(step, "is_sharded", lambda model: True)
+    engine.model.set_requires_gradient_sync = lambda is_last: None
     with pytest.raises(RestartError, match="sharded") as caught:
-        run_guarded(guard, batches, run, clear=lambda: None, device=CPU, is_sharded=True)
+        gradient(engine, batches)
     assert exit_code_of(caught.value) == 75
     again = Guard(fields=TEXT_FIELDS, folder=tmp_path, say=lines.append)
     read_budget(again)
@@ -305,7 +297,7 @@ def test_sharded_parameters_save_the_budget_and_stop_to_be_started_again(tmp_pat
     assert len(again.cut(batches)) == 2
     guard.folder = None
     with pytest.raises(RestartError, match="give `out`"):
-        run_guarded(guard, batches, run, clear=lambda: None, device=CPU, is_sharded=True)
+        gradient(engine, batches)
 
 
 # The optimiser
@@ -550,8 +542,8 @@ def test_memory_is_really_given_back():
 def test_without_leaving_the_error_memory_would_be_held(monkeypatch):
     """The test above can fail: keep the errors, and their tensors stay."""
     kept = []
-    real = guarding.is_out_of_memory
-    monkeypatch.setattr(guarding, "is_out_of_memory", lambda error: kept.append(error) or real(error))
+    real = step.is_out_of_memory
+    monkeypatch.setattr(step, "is_out_of_memory", lambda error: kept.append(error) or real(error))
     engine = engine_of(Bag(), NextToken(), TEXT_FIELDS)
     batches = [padded(text_samples([16] * 4), [0, 1, 2, 3], TEXT_FIELDS)]
     assert tensors_held(engine, batches, errors=20) >= 20

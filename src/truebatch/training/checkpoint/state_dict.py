@@ -6,7 +6,7 @@ Parameters are known by name, never by position, so a reordered model still gets
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -118,22 +118,26 @@ def restore_random(state: State) -> tuple[str, ...]:
     return (f"random generators of {saved} CUDA devices were saved, {here} devices are here",)
 
 
-def keep_buffers(model: nn.Module) -> Callable[[], None]:
-    """Copies of a model's buffers; call it to put them back, written in place or replaced as they may have been since."""
-    kept = [
+SavedBuffers = list[tuple[nn.Module, str, Tensor, Tensor]]
+"""Module, name, the buffer itself and a copy of what it held."""
+
+
+def copy_buffers(model: nn.Module) -> SavedBuffers:
+    """Copies of a model's buffers, for `restore_buffers`."""
+    return [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
 
-    def put_back() -> None:
-        with torch.no_grad():
-            for module, name, buffer, before in kept:
-                module._buffers[name] = buffer
-                buffer.copy_(before)
 
-    return put_back
+@torch.no_grad()
+def restore_buffers(saved: SavedBuffers) -> None:
+    """Put buffers back, written in place or replaced as they may have been since."""
+    for module, name, buffer, before in saved:
+        module._buffers[name] = buffer
+        buffer.copy_(before)
 
 
 def _uses_cuda() -> bool:

@@ -78,7 +78,7 @@ def _gradient(engine: StepEngine, batches: Sequence[MicroBatch], counts: Mapping
     for p in parameters:
         p.grad = None
     with uncounted(engine.guard):
-        accumulate_what_fits(engine, batches, counts, epoch)
+        accumulate_what_fits(engine, batches, counts, epoch=epoch)
     parts = [(torch.zeros_like(p) if p.grad is None else p.grad).flatten().double() for p in parameters]
     for p in parameters:
         p.grad = None

@@ -23,7 +23,7 @@ from truebatch.batch.microbatch import MicroBatch
 from truebatch.batch.split import cells_of
 from truebatch.errors import ConfigError, MemoryLimitError
 from truebatch.planning.rows import Ints, Layout, Rows, packed_row, padded_rows
-from truebatch.training.checkpoint.state_dict import keep_buffers, random_state, restore_random
+from truebatch.training.checkpoint.state_dict import copy_buffers, random_state, restore_buffers, restore_random
 from truebatch.training.config import TrainConfig
 from truebatch.training.data import TrainData, length_of, measure_by_reading, planned_field, read_sample
 from truebatch.training.distributed.collectives import is_sharded
@@ -297,7 +297,7 @@ def untouched(engine: StepEngine) -> Iterator[None]:
     """While open, every trained parameter has a gradient to add to, as in the middle of a step; then all is as before."""
     trained = [p for group in engine.groups for p in group.parameters]
     gradients = [p.grad for p in trained]
-    put_back = keep_buffers(engine.model)
+    buffers = copy_buffers(engine.model)
     generators = random_state()
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
@@ -306,7 +306,7 @@ def untouched(engine: StepEngine) -> Iterator[None]:
     finally:
         for parameter, gradient in zip(trained, gradients, strict=True):
             parameter.grad = gradient
-        put_back()
+        restore_buffers(buffers)
         restore_random(generators)
 
 

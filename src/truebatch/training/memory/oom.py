@@ -72,6 +72,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(_is_one(link) for link in _chain(error))
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, briefly. Text may leave an `except` block; the error itself would keep its tensors alive."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
 def free_memory(device: torch.device, *, said: str = "") -> None:
     """Give back what nobody refers to. Call it outside the `except` block: a traceback keeps its tensors alive.
 

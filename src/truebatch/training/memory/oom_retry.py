@@ -1,6 +1,7 @@
-"""Out of memory survived: the whole step of this rank runs again, cut smaller, and gives what it would have given.
+"""Out of memory survived: the whole step of this rank runs again, cut smaller, with the result it would have had.
 
-run -> out of memory? -> leave the error, drop gradients, free memory, generators back, budget lowered -> run again
+cut -> run (training/step.py) -> out of memory? -> leave the error, clear gradients -> free memory, generators back,
+budget lowered -> cut again
 
 Nothing here talks to other ranks where parameters are whole: their gradients are summed once, after the last
 micro-batch, so a rank that splits keeps nobody waiting.
@@ -9,10 +10,9 @@ micro-batch, so a rank that splits keeps nobody waiting.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,17 +21,18 @@ from truebatch.batch.collate import collate
 from truebatch.batch.fields import Field
 from truebatch.batch.microbatch import MicroBatch
 from truebatch.batch.split import cells_of, split_microbatch
-from truebatch.data.loader import LoadedStep
+from truebatch.data.fetch import Dataset, Transform
+from truebatch.data.loader import LoadedStep, LoaderConfig, load_steps
 from truebatch.errors import MemoryLimitError, RestartError
 from truebatch.io.atomic_files import corrupt_file_errors, read_json, write_json
+from truebatch.planning.plan import Plan
 from truebatch.planning.rows import padded_rows
 from truebatch.testing.failpoints import failpoint
 from truebatch.training.checkpoint.state_dict import random_state, restore_random
 from truebatch.training.config import WhenTooLarge
-from truebatch.training.distributed.collectives import all_reduce_max, broadcast_from_rank0
+from truebatch.training.distributed.collectives import all_reduce_max, broadcast_from_rank0, rank
 from truebatch.training.memory.oom import free_memory, is_out_of_memory
 
-T = TypeVar("T")
 FIRST_PATIENCE, MOST_PATIENCE = 32, 1024
 """Steps without trouble before the budget grows; doubled each time memory runs out again."""
 BUDGET = "budget.json"
@@ -99,114 +100,77 @@ class Guard:
                 self.cells = grown if grown < self.ceiling else None
 
 
-@dataclass(slots=True)
-class Attempt(Collection[MicroBatch]):
-    """The micro-batches of one try, and which of them is being run."""
-
-    batches: Sequence[MicroBatch]
-    at: int = 0
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        for self.at, batch in enumerate(self.batches):  # noqa: B020 - the place is what is remembered
-            yield batch
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __contains__(self, batch: object) -> bool:
-        return batch in self.batches
-
-    @property
-    def batch(self) -> MicroBatch:
-        """The micro-batch that was being run."""
-        return self.batches[self.at]
-
-
-Run = Callable[[Collection[MicroBatch]], T]
-
-
-def run_guarded(
-    guard: Guard,
-    batches: Collection[MicroBatch],
-    run: Run[T],
-    *,
-    clear: Callable[[], None],
-    device: torch.device,
-    is_sharded: bool = False,
-    is_step: bool = True,
-) -> T:
-    """What `run` gives for these micro-batches, cut as small as memory asks for.
+class OomRetry:
+    """The tries of one step: how each is cut, and what is learnt from one that ran out of memory.
 
     Args:
-        run: forward (and backward) of all micro-batches, from nothing; called again after `clear`.
-        clear: drops what a broken try has left in gradients.
         is_sharded: every forward is a collective, so no rank may split alone: the lowered budget is saved instead.
         is_step: False in validation: it says nothing about steps, and no policy leaves its samples out.
-
-    Raises:
-        SampleTooLarge: a sample did not fit alone, twice or in the last try.
-        RestartError: parameters are sharded; the run goes on with the lowered budget when it is started again.
     """
-    most = most_tries(batches)
-    before = random_state()
-    failed_alone: set[int] = set()
-    for number in range(1, most + 1):
-        attempt = Attempt(_parts(guard, batches, device, is_last=number == most, is_sharded=is_sharded))
-        done = _try(run, attempt)
-        if not isinstance(done, str):
-            if is_step and not is_sharded:
-                guard.note_step(is_clean=number == 1)
-            return done[0]
-        clear()
-        free_memory(device, said=done)
-        restore_random(before)
+
+    def __init__(
+        self,
+        guard: Guard,
+        batches: Sequence[MicroBatch],
+        *,
+        device: torch.device,
+        is_sharded: bool = False,
+        is_step: bool = True,
+    ) -> None:
+        self.guard, self.batches, self.device = guard, batches, device
+        self.is_sharded, self.is_step = is_sharded, is_step
+        self.generators = random_state()
+        self.num_tries, self.most_tries = 0, most_tries(batches)
+        self.failed_alone: set[int] = set()
+
+    def next_cut(self) -> list[MicroBatch]:
+        """The micro-batches of the next try, as small as the budget asks; in the last one every sample is alone."""
+        self.num_tries += 1
+        parts = self.guard.cut(self.batches, most=0 if self._is_last and not self.is_sharded else None)
+        if self.is_sharded and self.guard.cells is not None:
+            missing = all_reduce_max(len(parts), self.device) - len(parts)
+            parts += [collate([], padded_rows(np.zeros(0, dtype=np.int64), 0), self.guard.fields)] * missing
+        return parts
+
+    def note_success(self) -> None:
+        """All micro-batches of this try have run. Budgets of sharded parameters, the same on every rank, do not grow."""
+        if self.is_step and not self.is_sharded:
+            self.guard.note_step(is_clean=self.num_tries == 1)
+
+    def lower_budget(self, batch: MicroBatch, said: str) -> None:
+        """Memory ran out in `batch`: free it, set the generators back and halve the budget for the next try.
+
+        Call it outside the `except` block, when gradients are cleared.
+
+        Raises:
+            SampleTooLarge: a sample did not fit alone, twice or in the last try.
+            RestartError: parameters are sharded; started again, the run resumes with the lowered budget.
+        """
+        guard = self.guard
+        free_memory(self.device, said=said)
+        restore_random(self.generators)
         guard.recoveries += 1
-        if is_sharded:
-            _save_and_restart(guard, attempt.batch, done)
-        _lower_or_refuse(guard, attempt.batch, done, failed_alone, is_last=number == most, is_step=is_step)
-    raise AssertionError("the last try succeeds or raises")
+        if self.is_sharded:
+            _save_and_restart(guard, batch, said)
+        if batch.num_samples > 1:
+            guard.lower(batch)
+            guard.say(f"{_what(batch, said)}; the step runs again with at most {guard.cells:,} cells a micro-batch")
+            return
+        alone = batch.sample_ids[0] if batch.sample_ids else -1
+        if self._is_last or alone in self.failed_alone:
+            raise _too_large(alone, cells_of(batch), said, is_step=self.is_step)
+        self.failed_alone.add(alone)
+        guard.say(f"{_what(batch, said)}; the step runs again with memory freed")
+
+    @property
+    def _is_last(self) -> bool:
+        return self.num_tries >= self.most_tries
 
 
 def most_tries(batches: Collection[MicroBatch]) -> int:
     """Halving comes down to single samples in ceil(log2(samples)) tries after the first; one sample gets a second."""
     samples = sum(batch.num_samples for batch in batches)
     return max(2, math.ceil(math.log2(max(samples, 1))) + 1)
-
-
-def _parts(
-    guard: Guard, batches: Collection[MicroBatch], device: torch.device, *, is_last: bool, is_sharded: bool
-) -> list[MicroBatch]:
-    parts = guard.cut(batches, most=0 if is_last and not is_sharded else None)
-    if is_sharded and guard.cells is not None:
-        missing = all_reduce_max(len(parts), device) - len(parts)
-        parts += [collate([], padded_rows(np.zeros(0, dtype=np.int64), 0), guard.fields)] * missing
-    return parts
-
-
-def _try(run: Run[T], attempt: Attempt) -> tuple[T] | str:
-    """The result, or the first line of the error: only text leaves the `except` block, tensors must not."""
-    try:
-        return (run(attempt),)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        said = (str(error) or type(error).__name__).strip().splitlines()[0][:200]
-    return said
-
-
-def _lower_or_refuse(
-    guard: Guard, batch: MicroBatch, said: str, failed_alone: set[int], *, is_last: bool, is_step: bool
-) -> None:
-    """Lower the budget for the next try, or raise where no smaller cut can help."""
-    if batch.num_samples > 1:
-        guard.lower(batch)
-        guard.say(f"{_what(batch, said)}; the step runs again with at most {guard.cells:,} cells a micro-batch")
-        return
-    alone = batch.sample_ids[0] if batch.sample_ids else -1
-    if is_last or alone in failed_alone:
-        raise _too_large(alone, cells_of(batch), said, is_step=is_step)
-    failed_alone.add(alone)
-    guard.say(f"{_what(batch, said)}; the step runs again with memory freed")
 
 
 def _what(batch: MicroBatch, said: str) -> str:
@@ -244,31 +208,38 @@ def read_budget(guard: Guard) -> None:
     if path is not None and path.exists():
         with corrupt_file_errors(path, do="delete the file: the budget is then found again"):
             found = int(read_json(path, max_bytes=1 << 16)["cells"])
-    guard.cells = broadcast_from_rank0(
-        found
-    )  # of sharded parameters every rank must make the same number of micro-batches
+    guard.cells = broadcast_from_rank0(found)  # with sharded parameters all ranks must make as many micro-batches
     if guard.cells is not None:
         guard.ceiling = 2 * guard.cells
         guard.say(f"an earlier start ran out of memory: at most {guard.cells:,} cells a micro-batch")
 
 
-def retry_loading_on_oom(
-    open_at: Callable[[int], Generator[LoadedStep, None, None]], start: int, *, device: torch.device
+def load_steps_with_oom_retry(
+    plan: Plan,
+    samples: Dataset,
+    fields: Sequence[Field],
+    *,
+    device: torch.device,
+    start_step: int = 0,
+    transform: Transform | None = None,
+    config: LoaderConfig | None = None,
 ) -> Generator[LoadedStep, None, None]:
-    """The steps of a loader; one that cannot be loaded for want of memory is loaded once more, with memory freed."""
+    """This rank's steps of a plan. One that cannot be loaded because memory ran out is loaded once more, with memory freed."""
     failed_at = -1
     while True:
-        steps = open_at(start)
+        steps = load_steps(
+            plan, samples, fields, rank=rank(), start_step=start_step, transform=transform, config=config
+        )
         try:
             for loaded in steps:
                 failpoint("step.loading")
                 yield loaded
-                start = loaded.number + 1
+                start_step = loaded.number + 1
             return
         except Exception as error:
-            if not is_out_of_memory(error) or failed_at == start:
+            if not is_out_of_memory(error) or failed_at == start_step:
                 raise
-            failed_at, said = start, str(error)
+            failed_at, said = start_step, str(error)
         finally:
             steps.close()
         free_memory(device, said=said)

@@ -1,17 +1,16 @@
 """`oom: quarantine`: a sample that does not fit alone is left out of its step, on all ranks, and written down.
 
 What remains is divided by its own counts, so the gradient is that of a step which never had the sample. The ranks
-agree on it after every try: one small sum a step, which only this policy pays for.
+agree on it after every try: one small sum per step, which only this policy pays for. `training/step.py` has the loop.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -20,7 +19,7 @@ from truebatch.batch.split import leave_out, take_samples
 from truebatch.errors import ConfigError, MemoryLimitError
 from truebatch.io.atomic_files import corrupt_file_errors, to_json
 from truebatch.io.text_encoding import read_text
-from truebatch.objective import add_counts
+from truebatch.objective import Objective, add_counts
 from truebatch.training.distributed.collectives import (
     all_gather_list,
     all_reduce_max,
@@ -28,63 +27,74 @@ from truebatch.training.distributed.collectives import (
     rank,
     sum_numbers,
 )
-from truebatch.training.memory.oom_retry import Guard, SampleTooLarge, read_budget
+from truebatch.training.memory.oom_retry import Guard, read_budget
 
-T = TypeVar("T")
 QUARANTINE = "quarantine.jsonl"
 _MOST_BYTES = 1 << 28
 MANY = 8
 """So many samples in a row, with none between them that fits, are not too large by chance: something else takes the memory."""
 Counts = Mapping[str, int]
+TooLarge = tuple[int, str]
+"""The id of a sample that does not fit alone, and why."""
 
 
-def run_without_quarantined(
+def leave_out_quarantined(
+    guard: Guard, batches: Sequence[MicroBatch], counts: Counts, objective: Objective, *, device: torch.device
+) -> tuple[list[MicroBatch], dict[str, int]]:
+    """The micro-batches without the samples that are left out, and the counts of what remains, the same on every rank."""
+    ids = frozenset(guard.quarantined)
+    if not ids:  # the same on every rank: what one finds, all are told
+        return list(batches), dict(counts)
+    kept = [part for batch in batches for part in leave_out(batch, guard.fields, ids=ids)]
+    out = [part for batch in batches for part in _those(guard, batch, ids)]
+    removed = add_counts(objective.counts(part) for part in out)
+    names = sorted(counts)
+    totals = sum_numbers([removed.get(n, 0) for n in names], device)
+    return kept, {name: counts[name] - total for name, total in zip(names, totals, strict=True)}
+
+
+def _those(guard: Guard, batch: MicroBatch, ids: frozenset[int]) -> list[MicroBatch]:
+    return take_samples(batch, guard.fields, [at for at, i in enumerate(batch.sample_ids) if i in ids])
+
+
+def is_step_empty(
     guard: Guard,
     batches: Sequence[MicroBatch],
-    counts: Counts,
+    kept: Sequence[MicroBatch],
+    found: Sequence[TooLarge],
     *,
-    run: Callable[[Sequence[MicroBatch], Counts], T],
-    count: Callable[[MicroBatch], Counts],
     device: torch.device,
-) -> tuple[T, dict[str, int]]:
-    """What `run` gives for the samples that fit, and the counts it was divided by, the same on every rank.
+) -> bool:
+    """True if no sample of the step is left on any rank.
 
-    Runs again from nothing whenever some rank found another sample that does not fit: the counts have changed. Where many are
-    left out in a row and none fits between them, samples are not the reason, and none is left out.
+    A few in a row may be too large. Many in a row are not the reason, and `MemoryLimitError` says so.
     """
-    found: list[tuple[int, str]] = []
-    while True:
-        kept, without = _leave_out(guard, batches, counts, count, device)
-        is_empty = bool(guard.quarantined) and not _are_any(kept, device)
-        if is_empty:
-            _blame_none_of_many(guard, batches, found, device)
-        result, mine = _try(run, kept, without)
-        new = all_gather_list([] if mine is None else [mine]) if _any_rank(mine is not None, device) else []
-        if not new:
-            assert result is not None
-            if is_empty:
-                guard.doubted += found
-                guard.steps_without += 1
-            else:
-                _note(guard, [*guard.doubted, *found])
-                guard.doubted, guard.left_in_row = [], 0
-            return result[0], without
-        found += new
-        guard.quarantined |= dict(new)
-
-
-def _are_any(kept: Sequence[MicroBatch], device: torch.device) -> bool:
-    return _any_rank(any(batch.num_samples for batch in kept), device)
-
-
-def _blame_none_of_many(
-    guard: Guard, batches: Sequence[MicroBatch], found: Sequence[tuple[int, str]], device: torch.device
-) -> None:
-    """No sample of the step fits. A few in a row may be too large; many are not a matter of theirs."""
+    if not guard.quarantined or _any_rank(any(batch.num_samples for batch in kept), device):
+        return False
     (here,) = sum_numbers([sum(batch.num_samples for batch in batches)], device)
     guard.left_in_row += here
     if guard.left_in_row >= MANY:
         raise _not_one(guard, [*guard.doubted, *found])
+    return True
+
+
+def agree_on_quarantine(guard: Guard, mine: TooLarge | None, *, device: torch.device) -> list[TooLarge]:
+    """Leave out what any rank has found too large in this try, on all ranks; empty if no rank has found any."""
+    if not _any_rank(mine is not None, device):
+        return []
+    new = all_gather_list([] if mine is None else [mine])
+    guard.quarantined |= dict(new)
+    return new
+
+
+def note_quarantined(guard: Guard, found: Sequence[TooLarge], *, is_empty: bool) -> None:
+    """The step is done without these samples: they are written down as soon as one that fits was met beside them."""
+    if is_empty:
+        guard.doubted += found
+        guard.steps_without += 1
+        return
+    _write_down(guard, [*guard.doubted, *found])
+    guard.doubted, guard.left_in_row = [], 0
 
 
 @contextmanager
@@ -104,7 +114,7 @@ def refuse_nothing_done(guard: Guard | None, *, steps: int) -> None:
         raise _not_one(guard, guard.doubted)
 
 
-def _not_one(guard: Guard, doubted: Sequence[tuple[int, str]]) -> MemoryLimitError:
+def _not_one(guard: Guard, doubted: Sequence[TooLarge]) -> MemoryLimitError:
     """Samples that were left out since the last one that fitted are in again."""
     reason = doubted[0][1] if doubted else next(iter(guard.quarantined.values()), "")
     for sample_id, _ in doubted:
@@ -120,42 +130,11 @@ def _not_one(guard: Guard, doubted: Sequence[tuple[int, str]]) -> MemoryLimitErr
     )
 
 
-def _leave_out(
-    guard: Guard,
-    batches: Sequence[MicroBatch],
-    counts: Counts,
-    count: Callable[[MicroBatch], Counts],
-    device: torch.device,
-) -> tuple[list[MicroBatch], dict[str, int]]:
-    ids = frozenset(guard.quarantined)
-    if not ids:  # the same on every rank: what one finds, all are told
-        return list(batches), dict(counts)
-    kept = [part for batch in batches for part in leave_out(batch, guard.fields, ids=ids)]
-    out = [part for batch in batches for part in _those(guard, batch, ids)]
-    removed = add_counts(count(part) for part in out)
-    names = sorted(counts)
-    totals = sum_numbers([removed.get(n, 0) for n in names], device)
-    return kept, {name: counts[name] - total for name, total in zip(names, totals, strict=True)}
-
-
-def _those(guard: Guard, batch: MicroBatch, ids: frozenset[int]) -> list[MicroBatch]:
-    return take_samples(batch, guard.fields, [at for at, i in enumerate(batch.sample_ids) if i in ids])
-
-
-def _try(
-    run: Callable[[Sequence[MicroBatch], Counts], T], kept: Sequence[MicroBatch], counts: Counts
-) -> tuple[tuple[T] | None, tuple[int, str] | None]:
-    try:
-        return (run(kept, counts),), None
-    except SampleTooLarge as error:
-        return None, (error.sample_id, f"{error.wrong}: {error.seen}")
-
-
 def _any_rank(mine: bool, device: torch.device) -> bool:
     return all_reduce_max(int(mine), device) > 0
 
 
-def _note(guard: Guard, found: Sequence[tuple[int, str]]) -> None:
+def _write_down(guard: Guard, found: Sequence[TooLarge]) -> None:
     """Say it on every rank; rank 0, which owns the run's folder, writes it down for the next start."""
     for sample_id, reason in found:
         guard.say(f"sample {sample_id} is left out from here on: {reason}")
@@ -195,7 +174,7 @@ def _read_quarantine(guard: Guard) -> None:
         guard.say(f"{len(guard.quarantined)} samples do not fit into memory and are left out")
 
 
-def _lines(path: Path) -> list[tuple[int, str]]:
+def _lines(path: Path) -> list[TooLarge]:
     if not path.exists():
         return []
     lines = read_text(path, max_bytes=_MOST_BYTES).splitlines(keepends=True)

@@ -5,14 +5,14 @@ Only where nothing was changed yet; half an update is never repeated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from truebatch.errors import MemoryLimitError
-from truebatch.training.memory.oom import free_memory, is_out_of_memory
+from truebatch.testing.failpoints import failpoint
+from truebatch.training.memory.oom import first_line, free_memory, is_out_of_memory
 
 Versions = list[tuple[Tensor, int]]
 TRIES = 2
@@ -22,18 +22,30 @@ optimiser from elsewhere nobody can tell whether it has begun."""
 
 
 def optimizer_step_with_oom_retry(
-    optimiser: torch.optim.Optimizer, update: Callable[[], object], *, device: torch.device, is_first: bool = True
+    optimiser: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+    *,
+    device: torch.device,
+    is_first: bool = True,
 ) -> None:
-    """Run `update`, which steps this optimiser; if memory runs out before anything changed, free some and run it again.
+    """Step this optimiser; if memory runs out before anything changed, free some and step it again.
 
-    Raises `MemoryLimitError` when that does not help, or when the update was half done. `is_first`: no other optimiser of
-    the step was run before.
+    Raises `MemoryLimitError` when that does not help, or when the update was half done. `is_first`: no other optimiser
+    has been stepped before it in this step.
     """
     before, versions = _state_of(optimiser), _versions(optimiser)
     for _ in range(TRIES):
-        said = _try(update)
-        if not said:
+        try:
+            failpoint("step.optimiser")
+            if scaler is None:
+                optimiser.step()
+            else:
+                scaler.step(optimiser)
             return
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            said = first_line(error)
         if any(tensor._version != version for tensor, version in versions):
             raise _does_not_fit(optimiser, said, "the update was half done, so the model in memory is not usable")
         if type(optimiser).__module__.split(".")[0] not in COUNTED:
@@ -45,17 +57,6 @@ def optimizer_step_with_oom_retry(
     raise _does_not_fit(
         optimiser, said, "another optimiser was run before it, so the model in memory may be half updated"
     )
-
-
-def _try(update: Callable[[], object]) -> str:
-    """Nothing, or what the error said: only text leaves the `except` block."""
-    try:
-        update()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return (str(error) or type(error).__name__).strip().splitlines()[0][:200]
-    return ""
 
 
 def _state_of(optimiser: torch.optim.Optimizer) -> dict[Tensor, dict[str, Any]]:

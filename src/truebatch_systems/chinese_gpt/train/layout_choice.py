@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
-from truebatch.attention.score_rule import without_cudnn_sdpa
-from truebatch.batch.keyed_random import name_purposes, noise_for
+from truebatch.batch.keyed_random import name_purposes
 from truebatch.batch.microbatch import MicroBatch
 from truebatch.data.loader import load_steps
-from truebatch.objective import divide_once
+from truebatch.objective import add_counts
 from truebatch.planning.plan import build_plan
 from truebatch.planning.rows import Layout
 from truebatch.training.config import TrainConfig
 from truebatch.training.distributed.device import find_place
-from truebatch.training.memory.oom_retry import Guard, SampleTooLarge, run_guarded
+from truebatch.training.memory.oom_retry import Guard, SampleTooLarge
+from truebatch.training.optim.param_groups import Group
+from truebatch.training.step import StepEngine, accumulate, clear_gradients
 from truebatch_systems.chinese_gpt.data.samples import FIELDS, EncodedTexts
 from truebatch_systems.chinese_gpt.train.objective import NextToken
 
@@ -29,25 +28,22 @@ LAYOUTS: tuple[Layout, ...] = ("padded", "packed")
 STEPS, ROUNDS = 4, 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    device: torch.device
-    autocast: Callable[[], AbstractContextManager[object]]
-
-
 def choose_layout(model: nn.Module, samples: EncodedTexts, config: TrainConfig) -> tuple[Layout, str]:
     """The layout that is quicker on a few steps of these samples, and the times in one line. No weight is changed."""
-    found = find_place(config)
-    place = _Place(found.device, found.autocast)
+    place, objective = find_place(config), NextToken()
     model.to(place.device)
     name_purposes(model)
     batches = {layout: _first_batches(samples, config, layout) for layout in LAYOUTS}
-    guards = {layout: Guard(fields=FIELDS) for layout in LAYOUTS}  # what memory allows is timed, as it will be run
+    counts = {layout: add_counts(map(objective.counts, batches[layout])) for layout in LAYOUTS}
+    group = Group(optimiser=torch.optim.SGD(model.parameters()))  # names the parameters; it never updates them
+    engine = StepEngine(model=model, objective=objective, groups=(group,), device=place.device, autocast=place.autocast)
+    # What memory allows is timed, as it will be run.
+    engines = {layout: replace(engine, guard=Guard(fields=FIELDS)) for layout in LAYOUTS}
     seconds = dict.fromkeys(LAYOUTS, float("inf"))
     try:
         for _ in range(ROUNDS):  # Taking turns: a busy moment of the machine then meets both.
             for layout in LAYOUTS:
-                seconds[layout] = min(seconds[layout], _run(model, batches[layout], place, guards[layout]))
+                seconds[layout] = min(seconds[layout], _run(engines[layout], batches[layout], counts[layout]))
     except SampleTooLarge:  # the run will meet it as well, and has a policy for it
         return "packed", "layout: packed; memory did not suffice to time the layouts; the result is the same"
     best = min(LAYOUTS, key=lambda layout: seconds[layout])
@@ -67,23 +63,13 @@ def _first_batches(samples: EncodedTexts, config: TrainConfig, layout: Layout) -
         steps.close()
 
 
-def _run(model: nn.Module, batches: list[MicroBatch], place: _Place, guard: Guard) -> float:
-    objective = NextToken()
-
-    def run(parts: Iterable[MicroBatch]) -> None:
-        for batch in parts:
-            moved = batch.to(place.device, non_blocking=True)
-            with noise_for(moved, seed=0), without_cudnn_sdpa(place.device):
-                with place.autocast():
-                    sums = objective.sums(model, moved)
-                torch.autograd.backward(divide_once(sums, objective.counts(batch)))
-
-    _wait(place.device)
+def _run(engine: StepEngine, batches: list[MicroBatch], counts: dict[str, int]) -> float:
+    _wait(engine.device)
     began = time.perf_counter()
-    run_guarded(guard, batches, run, clear=lambda: model.zero_grad(set_to_none=True), device=place.device)
-    _wait(place.device)
+    accumulate(engine, batches, counts, epoch=0)
+    _wait(engine.device)
     seconds = time.perf_counter() - began
-    model.zero_grad(set_to_none=True)
+    clear_gradients(engine)
     return seconds
 
 
