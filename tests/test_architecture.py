@@ -6,6 +6,7 @@ Files are read, not imported: a wrong import is then named here and does not cra
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -131,3 +132,21 @@ def test_no_function_is_longer_than_a_page():
         if isinstance(node, ast.FunctionDef) and (length := length_of(name, node)) > 60
     ]
     assert not long
+
+
+OWN_WAYS = {
+    "truebatch.io.atomic_files": "the writer itself",
+    "truebatch.training.checkpoint.store": "a stage folder becomes a checkpoint",
+    "truebatch.training.checkpoint.retention": "old checkpoints are set aside before they are deleted",
+    "truebatch.training.run_dir.run_dir": "an earlier run makes room",
+    "truebatch.cli.commands.score": "an earlier run makes room",
+    "truebatch.testing.drills.kill_drill": "a broken state is laid out on purpose",
+}
+"""Who renames; all others write through the one writer."""
+RENAMING = re.compile(r"\bos\.(replace|rename)\(|\.rename\(|\b(mkstemp|mkdtemp|NamedTemporaryFile)\(")
+
+
+def test_there_is_one_writer_of_whole_files():
+    assert {name for name, file in modules().items() if RENAMING.search(file.read_text(encoding="utf-8"))} == set(
+        OWN_WAYS
+    )

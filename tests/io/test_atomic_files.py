@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from truebatch.errors import CheckpointError, DataError
 from truebatch.io import atomic_files
-from truebatch.io.atomic_files import read_json, remove_drafts, sync_folder, write_json, write_text
+from truebatch.io.array_files import read_arrays, write_arrays
+from truebatch.io.atomic_files import (
+    atomic_folder,
+    atomic_text,
+    read_json,
+    remove_drafts,
+    sync_folder,
+    write_json,
+    write_text,
+)
+from truebatch.planning.config import PlanConfig
+from truebatch.planning.plan import build_plan
+from truebatch.planning.plan_file import load_plan, save_plan
+from truebatch.scoring.store.export import write_rows
 from truebatch.testing.failpoints import FAILPOINTS, armed
 from truebatch.training.checkpoint.store import Checkpoint, load_checkpoint, save_checkpoint
 
@@ -70,6 +85,82 @@ def test_a_failed_write_leaves_the_old_text_or_the_new_and_no_draft(tmp_path, na
     is_renamed = name in ("write.renamed", "write.folder_synced")
     assert (tmp_path / "a").read_text() == ("new, and longer" if is_renamed else "old")
     assert os.listdir(tmp_path) == ["a"]
+
+
+WRITERS = {
+    "text.csv": lambda path, value: _write_lines(path, value),
+    "arrays.npz": lambda path, value: write_arrays(path, {"x": np.full(3, value)}, {}),
+    "a.plan": lambda path, value: save_plan(build_plan([value], PlanConfig(cells=64)), path),
+    "scores.jsonl": lambda path, value: write_rows([{"index": value}], path),
+}
+
+
+def _write_lines(path, value):
+    with atomic_text(path) as file:
+        file.write(f"a\r\n{value}\n")
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("point", ["write.opened", "write.written", "write.synced"])
+def test_whatever_is_written_is_the_old_or_the_new(tmp_path, name, point):
+    write, path = WRITERS[name], tmp_path / name
+    write(path, 5)
+    before = path.read_bytes()
+    with armed(f"{point}:enospc"), pytest.raises((OSError, DataError), match="failpoint"):
+        write(path, 7)
+    assert (path.read_bytes(), os.listdir(tmp_path)) == (before, [name])
+    write(path, 7)
+    assert path.read_bytes() != before
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_what_was_written_is_read_again(tmp_path):
+    for name, write in WRITERS.items():
+        write(tmp_path / name, 6)
+    assert (tmp_path / "text.csv").read_bytes() == b"a\r\n6\n"
+    assert read_arrays(tmp_path / "arrays.npz")[0]["x"].tolist() == [6, 6, 6]
+    assert load_plan(tmp_path / "a.plan").num_samples == 1
+    assert {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in WRITERS} == {0o666 & ~_umask()}
+
+
+def _umask():
+    value = os.umask(0)
+    os.umask(value)
+    return value
+
+
+@pytest.mark.parametrize("point", ["folder.written", "folder.old_removed"])
+def test_a_folder_is_never_half_of_one(tmp_path, point):
+    target = tmp_path / "model"
+    _write_folder(target, "old")
+    with armed(f"{point}:eio"), pytest.raises(OSError, match="failpoint"):
+        _write_folder(target, "new")
+    assert os.listdir(tmp_path) == (["model"] if point == "folder.written" else [])
+    _write_folder(target, "new")
+    assert (target / "a").read_text() == "new"
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_of_two_that_write_a_folder_to_be_kept_the_first_wins(tmp_path):
+    target = tmp_path / "model"
+    with atomic_folder(target, keep_existing=True) as late:
+        (late / "a").write_text("late")
+        with atomic_folder(target, keep_existing=True) as early:
+            (early / "a").write_text("early")
+    assert (target / "a").read_text() == "early"
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_a_file_where_the_folder_should_be_is_an_error(tmp_path):
+    (tmp_path / "model").write_text("a file")
+    with pytest.raises(NotADirectoryError), atomic_folder(tmp_path / "model", keep_existing=True):
+        pass
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def _write_folder(target, text):
+    with atomic_folder(target) as draft:
+        (draft / "a").write_text(text)
 
 
 def test_drafts_of_killed_writers_are_removed_and_nothing_else(tmp_path):

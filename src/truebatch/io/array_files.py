@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,14 +11,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from truebatch.io.atomic_files import atomic_write
+
 
 def write_arrays(file: Path, arrays: Mapping[str, NDArray[Any]], about: Mapping[str, Any]) -> None:
     """Write both to `file`; readers see the old state or the new one, never a part. Errors of the disk go through."""
     words = np.frombuffer(json.dumps(dict(about)).encode(), dtype=np.uint8)
     file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=file.parent, suffix=".part", delete=False) as part:
-        np.savez(part, allow_pickle=False, **arrays, about=words)
-    os.replace(part.name, file)
+    with atomic_write(file) as draft:
+        np.savez(draft, allow_pickle=False, **arrays, about=words)
 
 
 def read_arrays(file: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]] | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TextIO
 
 from truebatch.errors import CheckpointError, TruebatchError
 from truebatch.io.text_encoding import read_text
@@ -52,15 +53,25 @@ def write_text(path: Path, text: str) -> None:
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Replace a file as a whole; a kill at any moment leaves the old bytes or the new ones."""
-    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{DRAFT}")
+    with atomic_write(path) as file:
+        file.write(data[: len(data) // 2])
+        file.flush()
+        failpoint("write.half_written")
+        file.write(data[len(data) // 2 :])
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to that takes the place of `path` once the block has ended and all of it is on the disk.
+
+    A block that raises leaves what was there before.
+    """
+    draft = _draft_of(path)
     failpoint("write.before_open")
     try:
         with draft.open("xb") as file:
             failpoint("write.opened")
-            file.write(data[: len(data) // 2])
-            file.flush()
-            failpoint("write.half_written")
-            file.write(data[len(data) // 2 :])
+            yield file
             file.flush()
             failpoint("write.written")
             os.fsync(file.fileno())
@@ -73,6 +84,44 @@ def write_bytes(path: Path, data: bytes) -> None:
     failpoint("write.renamed")
     sync_folder(path.parent)
     failpoint("write.folder_synced")
+
+
+@contextmanager
+def atomic_text(path: Path) -> Iterator[TextIO]:
+    """The same for text in UTF-8, with line ends as they are written: for `csv` and what comes line by line."""
+    with atomic_write(path) as file:
+        text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+        yield text
+        text.flush()
+        text.detach()
+
+
+@contextmanager
+def atomic_folder(target: Path, *, keep_existing: bool = False) -> Iterator[Path]:
+    """An empty folder to write into that becomes `target` once the block has ended; a reader never sees half of it.
+
+    A folder that has this name by then is replaced, or stays if it is to be kept: another process wrote the same.
+    """
+    draft = _draft_of(target)
+    draft.mkdir()
+    try:
+        yield draft
+        failpoint("folder.written")
+        if not keep_existing:
+            shutil.rmtree(target, ignore_errors=True)
+            failpoint("folder.old_removed")
+        try:
+            draft.rename(target)
+        except OSError:
+            if not (keep_existing and target.is_dir()):
+                raise
+        failpoint("folder.renamed")
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _draft_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{DRAFT}")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -200,4 +249,7 @@ def _free_words(folder: Path) -> str:
 def remove_drafts(folder: Path) -> None:
     """Delete drafts that a killed process left behind. Only the owner of the folder may call this."""
     for draft in folder.glob(f".*{DRAFT}"):
-        draft.unlink(missing_ok=True)
+        if draft.is_dir() and not draft.is_symlink():
+            shutil.rmtree(draft)
+        else:
+            draft.unlink(missing_ok=True)

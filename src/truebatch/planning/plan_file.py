@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from truebatch.errors import DataError, PlanError
+from truebatch.io.atomic_files import atomic_write
 from truebatch.io.text_encoding import open_file
 from truebatch.planning.assign_ranks import StepLayout
 from truebatch.planning.config import PlanConfig
@@ -108,31 +109,14 @@ def _check_of(about: Mapping[str, Any]) -> int:
 
 
 def _write_whole(path: Path, parts: list[Any]) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with draft.open("wb") as file:
+        with atomic_write(path) as file:
             for part in parts:
                 file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise DataError(
             "the plan could not be written", seen=f"{path}: {error}", do="choose a folder that exists and has room"
         ) from error
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the new name itself survive a power cut, where the system can."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _read(file: Path) -> tuple[Arrays, dict[str, Any]]:

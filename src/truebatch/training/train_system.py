@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from truebatch.errors import RunError
-from truebatch.io.atomic_files import read_json, storage_error, write_json
+from truebatch.io.atomic_files import atomic_folder, read_json, storage_error, write_json
 from truebatch.registry import lasting_target
 from truebatch.system import System
 from truebatch.testing.failpoints import failpoint
@@ -137,7 +136,7 @@ def _say_where(run: RunFolder, config: TrainConfig, say: Callable[[str], None]) 
 
 def _export(system: System, config: Any, model: nn.Module, run: RunFolder, *, step: int) -> None:
     """Write the model of the best validation, or of the last step, in one move: a reader never sees half of it."""
-    target, part = run.folder / MODEL, run.folder / f"{MODEL}.part"
+    target = run.folder / MODEL
     best = best_step(run.checkpoints)
     # Written last: a kill between the end of the run and this leaves an older model, which is then replaced.
     about, mark = {"step": step, "best": best}, run.plan / EXPORTED
@@ -148,14 +147,9 @@ def _export(system: System, config: Any, model: nn.Module, run: RunFolder, *, st
             model.load_state_dict(load_checkpoint(saved.path).parts["model"], strict=False)
     try:
         failpoint("export.before_write")
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir()
-        system.save(config, model, part)
-        failpoint("export.written")
-        shutil.rmtree(target, ignore_errors=True)
-        failpoint("export.old_removed")
-        os.replace(part, target)
-        failpoint("export.renamed")
+        shutil.rmtree(run.folder / f"{MODEL}.part", ignore_errors=True)  # what a kill left of an earlier version
+        with atomic_folder(target) as draft:
+            system.save(config, model, draft)
         write_json(mark, about)
         failpoint("export.done")
     except OSError as error:

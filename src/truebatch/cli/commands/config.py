@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from truebatch.cli.settings import read_settings
+from truebatch.io.atomic_files import write_text
 from truebatch.language.console import say
 
 PAGE = Path("docs/config.md")
@@ -103,7 +104,7 @@ def show_reference(out: Annotated[Path, typer.Option(help="The page that is writ
 
       truebatch config reference
     """
-    out.write_text(reference(), encoding="utf-8")
+    write_text(out, reference())
     say(f"wrote {out}")
     return 0
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from truebatch.errors import ConfigError
+from truebatch.io.atomic_files import write_text
 from truebatch.io.text_encoding import nearest
 from truebatch.language.console import say
 from truebatch.plugins import settings, systems
@@ -41,7 +42,7 @@ def show_init(
         )
     for name, text in files.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
-        (out / name).write_text(text, encoding="utf-8")
+        write_text(out / name, text)
         say(f"wrote {out / name}")
     return 0
 

@@ -8,12 +8,9 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import re
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
@@ -22,7 +19,7 @@ from typing import IO, Any
 
 from truebatch.errors import ConfigError, DataError
 from truebatch.html_repr import html_table
-from truebatch.io.atomic_files import DRAFT, sync_folder
+from truebatch.io.atomic_files import atomic_write
 from truebatch.scoring.batch_plan import load_batches
 from truebatch.scoring.gc_pause import without_collecting
 from truebatch.scoring.store.input_index import Listed, load_list
@@ -119,7 +116,7 @@ def write_rows(given: Iterable[Row], file: Path, *, for_spreadsheet: bool = Fals
     }  # fmt: skip
     rows = _Counted(given)
     try:
-        with _replacing(file) as draft:
+        with atomic_write(file) as draft:
             ways[kind](rows, draft)
     except OSError as error:
         raise DataError(f"{file} cannot be written", seen=str(error), do="choose a folder that exists") from error
@@ -206,23 +203,6 @@ class _Counted:
         for row in self._rows:
             self.number += 1
             yield row
-
-
-@contextmanager
-def _replacing(file: Path) -> Iterator[IO[bytes]]:
-    """A file that replaces another as a whole, when all of it is on the disk."""
-    draft = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}{DRAFT}")
-    try:
-        with draft.open("xb") as out:
-            yield out
-            out.flush()
-            os.fsync(out.fileno())
-        draft.replace(file)
-    except BaseException:
-        with suppress(OSError):  # the cause is on its way to the caller
-            draft.unlink(missing_ok=True)
-        raise
-    sync_folder(file.parent)
 
 
 def _jsonl(rows: Iterable[Row], out: IO[bytes]) -> None:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from truebatch.environment import describe_environment
 from truebatch.errors import ConfigError, TruebatchError
+from truebatch.io.atomic_files import write_text
 from truebatch.language.console import say_error
 from truebatch.testing.tiny_hf.model import tiny_types
 from truebatch.verification.census.journal import append_row, journal_key, read_journal
@@ -130,10 +131,10 @@ def write_results(census: Census, *, json_file: Path | None, markdown_file: Path
         # One line a row: a change of one architecture is a change of one line.
         lines = ",\n".join(json.dumps(row) for row in census.rows)
         facts = json.dumps(census.facts, indent=2)
-        json_file.write_text(f'{{"facts": {facts},\n"rows": [\n{lines}\n]}}\n', encoding="utf-8")
+        write_text(json_file, f'{{"facts": {facts},\n"rows": [\n{lines}\n]}}\n')
     if markdown_file is not None:
         markdown_file.parent.mkdir(parents=True, exist_ok=True)
-        markdown_file.write_text(markdown(census.facts, census.rows), encoding="utf-8")
+        write_text(markdown_file, markdown(census.facts, census.rows))
 
 
 def _name(task: CensusTask) -> tuple[str, str]:

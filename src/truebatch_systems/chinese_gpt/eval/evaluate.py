@@ -16,6 +16,7 @@ import numpy as np
 from torch import nn
 
 from truebatch.generation.config import Generation
+from truebatch.io.atomic_files import write_text
 from truebatch.planning.config import PlanConfig
 from truebatch.planning.lengths.measured_values import Measured
 from truebatch.training.step import StepEngine
@@ -105,6 +106,6 @@ def score_answers(model: ChineseGPT, dialogues: Sequence[str], file: Path) -> di
         json.dumps({"question": q, "expected": a, "answer": mine, "is_right": right}, ensure_ascii=False)
         for (q, a), mine, right in zip(pairs, answers, is_right, strict=True)
     ]
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_text(file, "\n".join(lines) + "\n")
     right = sum(is_right)
     return {"answers_asked": len(pairs), "answers_right": right, "answers_right_share": right / max(len(pairs), 1)}

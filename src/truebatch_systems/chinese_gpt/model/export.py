@@ -13,6 +13,7 @@ from typing import Any, cast
 from safetensors.torch import save_file
 from torch import Tensor
 
+from truebatch.io.atomic_files import write_text
 from truebatch_systems.chinese_gpt.data.characters import CHINESE, HAN
 from truebatch_systems.chinese_gpt.model.model import NORM_EPS, Block, ChineseGPT
 from truebatch_systems.chinese_gpt.tokenizer.segmenter import BpeSegmenter, BuiltinSegmenter
@@ -37,7 +38,7 @@ def export_model(model: ChineseGPT, folder: Path) -> None:
     _write(folder / "tokenizer.json", tokenizer_definition(vocab))
     _write(folder / "tokenizer_config.json", _tokenizer_settings(model, vocab))
     vocab.save(folder / "vocabulary.json")
-    (folder / "README.md").write_text(_explain(vocab), encoding="utf-8")
+    write_text(folder / "README.md", _explain(vocab))
 
 
 def gpt2_config(model: ChineseGPT) -> dict[str, Any]:
@@ -223,4 +224,4 @@ Known text has the same tokens here as in training. Unknown characters side by s
 
 
 def _write(file: Path, value: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(value, ensure_ascii=False, indent=1), encoding="utf-8")
+    write_text(file, json.dumps(value, ensure_ascii=False, indent=1))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from truebatch.errors import DataError
+from truebatch.io.atomic_files import write_text
 from truebatch.io.text_encoding import read_text
 from truebatch_systems.chinese_gpt.tokenizer.segmenter import (
     Backend,
@@ -117,7 +118,7 @@ class Vocab:
 
     def save(self, file: str | Path) -> None:
         """Write it as JSON."""
-        Path(file).write_text(_dump({**self.as_dict(), "hash": self.hash}), encoding="utf-8")
+        write_text(Path(file), _dump({**self.as_dict(), "hash": self.hash}))
 
     @classmethod
     def load(cls, file: str | Path) -> Vocab:

@@ -7,9 +7,6 @@ and has a `label` (-1: none) and an `id`. Events are sorted by time, then by set
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -20,6 +17,7 @@ from numpy.typing import NDArray
 
 from truebatch.batch.fields import Field
 from truebatch.errors import DataError
+from truebatch.io.atomic_files import atomic_folder
 from truebatch.planning.lengths.measured_values import Measured
 from truebatch.planning.rows import Ints
 
@@ -156,13 +154,11 @@ def save_stays(stays: Stays, folder: Path) -> None:
     """Write the arrays into `folder`, in one move: a reader sees all of them or none."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(dir=folder.parent, suffix=".part"))
-        for f in fields(Stays):
-            if f.name != "ids":
-                np.save(part / f"{f.name}.npy", np.ascontiguousarray(getattr(stays, f.name)), allow_pickle=False)
-        (part / "ids.json").write_text(json.dumps(stays.ids), encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(part, folder)
+        with atomic_folder(folder) as draft:
+            for f in fields(Stays):
+                if f.name != "ids":
+                    np.save(draft / f"{f.name}.npy", np.ascontiguousarray(getattr(stays, f.name)), allow_pickle=False)
+            (draft / "ids.json").write_text(json.dumps(stays.ids), encoding="utf-8")
     except OSError as error:
         raise DataError(
             "the stays cannot be kept", seen=f"{folder}: {error}", do="name a folder that can be written to"

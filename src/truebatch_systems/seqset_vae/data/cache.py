@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from truebatch.io.atomic_files import write_text
 from truebatch.planning.lengths.measured_values import cache_folder
 from truebatch_systems.seqset_vae.data.admissions import Stays, open_stays, save_stays
 from truebatch_systems.seqset_vae.data.faults import Findings, Found
@@ -59,7 +60,7 @@ def _keep(folder: Path, source: Source, findings: Findings) -> None:
         "splits": list(source.splits),
     }
     # Written last: without it, the rest does not count.
-    (folder / ABOUT).write_text(json.dumps(about), encoding="utf-8")
+    write_text(folder / ABOUT, json.dumps(about))
 
 
 def _open(folder: Path, config: Any, findings: Findings) -> Source | None:

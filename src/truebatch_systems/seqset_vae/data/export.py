@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from truebatch.errors import ConfigError
+from truebatch.io.atomic_files import atomic_text
 from truebatch.io.data_files import read_samples
 from truebatch_systems.seqset_vae.config import ColumnConfig
 from truebatch_systems.seqset_vae.data.admissions import NOTHING, make_stays
@@ -150,7 +151,7 @@ class _StayWriter:
 
     def write_schema(self, path: Path) -> None:
         """What kind of number every variable is, guessed from its values."""
-        with path.open("w", newline="", encoding="utf-8") as file:
+        with atomic_text(path) as file:
             writer = csv.writer(file)
             writer.writerow(["feature_id", "type", "cardinality", "name"])
             for at, (name, number) in enumerate(sorted((n, i) for n, i in self.numbers.items() if i != NOTHING)):

@@ -20,6 +20,7 @@ from torch import nn
 from truebatch.batch.microbatch import MicroBatch
 from truebatch.data.loader import load_steps
 from truebatch.errors import DataError
+from truebatch.io.atomic_files import atomic_text, atomic_write, write_text
 from truebatch.planning.config import PlanConfig
 from truebatch.planning.plan import build_plan
 from truebatch.reports.plots import curves
@@ -117,7 +118,7 @@ def evaluate(config: Any, model: nn.Module, stays: Any, out: Path) -> dict[str, 
 
 def write_predictions(path: Path, stays: Stays, risk: NDArray[np.float64]) -> None:
     """One line a stay: its id, its label (empty if it has none) and the probability of label 1."""
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with atomic_text(path) as file:
         writer = csv.writer(file)
         writer.writerow(["id", "label", "probability"])
         for name, label, row in zip(stays.ids, stays.labels, risk, strict=True):
@@ -143,14 +144,14 @@ def export_latents(config: Any, model: nn.Module, path: Path) -> dict[str, int]:
             f"{split}/state": found.state,
         }
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
+    with atomic_write(path) as file:
         np.savez(file, allow_pickle=False, **arrays)
     return {split: len(arrays[f"{split}/mean"]) for split in prepare(config).splits}
 
 
 def write_calibration(rows: Sequence[Mapping[str, float]], out: Path) -> None:
     """Probability against share of positives, as a table and, where matplotlib is installed, as a picture."""
-    with (out / CALIBRATION).open("w", newline="", encoding="utf-8") as file:
+    with atomic_text(out / CALIBRATION) as file:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
@@ -159,7 +160,7 @@ def write_calibration(rows: Sequence[Mapping[str, float]], out: Path) -> None:
     points = [row["mean_probability"] for row in rows], [row["share_positive"] for row in rows]
     lines = {"honest": ([0.0, 1.0], [0.0, 1.0]), "this model": points}
     picture = curves(lines, title="Calibration", x="probability", y="share of label 1")
-    (out / RELIABILITY).write_text(picture, encoding="utf-8")
+    write_text(out / RELIABILITY, picture)
 
 
 def _after_hours(config: Any, model: nn.Module, stays: Stays) -> dict[str, Any]:

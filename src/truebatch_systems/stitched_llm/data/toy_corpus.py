@@ -6,7 +6,6 @@ seed -> chains -> ragged samples -> train / validation / test files, and a token
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from truebatch.io.atomic_files import write_text
 from truebatch.planning.rows import Ints
 
 TOPICS = (
@@ -91,6 +91,4 @@ def write_corpus(folder: Path, *, samples: int, seed: int) -> None:
         file = folder / f"{name}.jsonl"
         if not file.exists():
             lines = [json.dumps({"text": text}) for text in make_texts(size, seed=seed * 3 + number)]
-            part = file.with_suffix(f".part{os.getpid()}")
-            part.write_text("\n".join(lines) + "\n", encoding="utf-8")
-            os.replace(part, file)
+            write_text(file, "\n".join(lines) + "\n")

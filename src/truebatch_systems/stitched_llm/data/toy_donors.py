@@ -6,12 +6,7 @@ They are trained once and kept in the cache folder; whoever needs them again fin
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
 import sys
-import tempfile
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from truebatch.hf.heads.heads import head_of
 from truebatch.hf.heads.objective import HeadObjective
 from truebatch.hf.pretrained import without_chatter
+from truebatch.io.atomic_files import atomic_folder
 from truebatch.language.console import say
 from truebatch.planning.lengths.measured_values import cache_folder
 from truebatch.training.config import TrainConfig
@@ -53,7 +49,8 @@ def embedded_folder(*, samples: int, steps: int, seed: int) -> Path:
     folder = cache_folder() / f"stitched-{key}"
     write_corpus(folder, samples=samples, seed=seed)
     if not (folder / "tokenizer").is_dir():
-        _write_whole(folder / "tokenizer", _save_tokenizer)
+        with atomic_folder(folder / "tokenizer", keep_existing=True) as draft:
+            _save_tokenizer(draft)
     return folder
 
 
@@ -64,7 +61,8 @@ def ensure_donors(folder: Path, *, steps: int, seed: int) -> None:
             if not (folder / role).is_dir():
                 say(f"the {role} donor is trained first, {steps} steps, and kept in {folder / role}", file=sys.stderr)
                 model = train_donor(role, steps=steps, seed=seed * 2 + number)
-                _write_whole(folder / role, partial(_save, model))
+                with atomic_folder(folder / role, keep_existing=True) as draft:
+                    _save(model, draft)
     if num_ranks() > 1:
         dist.barrier()
 
@@ -113,15 +111,3 @@ def _save(model: Any, folder: Path) -> None:
     with without_chatter():
         model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
-
-
-def _write_whole(target: Path, write: Callable[[Path], Any]) -> None:
-    """A folder that is there whole or not at all, whoever else writes it at the same time."""
-    part = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
-    write(part)
-    try:
-        os.rename(part, target)
-    except OSError:
-        shutil.rmtree(part)  # somebody else was first, and wrote the same
-        if not target.is_dir():
-            raise

@@ -15,6 +15,7 @@ from torch import nn
 from truebatch.hf.heads.heads import head_of
 from truebatch.hf.heads.losses import IGNORE
 from truebatch.hf.heads.objective import HeadObjective
+from truebatch.io.atomic_files import write_text
 from truebatch.planning.config import PlanConfig
 from truebatch.reports.plots import bars
 from truebatch.training.data import measure_by_reading
@@ -92,4 +93,4 @@ def compare_donors(
 
 def draw_perplexities(found: Mapping[str, float], out: Path) -> None:
     """The same numbers as a picture."""
-    (out / PICTURE).write_text(bars(found, title="held-out text", y="perplexity"), encoding="utf-8")
+    write_text(out / PICTURE, bars(found, title="held-out text", y="perplexity"))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from truebatch.io.atomic_files import write_json
+from truebatch.io.atomic_files import write_json, write_text
 from truebatch.reports.plots import heat_map
 from truebatch_systems.stitched_llm.eval.evaluate import perplexity
 from truebatch_systems.stitched_llm.model.donors import Donor, keep_bottom
@@ -99,10 +99,10 @@ def write_search(pairs: Sequence[CutPair], out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / "search.json", [asdict(pair) for pair in pairs])
     files = [out / "search.json", out / "residual.svg"]
-    files[1].write_text(_picture(pairs, "residual"), encoding="utf-8")
+    write_text(files[1], _picture(pairs, "residual"))
     if any(pair.perplexity is not None for pair in pairs):
         files.append(out / "perplexity.svg")
-        files[2].write_text(_picture(pairs, "perplexity"), encoding="utf-8")
+        write_text(files[2], _picture(pairs, "perplexity"))
     return files
 
 
