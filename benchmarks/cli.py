@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from benchmarks.harness.benchmark import Benchmark, run_benchmark
+from benchmarks.harness.script import run_script
 from truebatch.cli import app as command_line
 
+BENCHMARKS = {
+    "attention": ("library.attention", "Packed attention on a CPU against a dense block mask."),
+    "estimate": ("library.estimate", "Memory estimated without running a model beside what running it takes."),
+    "verify": ("library.verify", "How long a proof takes for tiny models of every head."),
+    "trainer_accumulation": (
+        "library.trainer_accumulation", "A Hugging Face Trainer's gradient, with and without truebatch, against one by one.",
+    ),
+    "scoring_cost": ("scoring.cost", "CPU time and memory of `score` over a million samples of the scripted judge."),
+    "vl_reward_editing": (
+        "systems.vl_reward_editing", "Editing and judging with an editor that takes its time, on 1, 2 and 6 workers.",
+    ),
+}  # fmt: skip
+"""Cases x methods: the module that holds `BENCHMARK`, which is imported when it is run, and what it measures."""
 SCRIPTS = {
     "planning": "Planning a million samples beside LightBinPack and TRL: time, waste, balance, memory.",
-    "attention": "Packed attention on a CPU against a dense block mask.",
     "attention_cuda": "Attention on a card: every kernel against one sample alone, and timings.",
-    "estimate": "Memory estimated without running a model beside what running it takes.",
-    "verify": "How long a proof takes for tiny models of every head.",
     "fit_cuda": "Whether the budget of `fit` holds: predicted and real peaks of memory.",
     "oom_cuda": "Real out-of-memory errors: the gradient of every step against the step with room.",
     "sdpa_cuda": "How far the attention kernels of a card are from fp64, length by length.",
     "reliability": "The long sweeps of kills, damaged checkpoints and NaN, counted.",
-    "scoring_cost": "CPU time and memory of `score` over a million samples of the scripted judge.",
-    "vl_reward_editing": "Editing and judging with an editor that takes its time, on 1, 2 and 6 workers.",
-    "trainer_accumulation": "The gradient of a Hugging Face Trainer, with and without truebatch, against one by one.",
     "deepspeed": "The gradient of a step under DeepSpeed ZeRO in two processes, against one by one.",
     "stitched_llm_deepspeed": "A stitched model under DeepSpeed ZeRO in two processes, against one by one.",
     "stitched_llm_quality": "What stitched models reach, over tiny donors and over real weights.",
@@ -244,29 +254,39 @@ def show_tables(
     return 0
 
 
+PASSING: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""What follows the name, `--help` too, is read by the benchmark itself."""
+
+
+def load_benchmark(name: str) -> Benchmark:
+    """The benchmark of this name, imported now."""
+    found: Benchmark = import_module(f"benchmarks.{BENCHMARKS[name][0]}").BENCHMARK
+    return found
+
+
+def _add_benchmark(name: str, about: str) -> None:
+    def show_benchmark(context: typer.Context) -> int:
+        return run_benchmark(load_benchmark(name), context.args)
+
+    show_benchmark.__doc__ = about
+    bench_app.command(name, short_help=about, context_settings=PASSING, add_help_option=False)(show_benchmark)
+
+
 def _add_script(name: str, about: str) -> None:
-    """Make a file of `benchmarks/` a command; what follows its name is given to the file."""
+    """Make a file of `benchmarks/scripts/` a command; what follows its name is given to the file."""
 
     def show_script(
         context: typer.Context,
-        json_file: Annotated[
-            Path | None, typer.Option("--json", dir_okay=False, help="Write what was measured as JSON.")
-        ] = None,
+        json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False)] = None,
     ) -> int:
-        # Imported here so that `truebatch --help` answers at once.
-        from benchmarks.harness.script import run_script
-
         return run_script(name, [*(["--out", str(json_file)] if json_file else []), *context.args])
 
-    show_script.__doc__ = (
-        f"{about}\n\nFurther options go to benchmarks/scripts/{name}.py, which says what it knows:"
-        f"\n\n  python -m benchmarks {name} -- --help"
-        f"\n\nExamples:\n\n  python -m benchmarks {name} --json {name}.json"
-    )
-    passing = {"allow_extra_args": True, "ignore_unknown_options": True}
-    bench_app.command(name, short_help=about, context_settings=passing)(show_script)
+    show_script.__doc__ = about
+    bench_app.command(name, short_help=about, context_settings=PASSING, add_help_option=False)(show_script)
 
 
+for _name, (_, _about) in BENCHMARKS.items():
+    _add_benchmark(_name, _about)
 for _name, _about in SCRIPTS.items():
     _add_script(_name, _about)
 

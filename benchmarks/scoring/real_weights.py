@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness.command_line import command_line
 from benchmarks.harness.result_file import keep_result, origin
 from truebatch.generation.config import Generation
 from truebatch.hf.load import load_model
@@ -65,7 +66,10 @@ def run_bench(config: RealBench, *, out: Path | None, say: Say) -> dict[str, Any
     """Measure every row; the result is written after each."""
     if config.device == "cpu":
         torch.set_num_threads(config.threads)
-    result: dict[str, Any] = {"rows": [], **origin("benchmarks.scoring.real_weights", config, "transformers")}
+    result: dict[str, Any] = {
+        "rows": [],
+        **origin(config, "transformers", command=command_line("benchmarks.scoring.real_weights")),
+    }
     began = time.monotonic()
     result["prompts"] = _lengths(config)
     for row in _rows(config):

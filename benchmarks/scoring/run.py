@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import transformers
 
+from benchmarks.harness.command_line import command_line
 from benchmarks.harness.result_file import keep_result, origin
 from benchmarks.scoring.workload import Ours, Way, make_llama, make_qwen, picture_prompts, text_prompts, theirs
 from benchmarks.training.timing import time_once
@@ -92,7 +93,7 @@ def run_bench(config: ScoringBench, *, out: Path | None, say: Say) -> dict[str, 
         "overheads": {},
         "rows": [],
         "left_out": [],
-        **origin("benchmarks.scoring.run", config, "transformers"),
+        **origin(config, "transformers", command=command_line("benchmarks.scoring.run")),
     }
     began = time.monotonic()
     result["overheads"] = _overheads(config)

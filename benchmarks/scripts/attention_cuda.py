@@ -16,7 +16,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch.nn.attention.varlen import varlen_attn
 from transformers import PreTrainedModel
 
+from benchmarks.harness.result_file import today
 from truebatch.attention.api import attend, gather_facts
 from truebatch.attention.dispatch import choose_kernel
 from truebatch.attention.score_rule import Rule
@@ -386,7 +386,7 @@ def main() -> None:
     }
     report: Row = {"environment": environment(args.device), "rows": []}
     report["command"] = " ".join(["python", "-m", "benchmarks", "attention_cuda", *sys.argv[1:]])
-    report["date"] = datetime.now(UTC).date().isoformat()
+    report["date"] = today()
     print(json.dumps(report["environment"], indent=2), flush=True)
     for name, rows in parts.items():
         began = time.perf_counter()

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness.choices import read_names
+from benchmarks.harness.command_line import command_line
 from benchmarks.harness.result_file import keep_result, origin
 from benchmarks.model_shapes import SHAPES, Shape, build_model
 from truebatch.batch.collate import collate
@@ -312,7 +313,8 @@ def measure(config: FitBenchConfig, *, out: Path | None) -> dict[str, Any]:
     device = torch.device(config.device, 0) if config.device == "cuda" else torch.device(config.device)
     began = time.monotonic()
     report: dict[str, Any] = {
-        **origin("benchmarks.scripts.fit_cuda", config, "transformers"), "rows": [], "left_out": [], "problems": []
+        **origin(config, "transformers", command=command_line("benchmarks.scripts.fit_cuda")),
+        "rows": [], "left_out": [], "problems": []
     }  # fmt: skip
     rows: list[Row] = []
     for case in config.cases:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from benchmarks.harness.command_line import command_line
 from benchmarks.harness.result_file import keep_result, origin
 from truebatch.batch.fields import Field
 from truebatch.batch.microbatch import MicroBatch
@@ -304,7 +305,7 @@ def main() -> int:
         return 0
     sizes = {"vocab": 4000, "dim": 32, "layers": 1, "longest": 64} if given.quick else {}
     config = OomConfig(device=given.device, errors=given.errors, injected=given.injected, **sizes)
-    report = {**origin("benchmarks.scripts.oom_cuda", config), **measure(config, device)}
+    report = {**origin(config, command=command_line("benchmarks.scripts.oom_cuda")), **measure(config, device)}
     keep_result(report, given.out)
     print(json.dumps(report, indent=1))
     return 1 if report["problems"] else 0

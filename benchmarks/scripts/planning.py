@@ -20,12 +20,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.harness.result_file import today
 from truebatch.planning.config import PlanConfig
 from truebatch.planning.plan import Plan, build_plan
 from truebatch.planning.plan_file import load_plan, save_plan
@@ -198,7 +198,7 @@ def about(command: str) -> Row:
     hardware = {"machine": platform.machine(), "cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
     return {
         "command": command,
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": today(),
         "hardware": hardware,
         "versions": versions,
     }

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from benchmarks.harness.result_file import describe_hardware, today
+
 ROOT = Path(__file__).parents[2]
 DRILL, RESUME = "tests/testing/drills/test_kill_drill.py", "tests/training/checkpoint/test_resume.py"
 SWEEPS = {
@@ -121,8 +123,8 @@ def write(out: Path, sweeps: dict[str, Any]) -> None:
     result = {
         "sweeps": sweeps,
         "command": "python -m benchmarks reliability",
-        "date": datetime.now(UTC).date().isoformat(),
-        "hardware": f"{platform.machine()}, {os.cpu_count()} CPU cores",
+        "date": today(),
+        "hardware": describe_hardware(),
         "versions": {"python": platform.python_version(), "torch": version("torch")},
     }
     out.write_text(json.dumps(result, indent=2) + "\n")

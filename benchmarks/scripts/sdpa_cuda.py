@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.harness.command_line import command_line
 from benchmarks.harness.result_file import origin
 
 HEADS, KEY_HEADS, WIDTH = 32, 4, 64
@@ -91,7 +92,8 @@ def main() -> int:
     given = parser.parse_args()
     device = torch.device(given.device)
     report: dict[str, Any] = {
-        **origin("benchmarks.scripts.sdpa_cuda", SdpaConfig(device=given.device)), "cudnn": torch.backends.cudnn.version(),
+        **origin(SdpaConfig(device=given.device), command=command_line("benchmarks.scripts.sdpa_cuda")),
+        "cudnn": torch.backends.cudnn.version(),
         "kernels": {}, "layouts": {},
     }  # fmt: skip
     for name, backend in BACKENDS.items():

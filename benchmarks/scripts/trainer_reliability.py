@@ -24,7 +24,6 @@ import sys
 import tempfile
 import threading
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from benchmarks.harness.result_file import describe_hardware, today
 from truebatch.adapters.trainer import TruebatchMixin
 from truebatch.hf.heads.heads import head_of
 from truebatch.hf.heads.objective import HeadObjective
@@ -300,8 +300,8 @@ def main() -> None:
     result = {
         **found,
         "command": " ".join(["python", "-m", "benchmarks", "trainer_reliability", *sys.argv[1:]]),
-        "date": datetime.now(UTC).date().isoformat(),
-        "hardware": f"{platform.machine()}, {os.cpu_count()} CPU cores",
+        "date": today(),
+        "hardware": describe_hardware(),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

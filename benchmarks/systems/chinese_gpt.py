@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness.command_line import command_line
 from benchmarks.harness.result_file import keep_result, origin
 from benchmarks.training.timing import time_once
 from truebatch.batch.keyed_random import name_purposes
@@ -113,7 +114,7 @@ def run_gpt_bench(config: GPTBenchConfig, *, out: Path | None, say: Say) -> dict
         "rows": [],
         "choice": {},
         "left_out": [],
-        **origin("benchmarks.systems.chinese_gpt", config, "numpy"),
+        **origin(config, "numpy", command=command_line("benchmarks.systems.chinese_gpt")),
         "threads": torch.get_num_threads(),
     }
     if config.tables:

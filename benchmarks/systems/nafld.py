@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -30,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.harness.command_line import command_line
-from benchmarks.harness.result_file import keep_result
+from benchmarks.harness.result_file import keep_result, today
 from truebatch.errors import ConfigError
 from truebatch.training.load_trained import open_trained
 from truebatch.training.train_system import Start, settings_type, train_system
@@ -195,7 +194,7 @@ def _about(config: NafldBenchConfig) -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     return {
         "command": command_line("benchmarks.systems.nafld"),
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": today(),
         "hardware": torch.cuda.get_device_name()
         if cuda
         else f"{platform.machine()}, {torch.get_num_threads()} threads",

@@ -16,14 +16,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.harness.result_file import keep_result
+from benchmarks.harness.result_file import keep_result, today
 from truebatch.batch.collate import collate
 from truebatch.batch.keyed_random import noise_for
 from truebatch.batch.microbatch import MicroBatch
@@ -213,7 +212,7 @@ def run_quality(*, out: Path | None, say: Say) -> dict[str, Any]:
 def _about() -> dict[str, Any]:
     return {
         "command": shlex.join(["python", "-m", "benchmarks.systems.seqset_quality", *sys.argv[1:]]),
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": today(),
         "hardware": f"{platform.machine()}, {torch.get_num_threads()} threads",
         "torch": torch.__version__,
     }

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.harness.command_line import command_line
 from benchmarks.harness.result_file import keep_result, origin
 from benchmarks.systems.seqset_vae_methods import count_saved, loss_of, make_batches, note_loss_of, warmed_up
 from benchmarks.training.timing import GIB, forget_models, peak_gib, reset_peak_memory, time_once, time_update
@@ -97,7 +98,7 @@ def run_seqset(config: SeqSetBenchConfig, *, out: Path | None, say: Say) -> dict
         "ratios": {},
         "rows": [],
         "left_out": [],
-        **origin("benchmarks.systems.seqset_vae", config),
+        **origin(config, command=command_line("benchmarks.systems.seqset_vae")),
         "threads": torch.get_num_threads(),
         "note_claims": NOTE_CLAIMS,
     }

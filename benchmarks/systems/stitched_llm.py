@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +27,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness.command_line import command_line
-from benchmarks.harness.result_file import keep_result
+from benchmarks.harness.result_file import keep_result, today
 from benchmarks.systems.stitched_llm_workload import (
     TINY_SIZES,
     StitchedBenchConfig,
@@ -324,7 +323,7 @@ def _about(config: StitchedBenchConfig) -> dict[str, Any]:
     memory = torch.cuda.get_device_properties(0).total_memory / GIB if config.device == "cuda" else 0.0
     return {
         "command": command_line("benchmarks.systems.stitched_llm"),
-        "date": datetime.now(UTC).date().isoformat(), "hardware": card, "card_gib": memory,
+        "date": today(), "hardware": card, "card_gib": memory,
         "torch": torch.__version__, "transformers": version("transformers"), "python": platform.python_version(),
         "config": asdict(config),
     }  # fmt: skip

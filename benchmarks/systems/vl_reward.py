@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness.command_line import command_line
 from benchmarks.harness.result_file import keep_result, origin
 from benchmarks.scoring.workload import make_qwen
 from benchmarks.systems.vl_reward_workload import Clock, clocked, make_pairs, turn_around
@@ -90,7 +91,7 @@ def run_reward_bench(config: RewardBench, *, out: Path | None, say: Say) -> dict
         "ratios": {},
         "rows": [],
         "left_out": [],
-        **origin("benchmarks.systems.vl_reward", config, "transformers"),
+        **origin(config, "transformers", command=command_line("benchmarks.systems.vl_reward")),
     }
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(config, Path(folder), result, say)

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness.command_line import command_line
 from benchmarks.harness.result_file import check_can_keep, keep_result, origin
 from benchmarks.model_shapes import SHAPES, attention_flops_per_pair, build_model, matrix_flops_per_token
 from benchmarks.training.attention_gap import explore_attention
@@ -212,7 +213,7 @@ def _environment(config: TrainingBenchConfig) -> dict[str, Any]:
     names = [module.replace("_", "-") for module in dict.fromkeys(PEERS.values())]
     used += [name for name in names if any(distributions(name=name))]
     return {
-        **origin("benchmarks.training.run", config, "transformers", *used),
+        **origin(config, "transformers", *used, command=command_line("benchmarks.training.run")),
         "threads": torch.get_num_threads(),
         "dtype": str(_dtype(config.device)),
     }

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness.choices import read_names
+from benchmarks.harness.command_line import command_line
 from benchmarks.harness.result_file import keep_result, origin
 from benchmarks.training.timing import GIB, forget_models, peak_gib, reset_peak_memory, time_once
 from benchmarks.vlm_pruning.generation import generation_row
@@ -131,7 +132,7 @@ class Bench:
         self.config, self.out, self.say = config, out, say
         self.began = time.monotonic()
         self.device = torch.device(config.device)
-        about = origin("benchmarks.vlm_pruning.run", config, "transformers")
+        about = origin(config, "transformers", command=command_line("benchmarks.vlm_pruning.run"))
         self.result: dict[str, Any] = {"ratios": {}, "rows": [], "left_out": [], **about, "parts": list(config.parts)}
         self.work = make_work(self.device, is_large=config.is_large, number=config.samples)
         self.width = int(statistics.mean(self.work.lengths))

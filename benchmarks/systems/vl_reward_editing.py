@@ -1,29 +1,44 @@
 """Editing and judging end to end with an editor that takes its time: one, two and six workers, and one slow among three.
 
-    python -m benchmarks vl_reward_editing --out docs/results/vl_reward_editing.json
-
 The editor waits instead of computing, so that the scheduling is measured and not this machine. "ideal" is the work shared
 out with nothing lost; "barrier" is what rounds of one pair a worker would take, as the note's way does.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 import tempfile
 import time
-from collections.abc import Sequence
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.command_line import command_line
+from benchmarks.harness.benchmark import Benchmark, Row, option
+from truebatch.errors import ConfigError
 from truebatch.scoring.runner import Running
 from truebatch_systems.vl_reward.data.dataset import EditPair, Wanted, read_benchmark
 from truebatch_systems.vl_reward.data.toy_pictures import PROMPTS, ShapesJudge, edit_picture, make_records
 from truebatch_systems.vl_reward.editors import ScriptedEditor
 from truebatch_systems.vl_reward.stages import Judging, edit_all, judge_all_edits, read_results
+
+SPEEDS = {"1 worker": (1.0,), "2 workers": (1.0,) * 2, "6 workers": (1.0,) * 6, "3 workers, one slow": (1.0, 1.0, 0.25)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EditingOptions:
+    """How much is edited."""
+
+    pairs: int = option(60, "Pictures and instructions.")
+    seconds: float = option(0.5, "Of one edit.")
+
+    def __post_init__(self) -> None:
+        if self.pairs < 1 or not self.seconds > 0:
+            raise ConfigError(
+                "there is nothing to time",
+                seen=f"{self.pairs} pairs of {self.seconds} s",
+                do="give at least one, and some time",
+            )
 
 
 def timed_editor(seconds: float) -> ScriptedEditor:
@@ -56,31 +71,34 @@ def run_once(pairs: Sequence[EditPair], speeds: Sequence[float], seconds: float)
     }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=60)
-    parser.add_argument("--seconds", type=float, default=0.5, help="of one edit")
-    parser.add_argument("--out", type=Path, default=None)
-    args = parser.parse_args()
+def prepare(options: EditingOptions, case: str) -> tuple[EditingOptions, str, Sequence[EditPair]]:
+    """The pairs that are edited."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "benchmark.json"
-        path.write_text(json.dumps(make_records(args.pairs)))
-        pairs = read_benchmark(path, Wanted()).pairs
-        rows = []
-        for speeds in ((1.0,), (1.0,) * 2, (1.0,) * 6, (1.0, 1.0, 0.25)):
-            rows.append(run_once(pairs, speeds, args.seconds))
-            print(json.dumps(rows[-1]), flush=True)
-    ratios = {
-        f"{row['workers']} workers over 1": round(rows[0]["edit_seconds"] / row["edit_seconds"], 2) for row in rows[1:3]
-    }
-    result = {
-        "ratios": ratios, "rows": rows, "command": command_line("benchmarks.scripts.vl_reward_editing"),
-        "date": datetime.now(UTC).date().isoformat(), "hardware": platform.machine(), "python": platform.python_version(),
-    }  # fmt: skip
-    print(json.dumps(ratios))
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        path.write_text(json.dumps(make_records(options.pairs)))
+        return options, case, read_benchmark(path, Wanted()).pairs
 
 
-if __name__ == "__main__":
-    main()
+def measure(prepared: tuple[EditingOptions, str, Sequence[EditPair]], method: str) -> Row:
+    """Both stages, end to end."""
+    options, case, pairs = prepared
+    return run_once(pairs, SPEEDS[case], options.seconds)
+
+
+def summarize(rows: Sequence[Row]) -> Mapping[str, Any]:
+    """How many times as fast several workers edit."""
+    seconds = {row["case"]: row["edit_seconds"] for row in rows}
+    faster = [case for case in ("2 workers", "6 workers") if case in seconds and "1 worker" in seconds]
+    return {"ratios": {f"{case} over 1": round(seconds["1 worker"] / seconds[case], 2) for case in faster}}
+
+
+BENCHMARK = Benchmark(
+    name="vl_reward_editing",
+    about=__doc__,
+    options=EditingOptions,
+    cases=lambda options: list(SPEEDS),
+    methods=lambda options: ["shared out"],
+    prepare=prepare,
+    measure=measure,
+    summary=summarize,
+)

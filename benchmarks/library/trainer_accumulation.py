@@ -1,29 +1,21 @@
 """The gradient of one update of a Hugging Face Trainer, alone and with TruebatchMixin, against one sample at a time.
 
-    python -m benchmarks trainer_accumulation --out docs/results/trainer_accumulation.json
-
 Eight samples make one update, cut into 1, 2, 4 or 8 micro-batches. Tiny random models, fp32, no dropout.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import sys
 import tempfile
-from datetime import UTC, datetime
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
+from benchmarks.harness.benchmark import Benchmark, Options, Row
 from truebatch.adapters.planned_batches import AdapterConfig
 from truebatch.adapters.trainer import TruebatchMixin
 from truebatch.testing.tiny_hf.model import tiny_model
@@ -43,6 +35,14 @@ Sample = dict[str, Tensor]
 
 class PlannedTrainer(TruebatchMixin, Trainer):
     """With planned steps and the exact loss."""
+
+
+METHODS: dict[str, tuple[type, dict[str, Any]]] = {
+    "Trainer": (Trainer, {}),
+    "truebatch": (PlannedTrainer, {}),
+    "truebatch, packed": (PlannedTrainer, {"truebatch": AdapterConfig(layout="packed")}),
+}
+LIMIT = 1e-6
 
 
 class KeepGradient(TrainerCallback):
@@ -125,50 +125,46 @@ def compare(found: Tensor, expected: Tensor) -> dict[str, float]:
     }
 
 
-def measure() -> list[dict[str, Any]]:
-    rows = []
-    for title, names in HEADS.items():
-        expected = one_by_one(names[1], *build(*names))
-        for accumulation in (1, 2, 4, 8):
-            row: dict[str, Any] = {"head": title, "gradient_accumulation_steps": accumulation}
-            row["trainer"] = compare(update(Trainer, names, accumulation), expected)
-            row["truebatch"] = compare(update(PlannedTrainer, names, accumulation), expected)
-            if names[1] == "causal_lm":
-                packed = update(PlannedTrainer, names, accumulation, truebatch=AdapterConfig(layout="packed"))
-                row["truebatch_packed"] = compare(packed, expected)
-            rows.append(row)
-            print(
-                f"{title:32} ga={accumulation}  Trainer norm x{row['trainer']['norm_ratio']:.2f} "
-                f"cos {row['trainer']['cosine']:.3f} err {row['trainer']['relative_error']:.1e}   "
-                f"with truebatch err {row['truebatch']['relative_error']:.1e}"
-            )
-    return rows
+def prepare(options: Options, case: str) -> tuple[tuple[str, str], int, Tensor]:
+    """The head, the number of micro-batches, and the gradient that is right."""
+    title, _, accumulation = case.rpartition(", accumulation ")
+    names = HEADS[title]
+    return names, int(accumulation), one_by_one(names[1], *build(*names))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=None)
-    args = parser.parse_args()
-    rows = measure()
-    ours = [row[way]["relative_error"] for row in rows for way in ("truebatch", "truebatch_packed") if way in row]
-    result = {
-        "rows": rows,
-        "largest_error_truebatch": max(ours),
-        "largest_norm_ratio_trainer": max(row["trainer"]["norm_ratio"] for row in rows),
-        "command": " ".join(["python", "-m", "benchmarks", "trainer_accumulation", *sys.argv[1:]]),
-        "date": datetime.now(UTC).date().isoformat(),
-        "hardware": f"{platform.machine()}, {os.cpu_count()} CPU cores",
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+def measure(prepared: tuple[tuple[str, str], int, Tensor], method: str) -> Row | None:
+    """The gradient of one update against one by one; rows are packed for causal models only."""
+    names, accumulation, expected = prepared
+    if method == "truebatch, packed" and names[1] != "causal_lm":
+        return None
+    kind, extra = METHODS[method]
+    return compare(update(kind, names, accumulation, **extra), expected)
+
+
+def summarize(rows: Sequence[Row]) -> Mapping[str, Any]:
+    """The worst of ours, and how far the Trainer's gradient is off in length."""
+    ours = [row["relative_error"] for row in rows if row["method"] != "Trainer"]
+    theirs = [row["norm_ratio"] for row in rows if row["method"] == "Trainer"]
+    return {
+        "largest_error_truebatch": max(ours, default=0.0),
+        "largest_norm_ratio_trainer": max(theirs, default=1.0),
     }
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
-    sys.exit(0 if result["largest_error_truebatch"] <= 1e-6 else 1)
 
 
-if __name__ == "__main__":
-    main()
+def find_problems(result: Mapping[str, Any]) -> list[str]:
+    """An error of ours that fp32 does not explain."""
+    rows = [row for row in result["rows"] if row["method"] != "Trainer" and not row["relative_error"] <= LIMIT]
+    return [f"{row['case']}, {row['method']}: relative error {row['relative_error']:.1e}" for row in rows]
+
+
+BENCHMARK = Benchmark(
+    name="trainer_accumulation",
+    about=__doc__,
+    cases=lambda options: [f"{title}, accumulation {number}" for title in HEADS for number in (1, 2, 4, 8)],
+    methods=lambda options: list(METHODS),
+    prepare=prepare,
+    measure=measure,
+    summary=summarize,
+    problems=find_problems,
+    libraries=("transformers",),
+)
