@@ -169,7 +169,7 @@ def test_a_foreign_file_is_not_a_plan(tmp_path: Path) -> None:
 
 
 def test_a_file_or_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be opened"):
+    with pytest.raises(DataError, match="there is no file"):
         load_plan(tmp_path / "nothing")
     with pytest.raises(DataError, match="could not be written"):
         save_plan(sample_plan(), tmp_path / "no" / "folder" / "plan")

@@ -24,7 +24,7 @@ from truebatch.errors import ConfigError, RunError, TruebatchError
 from truebatch.io.atomic_files import hash_file, write_bytes
 from truebatch.planning.keyed_rng import keyed_hash
 from truebatch.scoring.backends.interface import Backend, Cost, SampleError, ScoreRequest, ScoreResponse
-from truebatch.scoring.backends.subprocess import WorkerBackend
+from truebatch.scoring.backends.remote import RemoteBackend
 from truebatch.scoring.backends.transformers import ModelBackend
 from truebatch.scoring.batch_plan import Limits
 from truebatch.scoring.memory_budget import MEASURED, fit_cells, settle_limits
@@ -231,7 +231,7 @@ def _fit(judges: Sequence[Backend], asked: Sequence[ScoreRequest]) -> int | None
     some = asked[:: max(1, len(asked) // MEASURED)]
     if isinstance(judges[0], ModelBackend):
         return fit_cells(judges[0], some)
-    return judges[0].fit(some) if isinstance(judges[0], WorkerBackend) else None
+    return judges[0].fit(some) if isinstance(judges[0], RemoteBackend) else None
 
 
 def read_results(pairs: Sequence[EditPair], run: Path) -> list[Row]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -14,6 +15,7 @@ from truebatch.scoring.backends import ray as raybackend
 from truebatch.scoring.backends.interface import ScoreRequest
 from truebatch.scoring.backends.protocol import decode, encode, pack_asked, unpack_outcome
 from truebatch.scoring.backends.ray import JudgeActor, RayBackend, RaySettings, located
+from truebatch.scoring.backends.remote import WorkerCrash, WorkerHang
 from truebatch.scoring.backends.scripted import ScriptedBackend
 from truebatch.scoring.batch_plan import Limits
 from truebatch.scoring.bisect import FailureStats
@@ -37,14 +39,14 @@ def asked(*values):
 def test_what_runs_in_an_actor_answers_for_every_sample():
     judge = JudgeActor(CALL)
     samples = asked({"user": "abc"}, {"user": "x", "options": {"fail": "too_long"}})
-    good, bad = judge.judge([pack_asked(one) for one in samples])
+    good, bad = judge.answer({"do": "judge", "samples": [pack_asked(one) for one in samples]})["answers"]
     assert (good["score"], bad["kind"]) == (3.0, "too_long")
-    assert judge.costs([pack_asked(samples[0])])[0]["tokens"] == 4
-    assert judge.describe()["backend"] == "scripted"
+    assert judge.answer({"do": "cost", "samples": [pack_asked(samples[0])]})["costs"][0]["tokens"] == 4
+    assert judge.answer({"do": "describe"})["describe"]["backend"] == "scripted"
     refused = JudgeActor({**CALL, "model": "nowhere"})
-    assert "model folder" in refused.ready()["wrong"]
+    assert "model folder" in refused.greet()["refused"]["wrong"]
     with pytest.raises(ConfigError, match="model folder"):
-        refused.describe()
+        refused.answer({"do": "describe"})
 
 
 def test_an_actor_of_the_pool_isolates_faults_by_itself():
@@ -86,6 +88,76 @@ def test_what_the_pool_loses_is_judged_all_the_same_and_the_export_is_that_of_on
     run_samples(list_samples(data), [ScriptedBackend()], tmp_path / "pool", LIMITS, Running(engine=engine))
     assert exported(tmp_path / "pool") == exported(tmp_path / "one")
     assert len(list((tmp_path / "pool" / "journal").glob("worker-0-engine*.db"))) == 1
+
+
+class FakeRay:
+    """As much of Ray as a transport asks for; judging `j` ends the actor, judging `jk` hangs it."""
+
+    class exceptions:
+        GetTimeoutError, RayActorError, RayTaskError = (type(name, (Exception,), {"cause": None}) for name in "abc")
+
+    def __init__(self):
+        self.killed = []
+
+    def remote(self, **_options):
+        return lambda kind: SimpleNamespace(remote=lambda *given: FakeActor(kind(*given)))
+
+    def get(self, call, timeout=None):
+        request = call.given[0] if call.given else {"do": "greet"}
+        users = [sample["user"] for sample in request.get("samples", ())] if request["do"] in ("judge", "check") else []
+        if "j" in users:
+            raise self.exceptions.RayActorError("the actor died\nand more")
+        if "jk" in users:
+            raise self.exceptions.GetTimeoutError
+        return call.run(*call.given)
+
+    def kill(self, actor):
+        self.killed.append(actor)
+
+
+class FakeActor:
+    def __init__(self, made):
+        self.made = made
+
+    def __getattr__(self, name):
+        return SimpleNamespace(remote=lambda *given: SimpleNamespace(run=getattr(self.made, name), given=given))
+
+
+@pytest.fixture
+def fake_ray(monkeypatch):
+    ray = FakeRay()
+    monkeypatch.setattr(raybackend, "ray_library", lambda: ray)
+    return ray
+
+
+def test_an_actor_that_dies_or_hangs_is_replaced_and_what_it_raises_is_told(fake_ray):
+    backend = RayBackend(CALL)
+    assert backend.describe()["backend"] == "scripted"
+    assert [one.score for one in backend.judge(asked({"user": "abc"}, {"user": "ab"}))] == [3.0, 2.0]
+    assert backend.starts == 1
+    with pytest.raises(WorkerCrash, match=r"^the actor died$"):
+        backend.judge(asked({"user": "j"}))
+    assert (backend.starts, len(fake_ray.killed)) == (2, 2)  # a single sample is tried a second time
+    with pytest.raises(WorkerCrash):
+        backend.judge(asked({"user": "j"}, {"user": "abc"}))
+    with pytest.raises(WorkerHang, match="no answer in 600 s"):
+        backend.judge(asked({"user": "jk"}))
+    assert (backend.starts, len(fake_ray.killed)) == (4, 4)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        backend.judge(asked({"user": "x", "options": {"fail": "raise"}}))
+    with pytest.raises(MemoryError):
+        backend.judge(asked({"user": "x", "options": {"fail": "memory"}}))
+    report = backend.check(asked(*({"user": "x" * n} for n in range(3, 9)), {"user": "j"}), 7, None)
+    assert (report.ok, report.samples) == (True, 6)
+    backend.close()
+    assert len(fake_ray.killed) == backend.starts
+
+
+def test_an_actor_that_cannot_open_its_model_says_why(fake_ray):
+    backend = RayBackend({**CALL, "model": "nowhere"})
+    with pytest.raises(ConfigError, match="model folder"):
+        backend.describe()
+    assert len(fake_ray.killed) == 1
 
 
 def test_paths_of_images_are_whole_for_actors_elsewhere():
@@ -153,7 +225,7 @@ def test_two_workers_of_ray_data_one_of_them_killed_make_the_export_of_one_proce
 def test_an_actor_that_is_killed_is_replaced(cluster):
     backend = RayBackend(CALL)
     assert backend.judge(asked({"user": "abc"}))[0].score == 3.0
-    cluster.kill(backend._actor)
+    cluster.kill(backend.transport.actor)
     time.sleep(1)
     assert backend.judge(asked({"user": "abcd"}))[0].score == 4.0
     assert backend.starts == 2

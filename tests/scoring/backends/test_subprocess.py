@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -19,7 +18,7 @@ from truebatch.scoring.backends.interface import Cost, SampleError, ScoreRequest
 from truebatch.scoring.backends.protocol import decode, encode, pack_answer, pack_asked, unpack_answer, unpack_asked
 from truebatch.scoring.backends.scripted import ScriptedBackend
 from truebatch.scoring.backends.subprocess import WorkerBackend, WorkerHang, WorkerSettings
-from truebatch.scoring.backends.subprocess_main import _answer
+from truebatch.scoring.backends.worker import BackendService
 from truebatch.scoring.bisect import FailureStats, judge_all
 from truebatch.scoring.equality_check import unpack_report
 from truebatch.scoring.readouts import Generate, Labels, Words, YesNo
@@ -176,18 +175,18 @@ def test_the_other_end_answers_for_every_sample_and_tells_what_raised():
     backend = ScriptedBackend()
     good, long = ScoreRequest(id="a", user="abc"), ScoreRequest(id="b", user="x", options={"fail": "too_long"})
     bad = ScoreRequest(id="c", user="y", options={"fail": "raise"})
-    with ThreadPoolExecutor(2) as pool:
-        found = _answer(backend, {"do": "judge", "samples": [pack_asked(long), pack_asked(good)]}, pool)
-        assert [unpack_answer(a).__class__ for a in found["answers"]] == [SampleError, ScoreResponse]
-        found = _answer(backend, {"do": "judge", "samples": [pack_asked(good), pack_asked(bad)]}, pool)
-        assert "device-side assert" in found["error"]
-        samples = [pack_asked(ScoreRequest(id=str(n), user="x" * n)) for n in range(1, 9)]
-        checked = _answer(backend, {"do": "check", "samples": samples, "n": 4, "tolerance": None}, pool)
-        assert unpack_report(checked["report"]).ok
-        assert unpack_report(checked["report"]).samples == 4
-        assert _answer(backend, {"do": "fit", "samples": samples}, pool) == {"cells": None}
-        costs = _answer(backend, {"do": "cost", "samples": [pack_asked(good)]}, pool)["costs"]
-        assert Cost(**costs[0]) == backend.cost(good)
+    service = BackendService(lambda: backend)
+    found = service.answer({"do": "judge", "samples": [pack_asked(long), pack_asked(good)]})
+    assert [unpack_answer(a).__class__ for a in found["answers"]] == [SampleError, ScoreResponse]
+    found = service.answer({"do": "judge", "samples": [pack_asked(good), pack_asked(bad)]})
+    assert "device-side assert" in found["error"]
+    samples = [pack_asked(ScoreRequest(id=str(n), user="x" * n)) for n in range(1, 9)]
+    checked = service.answer({"do": "check", "samples": samples, "n": 4, "tolerance": None})
+    assert unpack_report(checked["report"]).ok
+    assert unpack_report(checked["report"]).samples == 4
+    assert service.answer({"do": "fit", "samples": samples}) == {"cells": None}
+    costs = service.answer({"do": "cost", "samples": [pack_asked(good)]})["costs"]
+    assert Cost(**costs[0]) == backend.cost(good)
 
 
 @pytest.mark.slow
@@ -236,7 +235,7 @@ import os, signal
 from truebatch.scoring.spec import ScoreCall, open_backends
 (backend,) = open_backends(ScoreCall(model="scripted", workers=1))
 backend.describe()
-pid = backend._process.pid
+pid = backend.transport.process.pid
 for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"):
     os.kill(pid, getattr(signal, name))
 backend.describe()

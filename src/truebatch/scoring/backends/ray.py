@@ -9,74 +9,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
-from truebatch.errors import ConfigError, TruebatchError
-from truebatch.scoring.backends.interface import Backend, Cost, SampleError, ScoreRequest, ScoreResponse
-from truebatch.scoring.backends.protocol import (
-    pack_answer,
-    pack_asked,
-    pack_cost,
-    unpack_answer,
-    unpack_asked,
-    unpack_cost,
-)
-from truebatch.scoring.backends.subprocess import WorkerCrash, WorkerHang
-from truebatch.scoring.backends.transformers import ModelBackend
-from truebatch.scoring.equality_check import IdentityReport, check_identity, choose_samples, pack_report, unpack_report
-from truebatch.scoring.memory_budget import fit_cells
-from truebatch.scoring.prefetch import attempt, judge_prepared
+from truebatch.errors import ConfigError
+from truebatch.scoring.backends.interface import Cost, SampleError, ScoreRequest
+from truebatch.scoring.backends.remote import RemoteBackend, WorkerCrash, WorkerHang
+from truebatch.scoring.backends.worker import BackendService
 from truebatch.scoring.spec import ScoreCall, open_one
 
 SPARE_CPUS = 4
 """Logical CPUs of a cluster on this machine beyond its workers: Ray's own readers need some, or all stand still."""
 
 
-class JudgeActor:
-    """What runs in an actor: the backend of a call, spoken to in plain values."""
+class JudgeActor(BackendService):
+    """What runs in an actor."""
 
     def __init__(self, call: Mapping[str, Any]) -> None:
-        self._backend: Backend | None = None
-        self.refused: dict[str, str] = {}
-        try:
-            self._backend = open_one(ScoreCall(**call))
-        except TruebatchError as error:  # an actor that raises while it is made looks like one that died
-            self.refused = {"wrong": error.wrong, "seen": error.seen, "do": error.do}
-
-    @property
-    def backend(self) -> Backend:
-        """The backend; what it was refused for is raised."""
-        if self._backend is None:
-            raise ConfigError(**self.refused)
-        return self._backend
-
-    def ready(self) -> dict[str, str]:
-        """Why the call was refused; empty if it was not."""
-        return self.refused
-
-    def describe(self) -> dict[str, Any]:
-        """Of the backend."""
-        return dict(self.backend.describe())
-
-    def costs(self, samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """A cost for each sample, or why there is none."""
-        return [pack_cost(attempt(self.backend.cost, unpack_asked(sample))) for sample in samples]
-
-    def check(self, samples: Sequence[Mapping[str, Any]], n: int, tolerance: float | None) -> dict[str, Any]:
-        """A report as plain values."""
-        asked = [unpack_asked(sample) for sample in samples]
-        return pack_report(check_identity(self.backend, asked, n=n, tolerance=tolerance))
-
-    def fit(self, samples: Sequence[Mapping[str, Any]]) -> int | None:
-        """The largest safe budget where it can be measured."""
-        asked = [unpack_asked(sample) for sample in samples]
-        return fit_cells(self.backend, asked) if isinstance(self.backend, ModelBackend) else None
-
-    def judge(self, samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Answers for all samples."""
-        prepared = [attempt(self.backend.prepare, unpack_asked(sample)) for sample in samples]
-        return [pack_answer(answer) for answer in judge_prepared(self.backend, prepared)]
+        super().__init__(lambda: open_one(ScoreCall(**call)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,104 +36,57 @@ class RaySettings:
     gpus: float = 0.0
     timeout: float = 600.0
     """Seconds for one batch."""
+    start: float = 600.0
+    """Seconds to say what the backend is, or to check and measure it."""
 
 
-class RayBackend:
-    """An actor that is started when it is needed, and again when it is gone."""
+class RayBackend(RemoteBackend):
+    """The backend that a call describes, in an actor."""
 
     def __init__(self, call: Mapping[str, Any], settings: RaySettings | None = None) -> None:
-        self._call, self._settings = dict(call), settings or RaySettings()
-        self._ray: Any = ray_library()
-        self._actor: Any = None
-        self._lock = Lock()
-        self.starts = 0
-        """How often an actor was started."""
-
-    def describe(self) -> Mapping[str, Any]:
-        """What the backend in the actor says of itself."""
-        found: Mapping[str, Any] = self._ask("describe")
-        return found
-
-    def cost(self, sample: ScoreRequest, /) -> Cost:
-        """Asked of the actor; see `costs` for many."""
-        (found,) = self.costs([sample])
-        if isinstance(found, SampleError):
-            raise found
-        return found
+        how = settings or RaySettings()
+        super().__init__(ActorTransport(call, how), timeout=how.timeout, start=how.start)
 
     def costs(self, samples: Sequence[ScoreRequest], /) -> list[Cost | SampleError]:
         """Asked of the actor for all samples at once."""
-        return [unpack_cost(one) for one in self._ask("costs", [pack_asked(located(one)) for one in samples])]
+        return super().costs([located(sample) for sample in samples])
 
     def prepare(self, sample: ScoreRequest, /) -> ScoreRequest:
-        """The sample itself: it is decoded and prepared in the actor."""
+        """The sample with whole paths: it is decoded and prepared in the actor."""
         return located(sample)
 
-    def judge(self, prepared: Sequence[ScoreRequest], /) -> Sequence[ScoreResponse | SampleError]:
-        """The actor's answers; a single sample is tried a second time when the actor dies."""
-        request = [pack_asked(sample) for sample in prepared]
-        try:
-            found = self._ask("judge", request)
-        except WorkerCrash:
-            if len(prepared) > 1:
-                raise
-            found = self._ask("judge", request)
-        return [unpack_answer(answer) for answer in found]
 
-    def check(self, samples: Sequence[ScoreRequest], n: int, tolerance: float | None) -> IdentityReport:
-        """`check_identity` in the actor; samples that end it are left out, they will be records."""
-        chosen = [pack_asked(located(one)) for one in choose_samples(self, samples, n)]
-        try:
-            return unpack_report(self._ask("check", chosen, n, tolerance))
-        except (WorkerCrash, WorkerHang):
-            alive = [one for one in chosen if self._survives(one)]
-            return unpack_report(self._ask("check", alive, n, tolerance))
+class ActorTransport:
+    """Method calls of an actor that Ray places where there is room."""
 
-    def fit(self, samples: Sequence[ScoreRequest]) -> int | None:
-        """`fit_cells` in the actor."""
-        found: int | None = self._ask("fit", [pack_asked(located(one)) for one in samples])
+    def __init__(self, call: Mapping[str, Any], settings: RaySettings) -> None:
+        self._call, self._settings = dict(call), settings
+        self._ray: Any = ray_library()
+        self.actor: Any = None
+
+    def start(self) -> Mapping[str, Any]:
+        """An actor that has opened its backend, or not; its place in the cluster may have to be waited for."""
+        made = self._ray.remote(num_cpus=self._settings.cpus, num_gpus=self._settings.gpus)(JudgeActor)
+        self.actor = made.remote(self._call)
+        first: Mapping[str, Any] = self._ray.get(self.actor.greet.remote())
+        return first
+
+    def ask(self, request: Mapping[str, Any], timeout: float) -> Mapping[str, Any]:
+        """What the actor answers; an error that it raises is raised here."""
+        problems = self._ray.exceptions
+        try:
+            found: Mapping[str, Any] = self._ray.get(self.actor.answer.remote(dict(request)), timeout=timeout)
+        except problems.GetTimeoutError as error:
+            raise WorkerHang(f"no answer in {timeout:g} s") from error
+        except problems.RayActorError as error:
+            raise WorkerCrash(str(error).splitlines()[0][:500]) from error
+        except problems.RayTaskError as error:
+            raise (error.cause or RuntimeError(str(error)[-500:])) from error
         return found
 
-    def _survives(self, sample: Mapping[str, Any]) -> bool:
-        try:
-            self._ask("judge", [sample])
-        except (WorkerCrash, WorkerHang):
-            return False
-        except Exception:  # an error is not a death
-            return True
-        return True
-
-    def close(self) -> None:
-        """End the actor; its place in the cluster is free."""
-        with self._lock:
-            self._end()
-
-    def _ask(self, name: str, *given: Any) -> Any:
-        with self._lock:
-            actor = self._actor or self._begin()
-            try:
-                return self._ray.get(getattr(actor, name).remote(*given), timeout=self._settings.timeout)
-            except self._ray.exceptions.GetTimeoutError as error:
-                self._end()
-                raise WorkerHang(f"no answer in {self._settings.timeout:g} s") from error
-            except self._ray.exceptions.RayActorError as error:
-                self._end()
-                raise WorkerCrash(str(error).splitlines()[0][:500]) from error
-            except self._ray.exceptions.RayTaskError as error:
-                raise (error.cause or RuntimeError(str(error)[-500:])) from error
-
-    def _begin(self) -> Any:
-        made = self._ray.remote(num_cpus=self._settings.cpus, num_gpus=self._settings.gpus)(JudgeActor)
-        self._actor = made.remote(self._call)
-        self.starts += 1
-        refused = self._ray.get(self._actor.ready.remote())
-        if refused:
-            self._end()
-            raise ConfigError(**refused)
-        return self._actor
-
-    def _end(self) -> None:
-        actor, self._actor = self._actor, None
+    def stop(self) -> None:
+        """Kill the actor; its place in the cluster is free."""
+        actor, self.actor = self.actor, None
         if actor is not None:
             self._ray.kill(actor)
 
