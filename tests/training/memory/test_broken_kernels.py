@@ -69,7 +69,6 @@ def test_memory_freed_also_leaves_kernels_that_fail_for_ever():
 
 def test_a_step_with_room_ends_well_although_the_kernels_are_broken():
     step = """
-    import sys
     from benchmarks.scripts import oom_cuda
     from truebatch.training.memory.oom_retry import Guard
     model = oom_cuda.Decoder(50, 16, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -21,8 +22,8 @@ def config(tmp_path, *only, **more):
 
 
 def test_a_finished_row_is_not_made_again_unless_asked_for(tmp_path, monkeypatch):
-    notes = tmp_path / "notes"
-    monkeypatch.setenv("CENSUS_NOTES", str(notes))
+    notes = works.notes_of(os.getpid())
+    notes.unlink(missing_ok=True)
     monkeypatch.setattr(census_journal, "_code", lambda: "the code as it is")  # not as somebody is editing it
     first = run_census(config(tmp_path, "llama"), work=works.noted)
     again = run_census(config(tmp_path, "llama", "qwen2"), work=works.noted)
@@ -30,6 +31,7 @@ def test_a_finished_row_is_not_made_again_unless_asked_for(tmp_path, monkeypatch
     assert notes.read_text().split() == ["llama", "qwen2"]
     run_census(config(tmp_path, "llama", fresh=True), work=works.noted)
     assert notes.read_text().split() == ["llama", "qwen2", "llama"]
+    notes.unlink()
 
 
 def test_an_architecture_that_hangs_is_killed_reported_and_tried_again(tmp_path):
