@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -95,9 +94,3 @@ def test_a_run_with_clipping_is_the_run_of_one_process_without_deepspeed(tmp_pat
         assert zero_processes.error_of(found, expected) <= 1e-5
         assert found["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-5)
     assert two[0][f"run {stage}"]["losses"] == pytest.approx(alone["losses"], rel=1e-5)
-
-
-def test_the_kept_measurement_is_within_the_promise():
-    kept = json.loads((Path(__file__).parents[2] / "docs/results/deepspeed.json").read_text())
-    assert kept["largest_error"] <= 1e-6
-    assert {row["stage"] for row in kept["rows"]} == set(zero_processes.STAGES)

@@ -5,18 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
-import truebatch
 from benchmarks.systems.nafld import BOOSTING, LOGISTIC, MEAN, OURS, count_and_last, make_config, run_nafld
 from truebatch_systems.seqset_vae.config import ModelConfig
 from truebatch_systems.seqset_vae.data.admissions import make_stays
-
-KEPT = Path(truebatch.__file__).parents[2] / "docs" / "results" / "nafld_cpu.json"
 
 
 @pytest.fixture
@@ -70,16 +66,6 @@ def test_counts_and_last_values_are_those_of_the_stay():
     sample = {"id": "a", "label": 0, "var": [1, 2, 1], "val": [5, 6, 7], "set_minute": [0, 9], "set_size": [2, 1]}
     table = count_and_last(make_stays([sample]), 4, missing=-1.0)
     assert table.tolist() == [[0, 2, 1, 0, -1, 7, 6, -1]]
-
-
-def test_the_kept_result_is_above_the_known_figure_and_its_interval_holds_logistic_regression():
-    rows = {row["way"]: row for row in json.loads(KEPT.read_text())["rows"]}
-    for name in (OURS, MEAN):
-        assert rows[name]["auroc"] >= 0.877
-        assert rows[name]["auroc_minus"][LOGISTIC]["high"] >= 0
-    assert rows[MEAN]["auroc"] >= rows[LOGISTIC]["auroc"]
-    low, high = rows[OURS]["auroc_interval"]
-    assert low < rows[OURS]["auroc"] < high
 
 
 @pytest.mark.slow

@@ -25,6 +25,9 @@ from truebatch.data import worker_pool
 from truebatch.data.loader import LoaderConfig, load_steps
 from truebatch.errors import LoaderError
 
+PATIENCE = 2.5
+"""Seconds until a worker counts as hung; a sample takes one that works a few milliseconds."""
+
 
 @pytest.fixture(autouse=True)
 def _no_process_is_left():
@@ -39,15 +42,15 @@ def _no_process_is_left():
         ("segfault", "died while loading", "killed by SIGSEGV"),
         ("exit", "died while loading", "exit code 3"),
         ("leave", "died while loading", "exit code 4"),
-        ("hang", "hangs while loading", "timeout_seconds=0.7"),
-        ("stop", "hangs while loading", "timeout_seconds=0.7"),
+        ("hang", "hangs while loading", f"timeout_seconds={PATIENCE}"),
+        ("stop", "hangs while loading", f"timeout_seconds={PATIENCE}"),
     ],
 )
 def test_a_lost_worker_is_reported_with_the_sample_it_was_on(fault, wrong, seen):
     plan = text_plan()
     step = next(s for s in range(plan.num_steps) if BAD in plan.step_sample_ids(s))
     with pytest.raises(LoaderError, match=rf"worker \d {wrong} sample {BAD}\n") as caught:
-        list(load_steps(plan, Texts(fault=fault), FIELDS, config=two(timeout_seconds=0.7)))
+        list(load_steps(plan, Texts(fault=fault), FIELDS, config=two(timeout_seconds=PATIENCE)))
     assert seen in caught.value.seen
     assert f"step {step}, micro-batch" in caught.value.seen
     assert caught.value.do
@@ -74,7 +77,7 @@ def test_workers_that_die_or_hang_are_replaced_when_asked_and_the_order_stays(tm
     here = list(load_steps(plan, Texts(), FIELDS))
     for fault in ("kill", "hang"):
         dataset = Texts(fault=fault, once=tmp_path / fault)
-        config = two(restarts=1, timeout_seconds=0.7)
+        config = two(restarts=1, timeout_seconds=PATIENCE)
         assert_same(list(load_steps(plan, dataset, FIELDS, config=config)), here)
         assert f"while loading sample {BAD}" in caplog.text
         caplog.clear()
@@ -204,10 +207,10 @@ def test_no_worker_outlives_the_main_process(then, sent, code):
 def test_every_fault_at_any_sample_is_named_and_can_be_survived(fault, bad, tmp_path):
     plan = text_plan("packed")
     with pytest.raises(LoaderError, match=f"sample {bad}\\b"):
-        list(load_steps(plan, Texts(fault=fault, bad=bad), FIELDS, config=two(timeout_seconds=0.5)))
+        list(load_steps(plan, Texts(fault=fault, bad=bad), FIELDS, config=two(timeout_seconds=PATIENCE)))
     if fault != "raise":
         dataset = Texts(fault=fault, bad=bad, once=tmp_path / "seen")
-        survived = list(load_steps(plan, dataset, FIELDS, config=two(timeout_seconds=0.5, restarts=1)))
+        survived = list(load_steps(plan, dataset, FIELDS, config=two(timeout_seconds=PATIENCE, restarts=1)))
         assert_same(survived, list(load_steps(plan, Texts(), FIELDS)))
 
 

@@ -32,7 +32,6 @@ def test_smollm2_is_right_in_every_layout():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_minilm_is_right_in_every_layout():
     model, tokenizer = minilm()
     report = verify(model, ids(tokenizer))

@@ -3,8 +3,8 @@
 import math
 import os
 import signal
-import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from truebatch.training.checkpoint.retention import list_checkpoints
 from truebatch.training.config import TrainConfig
 from truebatch.training.data import TrainData
 from truebatch.training.optim.param_groups import Group
+from truebatch.training.run_dir.watchdog import Watchdog
 from truebatch.training.train_system import Start, settings_type, train_system
 from truebatch.training.trainer import train
 
@@ -155,21 +156,26 @@ def test_a_request_to_stop_does_not_undo_early_stopping(tmp_path, stop_at):
     assert (again.step, again.why) == (whole.step, whole.why) == (3, "validation has not improved 2 times")
 
 
-class SlowToValidate(NextToken):
+class ToldAtValidation(NextToken):
+    """Keeps how often the watchdog was told that the run moves, before every batch of validation."""
+
+    def __init__(self, beats):
+        self.beats, self.told = beats, []
+
     def sums(self, model, batch):
         if not model.training:
-            time.sleep(0.2)
+            self.told.append(len(self.beats))
         return super().sums(model, batch)
 
 
 def test_a_validation_longer_than_the_patience_of_the_watchdog_is_not_a_stuck_run(monkeypatch):
-    stuck = []
-    monkeypatch.setattr(
-        "truebatch.training.run_dir.watchdog._give_up", lambda _dog, report, _on_stuck: stuck.append(report)
-    )
-    config = settings(epochs=1, batch_size=1, stuck_seconds=2.0)
-    train(model_of(), SlowToValidate(), data(validation=SAMPLES), config)
-    assert not stuck
+    """Without a clock: every batch of validation is a sign of life, so no number of them adds up to a silence."""
+    beats, beat = [], Watchdog.beat
+    monkeypatch.setattr(Watchdog, "beat", lambda dog, doing="": (beats.append(doing), beat(dog, doing)))
+    objective = ToldAtValidation(beats)
+    train(model_of(), objective, data(validation=SAMPLES), settings(epochs=1, batch_size=1))
+    assert len(objective.told) == len(SAMPLES)
+    assert all(first < second for first, second in pairwise(objective.told))
 
 
 class Unlabelled(NextToken):

@@ -101,7 +101,7 @@ def main(folder):
     (folder / f"rank{rank}.json").write_text(json.dumps(results))
 
 
-def run_ranks(folder, *, seconds=110):
+def run_ranks(folder, *, seconds=600):
     """What both ranks found."""
     run_two("tests.systems.stitched_llm.zero_processes", folder, seconds=seconds)
     return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(2)]

@@ -109,7 +109,7 @@ def report_of(config, say=lambda line: None):
 
 def test_a_judge_that_prints_dies_exits_hangs_or_answers_for_too_few_or_too_many_costs_only_that_sample(fake, tmp_path):
     fake(p0001="dies", p0002="exits", p0004="prints", p0005="says too little", p0006="says too much", p0007="hangs")
-    _, rows = report_of(config_of(tmp_path / "b", make_records(12), batch_size=2, timeout=1.0))
+    _, rows = report_of(config_of(tmp_path / "b", make_records(12), batch_size=2, timeout=4.0))
     bad = {name: (row["status"], row["kind"]) for name, row in rows.items() if row["status"] != "ok"}
     assert bad == {
         "0001": ("judge_failed", "crashed"), "0002": ("judge_failed", "crashed"), "0005": ("judge_failed", "raised"),
@@ -210,7 +210,6 @@ def test_a_tiny_judge_is_the_same_every_time_it_is_made():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("readout", ["text", "expected"])
 def test_judges_in_two_real_processes_give_the_answers_of_one_in_this(tmp_path, readout):
     summaries = []

@@ -292,14 +292,14 @@ class FaultServer:
         self._loop.create_task(start())
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        assert ready.wait(30)
+        assert ready.wait(600)
         self.address = f"http://127.0.0.1:{self.port}/v1"
         return self
 
     def __exit__(self, *_):
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(30)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(30)
+        self._thread.join(600)
         self._loop.close()
 
     async def _end(self):
