@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
+from truebatch.language.columns import align
 from truebatch.reports.tables import Table, print_table, render_table
 
 WORDS = st.text(alphabet="ab1，。中文", min_size=1, max_size=8)
@@ -34,3 +35,18 @@ def test_output_into_a_pipe_is_plain_text():
     out = io.StringIO()
     print_table(Table(("a", "b"), (("中文", "1"),)), file=out)
     assert out.getvalue() == "a     b\n----  -\n中文  1\n"
+
+
+def test_nothing_is_read_as_markup_coloured_or_broken_however_long():
+    rows = [("[red]a[/red]", ":smile:"), ("x" * 3000, "y z " * 1000)]
+    lines = align(rows, header=("[b]name[/b]", "http://a/b"))
+    assert len(lines) == 4
+    assert lines[0].split() == ["[b]name[/b]", "http://a/b"]
+    assert lines[2].split() == ["[red]a[/red]", ":smile:"]
+    assert lines[3].split() == ["x" * 3000, *["y", "z"] * 1000]
+
+
+def test_no_row_and_an_empty_cell():
+    assert align([]) == []
+    assert align([], header=("a", "bc")) == ["a  bc", "-  --"]
+    assert align([("", "1"), ("ab", "")]) == ["    1", "ab"]

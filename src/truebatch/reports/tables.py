@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TextIO
 
 from rich.cells import cell_len
 
 from truebatch.html_repr import html_table
+from truebatch.language.columns import align
 from truebatch.language.console import one_line
 from truebatch.language.translate import in_words
-
-GAP = "  "
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +71,10 @@ def _in_words(table: Table) -> Table:
 
 def render_table(table: Table, *, width: int) -> list[str]:
     """The lines of the table, none wider than `width` cells of the terminal unless a single value is."""
-    widths = [max(cell_len(row[i]) for row in (table.header, *table.rows)) for i in range(len(table.header))]
     title = [table.title] if table.title else []
-    if sum(widths) + len(GAP) * (len(widths) - 1) > width:
-        return title + _stacked(table)
-    rule = GAP.join("-" * w for w in widths)
-    return [*title, _line(table.header, widths), rule, *(_line(row, widths) for row in table.rows)]
+    lines = align(table.rows, header=table.header)
+    is_wide = max(map(cell_len, lines)) > width
+    return [*title, *(_stacked(table) if is_wide else lines)]
 
 
 def terminal_width(file: TextIO) -> int:
@@ -90,12 +87,6 @@ def terminal_width(file: TextIO) -> int:
 def _plain(table: Table) -> Table:
     rows = tuple(tuple(one_line(cell) for cell in row) for row in table.rows)
     return Table(tuple(one_line(cell) for cell in table.header), rows, one_line(table.title))
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    first = row[0] + " " * (widths[0] - cell_len(row[0]))
-    rest = [" " * (w - cell_len(text)) + text for text, w in zip(row[1:], widths[1:], strict=True)]
-    return GAP.join((first, *rest)).rstrip()
 
 
 def _stacked(table: Table) -> list[str]:

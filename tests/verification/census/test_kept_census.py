@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from truebatch.verification.census.tables import markdown, summary_counts, wrong_rows
+from truebatch.verification.census.tables import markdown, summary_counts, summary_lines, wrong_rows
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -39,3 +39,10 @@ def test_a_leak_would_have_been_seen_in_every_row_that_counts_as_right(kept):
     assert right
     assert all(min(row["leak"]["planted"], row["leak"]["seen_by_verify"]) >= 100 for row in right)
     assert all(row["layouts"][row["chosen"]]["check"]["verdict"] == "equal" for row in right)
+
+
+def test_the_summary_has_a_column_for_every_kind_of_head_and_lines_up(kept):
+    _, head, *body = summary_lines(kept["facts"], kept["rows"])
+    assert head.split() == list(summary_counts(kept["rows"]))
+    assert {len(line) for line in body} == {len(head)}
+    assert "architectures of transformers" in body[0]

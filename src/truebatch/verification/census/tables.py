@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from truebatch.language.columns import align
+
 Row = Mapping[str, Any]
 
 TITLES = {
@@ -95,15 +97,15 @@ def summary_counts(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
 def summary_lines(facts: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
     """The summary as an aligned table of text, with the rows that are wrong below it."""
     counts = summary_counts(rows)
-    width = max(len(words) for words in COUNTED)
     lines = [
         f"{_today(facts['command'])}: transformers {facts['transformers']}, torch {facts['torch']}, {facts['hardware']}"
     ]
-    lines += [" " * width + "".join(f"  {head:>15}" for head in counts)]
-    lines += [
-        f"{words:<{width}}" + "".join(f"  {_figure(rows, head, words, counts):>15}" for head in counts)
-        for words in _shown(counts)
-    ]
+    lines += align(
+        [
+            ["", *counts],
+            *([words, *(_figure(rows, head, words, counts) for head in counts)] for words in _shown(counts)),
+        ]
+    )
     lines += [f"WRONG: {row['head']} {row['model_type']}: {row['why']}" for row in wrong_rows(rows)]
     return lines
 

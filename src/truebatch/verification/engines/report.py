@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from truebatch.html_repr import html_lines, html_table
+from truebatch.language.columns import align
 from truebatch.verification.engines.first_divergence import Parting
 
 Verdict = Literal["equal", "different", "unproven"]
@@ -161,9 +162,8 @@ def _cells(one: SampleGap) -> tuple[str, ...]:
 
 
 def _sample_lines(samples: Sequence[SampleGap]) -> list[str]:
-    rows = [_HEADER, *map(_cells, samples)] if samples else []
-    widths = [max(len(row[at]) for row in rows) for at in range(len(_HEADER))] if rows else []
-    return ["  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines = align([_HEADER, *map(_cells, samples)]) if samples else []
+    return [f"  {line}" for line in lines]
 
 
 def _headline(report: AgainstReport) -> str:
