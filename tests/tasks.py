@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from truebatch import Field, Measured, System
+from truebatch import Field, Measured, System, Task, TrainData
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ class NextNumber:
         return {"nll": total * float("nan") if self.poison in batch.sample_ids else total}
 
 
-def measure(config, samples):
+def measure(samples):
     return Measured(lengths=np.array([len(samples[i]["x"]) for i in range(len(samples))], dtype=np.int64))
 
 
@@ -89,19 +89,22 @@ def stopping(config):
     return transform
 
 
-def save(config, model, folder):
+def save(model, folder):
     torch.save(model.state_dict(), folder / "weights.pt")
 
 
-system = System(
-    name="numbers",
-    config_type=Settings,
-    load=Samples,
-    fields=lambda config: [Field(name="x"), Field(name="y", source="x", shift=1, pad=-100)],
-    measure=measure,
-    build_model=build,
-    objective=lambda config: NextNumber(config.poison),
-    transform=stopping,
-    save=save,
-)
+FIELDS = [Field(name="x"), Field(name="y", source="x", shift=1, pad=-100)]
+
+
+def prepare(config: Settings) -> Task:
+    return Task(
+        data=TrainData(samples=Samples(config), fields=FIELDS, transform=stopping(config)),
+        measure=measure,
+        build_model=lambda: build(config),
+        objective=NextNumber(config.poison),
+        save=save,
+    )
+
+
+system = System(name="numbers", config_type=Settings, prepare=prepare)
 number = 3

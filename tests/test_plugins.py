@@ -16,7 +16,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 MODULE = '''
 from dataclasses import dataclass
 
-from truebatch import Field, System, measure
+from truebatch import Field, System, Task, TrainData
 from truebatch.cli.system_commands import SystemCommand
 
 
@@ -32,15 +32,13 @@ def show_numbers() -> int:
     return 0
 
 
-NUMBERS = System(
-    name="numbers",
-    config_type=Numbers,
-    load=lambda config: [{"x": [1.0] * (i + 1)} for i in range(config.number)],
-    fields=lambda config: [Field(name="x")],
-    measure=lambda config, samples: measure(samples, field="x"),
-    build_model=lambda config: None,
-    objective=lambda config: None,
-)
+def prepare(config: Numbers) -> Task:
+    samples = [{"x": [1.0] * (i + 1)} for i in range(config.number)]
+    data = TrainData(samples=samples, fields=[Field(name="x")])
+    return Task(data=data, build_model=lambda: None, objective=None)
+
+
+NUMBERS = System(name="numbers", config_type=Numbers, prepare=prepare)
 COMMAND = SystemCommand(show_numbers, "Numbers, counted.")
 '''
 

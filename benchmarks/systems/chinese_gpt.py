@@ -40,12 +40,13 @@ from truebatch.planning.plan import build_plan
 from truebatch.training.distributed.device import find_place
 from truebatch.training.optim.param_groups import make_groups
 from truebatch.training.step import StepEngine, apply_update, step_counts, take_gradients
-from truebatch.training.train_system import Start, settings_type, train_system
+from truebatch.training.train_system import Start, train_system
 from truebatch.training.trainer import default_group
-from truebatch_systems.chinese_gpt.config import ChineseTrainConfig
+from truebatch_systems.chinese_gpt.config import ChineseGPTConfig, ChineseTrainConfig
 from truebatch_systems.chinese_gpt.data.dialogues import is_dialogue
 from truebatch_systems.chinese_gpt.data.prepare import best_weights, load_texts, prepare
 from truebatch_systems.chinese_gpt.data.samples import FIELDS, EncodedTexts
+from truebatch_systems.chinese_gpt.eval.evaluate import evaluate
 from truebatch_systems.chinese_gpt.system import CHINESE_GPT
 from truebatch_systems.chinese_gpt.train.batch_advice import bucket_width_for, padding_shares
 from truebatch_systems.chinese_gpt.train.layout_choice import choose_layout
@@ -157,7 +158,7 @@ def _settings(config: GPTBenchConfig, **changes: Any) -> Any:
     precision = "bf16" if config.device == "cuda" else "fp32"
     sizes = {"batch_size": STEP, "samples_per_step": STEP, "max_steps": config.max_steps, "seed": config.seed}
     train = ChineseTrainConfig(precision=precision, **sizes)  # type: ignore[arg-type]
-    return settings_type(CHINESE_GPT)(data=config.data, train=train, **changes)
+    return ChineseGPTConfig(data=config.data, train=train, **changes)
 
 
 def _padding_rows(corpus: str, samples: EncodedTexts) -> Iterator[dict[str, Any]]:
@@ -235,10 +236,10 @@ def _cells(steps: Sequence[Sequence[MicroBatch]]) -> tuple[int, int]:
     return sum(sum(b.rows().lengths) for b in batches), sum(math.prod(b.rows().shape) for b in batches)
 
 
-def _engine(settings: Any, config: GPTBenchConfig) -> StepEngine:
+def _engine(settings: ChineseGPTConfig, config: GPTBenchConfig) -> StepEngine:
     place = find_place(settings.train)
     device = torch.device(config.device)
-    model = CHINESE_GPT.build_model(settings).to(device).train()
+    model = CHINESE_GPT.prepare(settings).build_model().to(device).train()
     name_purposes(model)
     groups = make_groups([default_group(model, settings.train)], model)
     return StepEngine(model=model, objective=NextToken(), groups=groups, device=device, autocast=place.autocast)
@@ -326,15 +327,14 @@ def _quality(config: GPTBenchConfig, say: Say) -> Iterator[tuple[str, dict[str, 
             yield name, figures
 
 
-def _figures(settings: Any, run: Path, config: GPTBenchConfig) -> dict[str, Any]:
+def _figures(settings: ChineseGPTConfig, run: Path, config: GPTBenchConfig) -> dict[str, Any]:
     weights = best_weights(run)
     assert CHINESE_GPT.restore_model is not None
-    assert CHINESE_GPT.evaluate is not None
-    assert CHINESE_GPT.test is not None
     model = CHINESE_GPT.restore_model(settings, weights)
     model.load_state_dict(dict(weights))
-    held = CHINESE_GPT.test(settings)
-    return dict(CHINESE_GPT.evaluate(settings, model.to(config.device).eval(), held, run))  # type: ignore[arg-type]
+    ready = prepare(settings)
+    assert ready.test is not None
+    return dict(evaluate(settings, ready, model.to(config.device).eval(), ready.test, run))
 
 
 def make_config(

@@ -32,13 +32,13 @@ from benchmarks.harness.command_line import command_line
 from benchmarks.harness.result_file import keep_result, today
 from truebatch.errors import ConfigError
 from truebatch.training.load_trained import open_trained
-from truebatch.training.train_system import Start, settings_type, train_system
-from truebatch_systems.seqset_vae.config import NAFLD, LossConfig, ModelConfig, SeqSetConfig
+from truebatch.training.train_system import Start, train_system
+from truebatch_systems.seqset_vae.config import NAFLD, LossConfig, ModelConfig, SeqSetConfig, SeqSetTrainConfig
 from truebatch_systems.seqset_vae.data.admissions import Stays
 from truebatch_systems.seqset_vae.data.prepare import PreparedStays, prepare
 from truebatch_systems.seqset_vae.eval.evaluate import predict
 from truebatch_systems.seqset_vae.eval.metrics import auroc, paired_difference, summarise
-from truebatch_systems.seqset_vae.system import SEQSET_VAE, SeqSetTrainConfig
+from truebatch_systems.seqset_vae.system import SEQSET_VAE
 
 Scores = NDArray[np.float64]
 Say = Callable[[str], None]
@@ -159,7 +159,7 @@ def _boosting(ready: PreparedStays) -> Scores:
 def _ours(config: NafldBenchConfig, seed: int) -> Scores:
     with tempfile.TemporaryDirectory() as folder:
         parts = {name: getattr(config.data, name) for name in config.data.__dataclass_fields__}
-        settings = settings_type(SEQSET_VAE)(**parts, train=replace(config.train, seed=seed))
+        settings = SeqSetConfig(**parts, train=replace(config.train, seed=seed))
         train_system(SEQSET_VAE, settings, Start(out=Path(folder) / "run"))
         model = open_trained(Path(folder) / "run").model
         return predict(model, _test(prepare(config.data)))[:, 1]

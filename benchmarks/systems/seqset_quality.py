@@ -29,13 +29,21 @@ from truebatch.batch.microbatch import MicroBatch
 from truebatch.objective import divide_once
 from truebatch.planning.rows import padded_rows
 from truebatch.training.load_trained import open_trained
-from truebatch.training.train_system import Start, settings_type, train_system
-from truebatch_systems.seqset_vae.config import DetectorConfig, GeneratorConfig, LossConfig, ModelConfig
+from truebatch.training.train_system import Start, train_system
+from truebatch_systems.seqset_vae.config import (
+    DetectorConfig,
+    GeneratorConfig,
+    LossConfig,
+    ModelConfig,
+    SeqSetConfig,
+    SeqSetTrainConfig,
+)
 from truebatch_systems.seqset_vae.data.admissions import FIELDS, Stays, make_stays
 from truebatch_systems.seqset_vae.data.prepare import prepare
+from truebatch_systems.seqset_vae.eval.evaluate import evaluate
 from truebatch_systems.seqset_vae.model.autoencoder import Posterior
 from truebatch_systems.seqset_vae.model.model import SeqSetVAE
-from truebatch_systems.seqset_vae.system import SEQSET_VAE, SeqSetTrainConfig
+from truebatch_systems.seqset_vae.system import SEQSET_VAE
 from truebatch_systems.seqset_vae.train.callbacks import probe_signals
 from truebatch_systems.seqset_vae.train.collapse import Detector, measure_signals
 from truebatch_systems.seqset_vae.train.loss import SeqSetObjective, look_at
@@ -121,7 +129,7 @@ def _recovered(model: SeqSetVAE, directions: torch.Tensor) -> float:
 
 def learn_risk(folder: Path, *, shuffled: bool) -> dict[str, Any]:
     """Train on the generator with a risk in it, or with labels dealt at random; figures of the test stays."""
-    config = settings_type(SEQSET_VAE)(
+    config = SeqSetConfig(
         model=ModelConfig(embedding_dim=32, reduced_dim=16, latent_dim=32, inducing_points=4, feedforward_dim=64),
         loss=LossConfig(beta=0.01, beta_warmup=1000, class_warmup=0, recon_decay=2000, free_bits=0.02),
         # By chance alone the figure of few stays would leave the limits: most of the control is for testing.
@@ -135,8 +143,9 @@ def learn_risk(folder: Path, *, shuffled: bool) -> dict[str, Any]:
     trained = open_trained(folder)
     out = folder / "evaluation"
     out.mkdir()
-    assert SEQSET_VAE.evaluate is not None
-    return dict(SEQSET_VAE.evaluate(trained.config, trained.model, prepare(config).test, out))  # type: ignore[arg-type]
+    ready = prepare(config)
+    assert ready.test is not None
+    return dict(evaluate(config, ready, trained.model, ready.test, out))
 
 
 def known_posterior(kind: str, *, sets: int = 600, units: int = 32) -> Posterior:

@@ -75,7 +75,7 @@ def judge_seed(config: QualityConfig, seed: int, *, say: Say) -> tuple[dict[str,
     there = set(folder.glob(f"**/run/{MODEL}"))
     backbone = make_backbone(config, seed, say=say)
     pruned = open_trained(train_pruning(backbone, folder / "pruned", seed=seed, overrides=config.overrides, say=say))
-    dataset: Any = VLM_PRUNING.test(pruned.config) if VLM_PRUNING.test else None
+    dataset: Any = pruned.task.test() if pruned.task.test else None
     figures = evaluate(pruned.config, pruned.model, dataset, folder)
     model: Any = pruned.model
     found = budget_curve(model, dataset.encoder, dataset.samples, config.budgets)

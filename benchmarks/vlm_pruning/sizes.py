@@ -21,7 +21,6 @@ from truebatch.training.load_trained import open_trained
 from truebatch_systems.vlm_pruning.config import AUTO, MllmSettings
 from truebatch_systems.vlm_pruning.data.toy_shapes import MIXED
 from truebatch_systems.vlm_pruning.eval.evaluate import evaluate
-from truebatch_systems.vlm_pruning.system import VLM_PRUNING
 from truebatch_systems.vlm_pruning.train.pretrain import Lessons, pretrain_tiny
 
 Say = Callable[[str], None]
@@ -76,7 +75,7 @@ def judge_size(config: SizesConfig, size: Size, *, say: Say) -> dict[str, Any]:
     )  # fmt: skip
     pretrain_tiny(folder, seed=config.seed, lessons=lessons, say=say)
     trained = open_trained(folder / "run")
-    dataset: Any = VLM_PRUNING.test(trained.config) if VLM_PRUNING.test else None
+    dataset: Any = trained.task.test() if trained.task.test else None
     found = evaluate(trained.config, trained.model, dataset, folder)["origin"]
     return {
         "size": str(size),

@@ -24,7 +24,7 @@ from truebatch.training.train_system import Start, settings_type, train_system
 from truebatch_systems.vlm_pruning.eval.evaluate import evaluate
 from truebatch_systems.vlm_pruning.model.key_bias import Masking
 from truebatch_systems.vlm_pruning.model.model import Choosing, PrunedVLM
-from truebatch_systems.vlm_pruning.system import VLM_PRUNING, build_model
+from truebatch_systems.vlm_pruning.system import VLM_PRUNING, build_model, prepare_task
 
 Say = Callable[[str], None]
 KEPT_ONLY = "straight_through, kept keys only"
@@ -85,21 +85,24 @@ def judge_way(config: ChoicesConfig, way: str, weight: float, backbone: Path, *,
         f"method_settings.choice={choice}", *STRICT, f"method_settings.sparsity_weight_max={weight}",
         f"train.epochs={config.epochs}", *config.overrides,
     ]  # fmt: skip
-    settings: Any = load_config(settings_type(VLM_PRUNING), STARTER, overrides=given)
+    settings = load_config(settings_type(VLM_PRUNING), STARTER, overrides=given)
     made: list[PrunedVLM] = []
 
-    def build(run_settings: Any) -> PrunedVLM:
-        model = build_model(run_settings)
+    def build() -> PrunedVLM:
+        model = build_model(settings)
         if way == KEPT_ONLY:
             model.__class__ = KeptKeysOnly
         made.append(model)
         return model
 
+    changed = replace(VLM_PRUNING, prepare=lambda config: replace(prepare_task(config), build_model=build))
     name = f"{way.replace(', ', '-').replace(' ', '_')}-{weight:g}"
-    system = replace(VLM_PRUNING, build_model=build)
-    if train_system(system, settings, Start(out=config.folder / name, say=say)).is_interrupted:
+    if train_system(changed, settings, Start(out=config.folder / name, say=say)).is_interrupted:
         raise KeyboardInterrupt  # a run that is half done has no figures
-    dataset: Any = VLM_PRUNING.test(settings) if VLM_PRUNING.test else None
+    task = prepare_task(settings)
+    assert task.test is not None
+    dataset = task.test()
+    assert dataset is not None
     figures = evaluate(settings, made[-1].eval(), dataset, config.folder / name)
     return {
         "way": way,

@@ -21,12 +21,12 @@ from truebatch_systems.vlm_pruning.backbones.full_size import clip_processor, ll
 from truebatch_systems.vlm_pruning.backbones.interface import ImageReader
 from truebatch_systems.vlm_pruning.backbones.load import open_encoder
 from truebatch_systems.vlm_pruning.backbones.tiny import IMAGE, tiny_config
-from truebatch_systems.vlm_pruning.config import BackboneSettings, MethodSettings, MllmSettings
+from truebatch_systems.vlm_pruning.config import BackboneSettings, MethodSettings, MllmSettings, PruningTrain
 from truebatch_systems.vlm_pruning.data.encode import EncodedSamples, SampleEncoder, encoded_fields, measure_tokens
 from truebatch_systems.vlm_pruning.model.decoder_layers import Stream
 from truebatch_systems.vlm_pruning.model.model import Pass, PrunedVLM
 from truebatch_systems.vlm_pruning.train.objective import PruningObjective
-from truebatch_systems.vlm_pruning.train.param_groups import PruningTrain, pruning_groups
+from truebatch_systems.vlm_pruning.train.param_groups import pruning_groups
 
 TINY_METHOD = MethodSettings(
     pruning_layers=(1, 3),

@@ -17,8 +17,8 @@ from truebatch.config.load import check_config, config_schema, field_notes
 from truebatch.config.yaml_files import Document
 from truebatch.planning.config import PlanConfig
 from truebatch.plugins import systems
-from truebatch.registry import find_system
-from truebatch.system import System
+from truebatch.training.registry import find_system
+from truebatch.training.system import System
 from truebatch.training.train_system import settings_type
 
 SELF_SUFFICIENT = sorted(set(systems()) - {"hf"})

@@ -252,12 +252,13 @@ def test_a_checkpoint_that_is_not_good_is_said_to_be_so(tmp_path):
 
 
 def test_a_model_whose_export_was_killed_is_exported_by_the_next_start(tmp_path):
-    def save(config, model: nn.Module, folder):
+    def save(model: nn.Module, folder):
         if is_killed:
             raise KeyboardInterrupt
         (folder / "head").write_text(repr(model.head.weight.tolist()))
 
-    system, kind = replace(tasks.system, save=save), settings_type(tasks.system)
+    system = replace(tasks.system, prepare=lambda config: replace(tasks.prepare(config), save=save))
+    kind = settings_type(system)
     model = tmp_path / "run/model/head"
     texts = []
     for epochs, is_killed in ((1, False), (2, True), (2, False), (2, False)):

@@ -12,8 +12,8 @@ from tests import tasks
 from truebatch.cli.app import run
 from truebatch.cli.run_folder import own_folder
 from truebatch.errors import ConfigError, RunError
-from truebatch.registry import find_system
 from truebatch.training.load_trained import open_trained
+from truebatch.training.registry import find_system
 
 TARGET = f"{Path(tasks.__file__)}:system"
 

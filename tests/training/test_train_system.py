@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from truebatch.errors import CheckpointError, ConfigError
 from truebatch.training.checkpoint.store import load_newest
 from truebatch.training.config import TrainConfig
 from truebatch.training.data import TrainData, first_samples
+from truebatch.training.system import System, TaskCommands
 from truebatch.training.train_system import Start, settings_type, train_system
 
 KIND = settings_type(tasks.system)
@@ -37,19 +38,47 @@ def test_settings_that_are_no_dataclass_or_have_a_train_of_their_own_are_refused
         train: int = 1
 
     for kind in (dict, Taken):
-        with pytest.raises(ConfigError, match="must be a dataclass without a field `train`"):
+        with pytest.raises(
+            ConfigError, match="must be a dataclass, and `train` in it must hold the settings of training"
+        ):
             settings_type(replace(tasks.system, config_type=kind))
 
 
+def test_a_field_train_gives_the_defaults_of_training_and_the_type_is_the_systems_own():
+    @dataclass(frozen=True, kw_only=True)
+    class Quick(TrainConfig):
+        epochs: int = 9
+
+    @dataclass(frozen=True, kw_only=True)
+    class Whole:
+        train: Quick = field(default_factory=Quick)
+
+    system = replace(tasks.system, config_type=Whole)
+    assert settings_type(system) is Whole
+    assert settings_type(system)().train.epochs == 9
+
+
+def test_a_system_in_the_former_form_is_shown_the_new_one():
+    with pytest.raises(ConfigError, match="one function `prepare`") as caught:
+        System(name="old", config_type=tasks.Settings, load=tasks.Samples, measure=tasks.measure)
+    assert caught.value.seen == "System(load=..., measure=...)"
+    assert "docs/migration.md" in caught.value.do
+
+
+def changed(**parts):
+    """The system with some parts of its tasks replaced."""
+    return replace(tasks.system, prepare=lambda config: replace(tasks.prepare(config), **parts))
+
+
 def frozen(value: float):
-    def build(config):
-        model = tasks.build(config)
+    def build():
+        model = tasks.build(tasks.Settings())
         with torch.no_grad():
             model.embed.weight.add_(value)
         model.embed.weight.requires_grad_(False)
         return model
 
-    return replace(tasks.system, build_model=build)
+    return changed(build_model=build)
 
 
 def test_frozen_parameters_are_not_written_and_must_be_the_same_again(tmp_path):
@@ -79,7 +108,7 @@ def test_a_model_is_exported_again_if_the_export_was_lost(tmp_path):
 
 def test_the_layout_a_system_chooses_is_the_one_of_the_run(tmp_path):
     said = []
-    system = replace(tasks.system, choose_layout=lambda config, model: ("packed", "packed, because"))
+    system = changed(commands=TaskCommands(choose_layout=lambda model: ("packed", "packed, because")))
     given = config_of(max_steps=2)
     train_system(system, given, Start(out=tmp_path / "open", is_layout_open=True, say=said.append))
     assert "packed, because" in said
@@ -90,7 +119,7 @@ def test_the_layout_a_system_chooses_is_the_one_of_the_run(tmp_path):
 
 def test_a_run_that_goes_on_keeps_its_layout_and_times_nothing(tmp_path):
     answers = iter([("packed", "first"), ("padded", "second")])
-    system = replace(tasks.system, choose_layout=lambda config, model: next(answers))
+    system = changed(commands=TaskCommands(choose_layout=lambda model: next(answers)))
     said = []
     start = Start(out=tmp_path / "run", is_layout_open=True, say=said.append)
     train_system(system, config_of(max_steps=2), start)
@@ -104,10 +133,10 @@ def test_a_run_that_goes_on_keeps_its_layout_and_times_nothing(tmp_path):
 
 
 def test_first_samples_are_the_first_and_never_more():
-    data = TrainData(samples=tasks.Samples(tasks.Settings()), fields=tasks.system.fields(None))
+    data = TrainData(samples=tasks.Samples(tasks.Settings()), fields=tasks.FIELDS)
     assert first_samples(data, None) is data
     assert first_samples(data, 24) is data
-    some = replace(data, measured=tasks.measure(None, data.samples))
+    some = replace(data, measured=tasks.measure(data.samples))
     few = first_samples(some, 3)
     assert len(few.samples) == 3
     assert few.measured.lengths.tolist() == some.measured.lengths[:3].tolist()

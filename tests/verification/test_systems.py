@@ -7,7 +7,7 @@ import pytest
 from truebatch import verify
 from truebatch.cli.app import run
 from truebatch.errors import ConfigError
-from truebatch.registry import find_system
+from truebatch.training.registry import find_system
 from truebatch_systems.seqset_vae.system import SEQSET_VAE
 
 STAYS = ["generator.stays=40", "generator.median_hours=6", "model.embedding_dim=16", "model.reduced_dim=8",

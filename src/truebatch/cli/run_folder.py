@@ -15,8 +15,8 @@ from truebatch.language.console import say
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
-    from truebatch.system import System
     from truebatch.training.load_trained import Trained
+    from truebatch.training.system import System
 
 SystemOption = Annotated[
     str | None,
@@ -34,7 +34,7 @@ def open_named(run: Path, overrides: list[str], named: str | None) -> Trained:
     return open_trained(run, overrides, named=named)
 
 
-def open_named_settings(run: Path, overrides: list[str], named: str | None) -> tuple[System, Any]:
+def open_named_settings(run: Path, overrides: list[str], named: str | None) -> tuple[System[Any], Any]:
     """The system and the settings of a run, without its weights; what they read elsewhere is said."""
     from truebatch.training.load_trained import differing_system, open_settings
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
     from truebatch.config.yaml_files import Document
-    from truebatch.system import System
+    from truebatch.training.system import System
 
 RUNS = Path("runs")
 """Where run folders lie unless --out says otherwise."""
@@ -49,7 +49,7 @@ def settle(document: Document, folder: Path, *, fresh: bool) -> bool:
     return False
 
 
-def checked(system: System, document: Document) -> Any:
+def checked(system: System[Any], document: Document) -> Any:
     """The settings of a system, every value checked and complete; what is wrong is named with its place."""
     from truebatch.config.load import check_config
     from truebatch.training.train_system import settings_type, settled

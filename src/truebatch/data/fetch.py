@@ -43,7 +43,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Task:
+class LoadTask:
     """One micro-batch to make."""
 
     number: int
@@ -59,7 +59,7 @@ class Task:
     counts: Mapping[str, int] | None = None
 
 
-def read_microbatch(recipe: Recipe, task: Task, *, tell: Callable[[int], None]) -> MicroBatch:
+def read_microbatch(recipe: Recipe, task: LoadTask, *, tell: Callable[[int], None]) -> MicroBatch:
     """Load, transform and collate. `tell` hears each sample id before that sample is touched, and -1 before collate."""
     samples = []
     for at, sample_id in enumerate(task.rows.ids.tolist()):
@@ -99,7 +99,7 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {message:.300} ({Path(last.filename).name}:{last.lineno}, in {last.name})"
 
 
-def _cut_sample(sample: Sample, at: int, task: Task, fields: Sequence[Field]) -> Sample:
+def _cut_sample(sample: Sample, at: int, task: LoadTask, fields: Sequence[Field]) -> Sample:
     """The sample, or what the plan keeps of it. Cut before any shift, so no label comes from behind the cut."""
     if task.lengths is None or task.measured is None or task.lengths[at] == task.measured[at]:
         return sample
@@ -110,7 +110,7 @@ def _cut_sample(sample: Sample, at: int, task: Task, fields: Sequence[Field]) ->
     return {key: value[: task.lengths[at]] if key in keys else value for key, value in sample.items()}
 
 
-def _check_lengths(batch: MicroBatch, task: Task) -> None:
+def _check_lengths(batch: MicroBatch, task: LoadTask) -> None:
     """A sample that is not as long as planned would shift costs, counts and the balance of ranks without a word."""
     cells = batch.axes.get(CELLS)
     if task.lengths is None or not isinstance(cells, RowAxis):

@@ -17,7 +17,7 @@ import torch
 
 from truebatch.batch.fields import Field, Side, check_fields
 from truebatch.batch.microbatch import MicroBatch
-from truebatch.data.fetch import Dataset, Recipe, Task, Transform, read_microbatch
+from truebatch.data.fetch import Dataset, LoadTask, Recipe, Transform, read_microbatch
 from truebatch.data.worker_pool import WorkerPool
 from truebatch.errors import ConfigError, DataError
 from truebatch.planning.plan import Plan
@@ -130,7 +130,7 @@ def load_steps(
 @dataclass(frozen=True, slots=True)
 class _PlannedStep:
     number: int
-    tasks: list[Task]
+    tasks: list[LoadTask]
     counts: Mapping[str, int]
 
 
@@ -153,8 +153,8 @@ def _lay(plan: Plan, rows: Rows, row_cells: int | None) -> Rows:
     return laid if row_cells is None else replace(laid, width=row_cells)
 
 
-def _task(samples: Samples, rows: Rows, number: int, step: int, index: int) -> Task:
-    return Task(
+def _task(samples: Samples, rows: Rows, number: int, step: int, index: int) -> LoadTask:
+    return LoadTask(
         number=number,
         step=step,
         index=index,

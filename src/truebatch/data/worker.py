@@ -16,7 +16,7 @@ from multiprocessing.context import BaseContext
 import torch
 
 from truebatch.batch.microbatch import MicroBatch
-from truebatch.data.fetch import Recipe, Task, read_microbatch
+from truebatch.data.fetch import LoadTask, Recipe, read_microbatch
 from truebatch.data.shared_memory import receive_object, send_object
 from truebatch.errors import LoaderError, TruebatchError
 from truebatch.interrupts import leave_signals_to_parent
@@ -57,7 +57,7 @@ def run_worker(sock: socket.socket, status: Status, recipe: Recipe) -> None:
         _answer(sock, task, _attempt(recipe, task, status))
 
 
-def _answer(sock: socket.socket, task: Task, made: MicroBatch | WorkerFailure) -> None:
+def _answer(sock: socket.socket, task: LoadTask, made: MicroBatch | WorkerFailure) -> None:
     try:
         send_object(sock, (task.number, made))
     except ConnectionError:
@@ -71,7 +71,7 @@ def _answer(sock: socket.socket, task: Task, made: MicroBatch | WorkerFailure) -
         send_object(sock, (task.number, WorkerFailure(known, traceback.format_exc())))
 
 
-def _attempt(recipe: Recipe, task: Task, status: Status) -> MicroBatch | WorkerFailure:
+def _attempt(recipe: Recipe, task: LoadTask, status: Status) -> MicroBatch | WorkerFailure:
     try:
         return read_microbatch(recipe, task, tell=lambda sample_id: _publish(status, sample_id))
     except TruebatchError as error:

@@ -22,7 +22,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from truebatch.batch.microbatch import MicroBatch
-from truebatch.data.fetch import Recipe, Task
+from truebatch.data.fetch import LoadTask, Recipe
 from truebatch.data.shared_memory import receive_object, send_object
 from truebatch.data.worker import IDLE, STARTING, Status, WorkerFailure, new_status, run_worker
 from truebatch.errors import LoaderError
@@ -49,7 +49,7 @@ class _LoaderWorker:
     process: BaseProcess
     sock: socket.socket
     status: Status
-    tasks: dict[int, Task] = field(default_factory=dict)
+    tasks: dict[int, LoadTask] = field(default_factory=dict)
     """Sent and not answered, oldest first."""
     sent: float = 0.0
 
@@ -76,7 +76,7 @@ class WorkerPool:
             self.close()
             raise
 
-    def submit(self, task: Task) -> None:
+    def submit(self, task: LoadTask) -> None:
         """Give the task to the worker with the least to do; returns at once."""
         _give(min(self._workers, key=lambda worker: len(worker.tasks)), task)
 
@@ -167,7 +167,7 @@ def _start(index: int, recipe: Recipe, context: BaseContext) -> _LoaderWorker:
     return _LoaderWorker(index, process, ours, status)
 
 
-def _give(worker: _LoaderWorker, task: Task) -> None:
+def _give(worker: _LoaderWorker, task: LoadTask) -> None:
     worker.tasks[task.number] = task
     worker.sent = time.monotonic()
     try:
@@ -240,7 +240,7 @@ def _task(worker: _LoaderWorker) -> str:
     return f"step {task.step}, micro-batch {task.index} with samples {_ids(task)}"
 
 
-def _ids(task: Task | None) -> str:
+def _ids(task: LoadTask | None) -> str:
     ids = [] if task is None else task.rows.ids.tolist()
     return f"[{', '.join(map(str, ids[:8]))}{', ...' if len(ids) > 8 else ''}]"
 

@@ -1,20 +1,17 @@
 """How a run is trained: one set of settings, and what the words people bring mean in it.
 
 `samples_per_step` decides the optimisation; `batch_size`, memory and devices only decide how a step is cut.
-
-The settings of a system and those of its training as one: what a YAML file, a run and a proof of it hold.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from truebatch.errors import ConfigError
 from truebatch.planning.config import DEFAULT_SAMPLES_PER_STEP, PlanConfig
 from truebatch.planning.rows import Layout
-from truebatch.system import System
 from truebatch.training.optim.lr_schedules import Schedule, Shape
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -207,23 +204,3 @@ def _check_rates(config: TrainConfig) -> None:
             seen=str(wrong) if wrong else f"{config.learning_rate=}, {config.min_learning_rate=}",
             do="for example learning_rate=1e-3, min_learning_rate=1e-5",
         )
-
-
-def settings_type(system: System) -> type[Any]:
-    """The system's settings with those of training under `train`, as one dataclass: one YAML file holds both."""
-    kind = system.config_type
-    if not is_dataclass(kind) or any(f.name == "train" for f in fields(kind)):
-        raise ConfigError(
-            f"the settings of {system.name!r} must be a dataclass without a field `train`",
-            seen=f"config_type={getattr(kind, '__name__', kind)!r}",
-            do="declare them with @dataclass(frozen=True, kw_only=True); `train` holds the settings of training",
-        )
-    trained = system.train_type or TrainConfig
-    own = ("train", trained, field(default_factory=trained))
-    is_frozen = bool(kind.__dataclass_params__.frozen)  # type: ignore[attr-defined]
-    return make_dataclass(kind.__name__, [own], bases=(kind,), frozen=is_frozen, kw_only=True)
-
-
-def settled(system: System, config: Any) -> Any:
-    """The configuration with nothing left open that follows from the data."""
-    return system.settle(config) if system.settle is not None else config

@@ -4,38 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from truebatch.config.load import apply_override, check_config
 from truebatch.config.yaml_files import read_yaml
 from truebatch.errors import CheckpointError, RunError
 from truebatch.io.atomic_files import corrupt_file_errors, read_json
 from truebatch.plugins import systems
-from truebatch.registry import find_system, lasting_target
-from truebatch.system import System
 from truebatch.training.checkpoint.retention import best_step, list_checkpoints
 from truebatch.training.checkpoint.store import Checkpoint, load_checkpoint, load_newest
+from truebatch.training.registry import find_system, lasting_target
 from truebatch.training.run_dir.run_dir import CONFIG
-from truebatch.training.train_system import ABOUT, settings_type
+from truebatch.training.system import System, Task, settings_type
+from truebatch.training.train_system import ABOUT
 
 _MOST_BYTES = 1 << 16
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Trained:
     """What a run folder holds, ready to be used."""
 
     folder: Path
-    system: System
+    system: System[Any]
+    """A folder says which one, so that its settings have no type before it is read."""
     config: Any
     """An instance of `settings_type(system)`."""
     model: nn.Module
     """In eval mode."""
     step: int
     """After which the weights were saved."""
+    prepared: Task | None = None
+    """What was read to build the model, if anything had to be."""
+
+    @cached_property
+    def task(self) -> Task:
+        """Data, model and loss of the settings; the data is read when this is first asked for, and once."""
+        return self.system.prepare(self.config) if self.prepared is None else self.prepared
 
 
 def open_trained(folder: Path, overrides: Sequence[str] = (), *, named: str | None = None) -> Trained:
@@ -46,13 +55,18 @@ def open_trained(folder: Path, overrides: Sequence[str] = (), *, named: str | No
     """
     system, config = open_settings(folder, overrides, named=named)
     saved = _weights(folder)
-    weights = saved.parts["model"]
-    model = system.build_model(config) if system.restore_model is None else system.restore_model(config, weights)
+    weights, restore = saved.parts["model"], system.restore_model
+    task: Task | None = None
+    if restore is not None:
+        model = restore(config, weights)
+    else:
+        task = system.prepare(config)
+        model = task.build_model()
     _load_weights(model, weights)
-    return Trained(folder, system, config, model.eval(), saved.step)
+    return Trained(folder, system, config, model.eval(), saved.step, task)
 
 
-def open_settings(folder: Path, overrides: Sequence[str] = (), *, named: str | None = None) -> tuple[System, Any]:
+def open_settings(folder: Path, overrides: Sequence[str] = (), *, named: str | None = None) -> tuple[System[Any], Any]:
     """The system and the settings of a run, without its weights."""
     if not (folder / CONFIG).is_file():
         raise RunError(
@@ -115,7 +129,7 @@ def _weights(folder: Path) -> Checkpoint:
     return newest.checkpoint
 
 
-def _load_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
+def _load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """All weights of a checkpoint into a model; only parameters that are never trained may be absent from it."""
     try:
         missing, unknown = model.load_state_dict(weights, strict=False)

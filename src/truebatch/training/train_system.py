@@ -4,34 +4,33 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from truebatch.errors import RunError
 from truebatch.io.atomic_files import atomic_folder, read_json, storage_error, write_json
-from truebatch.registry import lasting_target
-from truebatch.system import System
+from truebatch.planning.rows import Layout
 from truebatch.testing.failpoints import failpoint
 from truebatch.training.callbacks import Logger
 from truebatch.training.checkpoint.retention import best_step, list_checkpoints
 from truebatch.training.checkpoint.state_dict import seed_random
 from truebatch.training.checkpoint.store import load_checkpoint
-from truebatch.training.config import TrainConfig, settings_type, settled
+from truebatch.training.config import TrainConfig
 from truebatch.training.context import TrainResult
-from truebatch.training.data import TrainData, first_samples
 from truebatch.training.distributed.collectives import num_ranks, rank
 from truebatch.training.distributed.device import find_place
 from truebatch.training.memory.fit import stale_fit_warnings
 from truebatch.training.memory.oom import free_memory
+from truebatch.training.registry import lasting_target
 from truebatch.training.run_dir.resume_checks import opened_run
 from truebatch.training.run_dir.run_dir import RunFolder, kept_layout
+from truebatch.training.system import ConfigT, System, Task, settings_type, settled, train_settings, with_train
 from truebatch.training.trainer import train
 
-__all__ = ["ABOUT", "Start", "settings_type", "settled", "system_data", "train_system"]
+__all__ = ["ABOUT", "Start", "settings_type", "settled", "train_system"]
 
 ABOUT = "run.json"
 """The file of a run that names its system."""
@@ -55,76 +54,69 @@ class Start:
     watches: Sequence[Logger] = ()
 
 
-def system_data(system: System, config: Any) -> TrainData:
-    """The samples of a system with their lengths, as many as `train.limit` allows. No weights are loaded."""
-    whole = TrainData(
-        samples=system.load(config),
-        fields=system.fields(config),
-        validation=system.validation(config) if system.validation is not None else None,
-        transform=system.transform(config) if system.transform is not None else None,
-    )
-    data = first_samples(whole, config.train.limit)
-    return replace(data, measured=system.measure(config, data.samples))  # type: ignore[arg-type]
-
-
-def train_system(system: System, config: Any, start: Start) -> TrainResult:
+def train_system(system: System[ConfigT], config: ConfigT, start: Start) -> TrainResult:
     """Train a system into a run folder, from wherever the run is; export its model when it is done.
 
     `config` is an instance of `settings_type(system)`. Every rank calls this with the same arguments.
     """
     config = settled(system, config)
-    seed_random(config.train.seed)  # the same on every rank, for what builds data and model
-    device = find_place(config.train).device
+    settings = train_settings(config)
+    seed_random(settings.seed)  # the same on every rank, for what builds data and model
+    device = find_place(settings).device
     say = start.say if rank() == 0 else (lambda _line: None)
-    data = system_data(system, config)
-    model = system.build_model(config)
-    for line in system.describe(config) if system.describe is not None else ():
+    task = system.prepare(config)
+    data = task.measured_data(settings.limit)
+    model = task.build_model()
+    for line in task.commands.describe() if task.commands.describe is not None else ():
         say(line)
-    if start.is_layout_open and system.choose_layout is not None and config.train.true_batch != "off":
-        config = _with_layout(system, config, model, start, say)
-    groups = system.groups(config, model) if system.groups is not None else None
+    if start.is_layout_open and settings.true_batch != "off":
+        config = with_train(config, layout=_layout(task, model, start, say) or settings.layout)
+        settings = train_settings(config)
+    groups = task.groups(model) if task.groups is not None else None
     with opened_run(start.out, config, fresh=start.fresh) as run:
         assert run is not None
         if rank() == 0:
             write_json(run.folder / ABOUT, {"system": lasting_target(start.target or system.name)})
-        _say_where(run, config.train, say)
-        for line in stale_fit_warnings(run.folder, model, config.train, device=device, fields=data.fields):
+        _say_where(run, settings, say)
+        for line in stale_fit_warnings(run.folder, model, settings, device=device, fields=data.fields):
             say(line)
-        objective = system.objective(config)
         result = train(
             model,
-            objective,
+            task.objective,
             data,
-            config.train,
+            settings,
             groups=groups,
             out=run,
             say=say,
             watches=start.watches,
-            attendants=system.attend(config, model, objective, run.folder) if system.attend is not None else (),
+            attendants=task.callbacks(model, run.folder) if task.callbacks is not None else (),
         )
         if not result.is_interrupted and rank() == 0:
             model.zero_grad(set_to_none=True)
             free_memory(device)  # an export holds the weights twice
             if result.best_loss is not None and best_step(run.checkpoints) is None:
                 say("warning: the checkpoint of the best validation is gone; the model of the last step is exported")
-            _export(system, config, model, run, step=result.step)
+            _export(task, model, run, step=result.step)
         if num_ranks() > 1:
             dist.barrier()
     return result
 
 
-def _with_layout(system: System, config: Any, model: nn.Module, start: Start, say: Callable[[str], None]) -> Any:
+def _layout(task: Task, model: nn.Module, start: Start, say: Callable[[str], None]) -> Layout | None:
     """The layout rank 0 chooses, on every rank: a plan must be one plan. A run keeps the one it began with."""
-    assert system.choose_layout is not None
-    chosen: list[Any] = [None]
+    choose = task.commands.choose_layout
+    if choose is None:
+        return None
+    chosen: list[tuple[Layout, str] | None] = [None]
     if rank() == 0:
         kept = None if start.fresh else kept_layout(start.out)
-        chosen = [system.choose_layout(config, model) if kept is None else (kept, f"layout: {kept}, as the run began")]
+        chosen = [choose(model) if kept is None else (kept, f"layout: {kept}, as the run began")]
     if num_ranks() > 1:
         dist.broadcast_object_list(chosen, 0)
+    assert chosen[0] is not None
     layout, why = chosen[0]
     say(why)
-    return replace(config, train=replace(config.train, layout=layout))
+    return layout
 
 
 def _say_where(run: RunFolder, config: TrainConfig, say: Callable[[str], None]) -> None:
@@ -134,13 +126,13 @@ def _say_where(run: RunFolder, config: TrainConfig, say: Callable[[str], None]) 
     say(f"run: {run.folder} ({way}, seed {config.seed})")
 
 
-def _export(system: System, config: Any, model: nn.Module, run: RunFolder, *, step: int) -> None:
+def _export(task: Task, model: nn.Module, run: RunFolder, *, step: int) -> None:
     """Write the model of the best validation, or of the last step, in one move: a reader never sees half of it."""
     target = run.folder / MODEL
     best = best_step(run.checkpoints)
     # Written last: a kill between the end of the run and this leaves an older model, which is then replaced.
     about, mark = {"step": step, "best": best}, run.plan / EXPORTED
-    if system.save is None or (target.exists() and mark.exists() and read_json(mark, max_bytes=1 << 16) == about):
+    if task.save is None or (target.exists() and mark.exists() and read_json(mark, max_bytes=1 << 16) == about):
         return
     for saved in list_checkpoints(run.checkpoints):
         if saved.step == best != step and saved.is_good:  # those of the last step are in the model
@@ -149,7 +141,7 @@ def _export(system: System, config: Any, model: nn.Module, run: RunFolder, *, st
         failpoint("export.before_write")
         shutil.rmtree(run.folder / f"{MODEL}.part", ignore_errors=True)  # what a kill left of an earlier version
         with atomic_folder(target) as draft:
-            system.save(config, model, draft)
+            task.save(model, draft)
         write_json(mark, about)
         failpoint("export.done")
     except OSError as error:

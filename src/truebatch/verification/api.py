@@ -11,8 +11,7 @@ from torch import nn
 from truebatch.batch.fields import Field
 from truebatch.errors import ConfigError, LawError
 from truebatch.objective import Objective
-from truebatch.system import System
-from truebatch.training.config import settings_type, settled
+from truebatch.training.system import ConfigT, System, Task, settings_type, settled
 from truebatch.verification.compare import Whole
 from truebatch.verification.config import VerifyConfig
 from truebatch.verification.determinism import Mode, quieted
@@ -136,22 +135,25 @@ def _no_samples(subject: Any) -> ConfigError:
 
 
 def verify_system(
-    system: System, settings: Any = None, *, model: nn.Module | None = None, config: VerifyConfig | None = None
+    system: System[ConfigT], settings: ConfigT | None = None, *, config: VerifyConfig | None = None
 ) -> VerifyReport:
     """Prove it for a system on a few of its own samples, from the shortest to one of median length.
 
-    `settings` is an instance of `settings_type(system)`, by default with every default; `model` is a trained one, by
-    default a new one of these settings.
+    `settings` is an instance of `settings_type(system)`, by default with every default.
     """
+    return verify_task(system.prepare(settled(system, settings or settings_type(system)())), config=config)
+
+
+def verify_task(task: Task, *, model: nn.Module | None = None, config: VerifyConfig | None = None) -> VerifyReport:
+    """The same for a task that is prepared; `model` is a trained one, by default a new one."""
     asked = config or VerifyConfig()
-    chosen = settled(system, settings_type(system)() if settings is None else settings)
-    dataset = system.load(chosen)
-    places = _spread(system.measure(chosen, dataset).lengths.tolist())
+    data = task.measured_data()
+    assert data.measured is not None
     subject = model_subject(
-        system.build_model(chosen) if model is None else model,
-        system.objective(chosen),
-        [dataset[i] for i in places],
-        system.fields(chosen),
+        task.build_model() if model is None else model,
+        task.objective,
+        [data.samples[i] for i in _spread(data.measured.lengths.tolist())],
+        data.fields,
         asked.causal,
     )
     return prove(subject, asked)
@@ -237,7 +239,7 @@ def _verify_functions(
     return prove(callable_subject(batched, samples, fields, config.causal, found), config, original=original)
 
 
-def _check_alone(system: System, **given: Any) -> None:
+def _check_alone(system: System[Any], **given: object) -> None:
     """A system brings everything along; what is given beside it would be ignored."""
     named = [name for name, value in given.items() if value is not None]
     if named:

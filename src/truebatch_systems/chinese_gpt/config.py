@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -14,6 +14,21 @@ from truebatch.training.optim.lr_schedules import Shape
 from truebatch_systems.chinese_gpt.tokenizer.segmenter import Backend
 
 Stage = Literal["both", "pretraining", "chat"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChineseTrainConfig(TrainConfig):
+    """Settings of training, with the defaults of a small model on a small corpus."""
+
+    epochs: int = 30
+    """Times every sample is seen, unless validation stops earlier."""
+    learning_rate: float = 2e-3
+    schedule: Shape = "cosine"
+    warmup_steps: int = 50
+    min_learning_rate: float = 2e-5
+    patience: int | None = 5
+    """Validations (one an epoch) without an improvement before training stops."""
+    weight_decay: float = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +63,7 @@ class ChineseGPTConfig:
     """How many statements the embedded corpus has."""
     embedded_dialogues: int = 1051
     """How many dialogues the embedded corpus has."""
+    train: ChineseTrainConfig = field(default_factory=ChineseTrainConfig)
 
     def __post_init__(self) -> None:
         for name, choices in (("stage", Stage), ("backend", Backend), ("overlong", Overlong)):
@@ -75,18 +91,3 @@ def _check(name: str, value: object, is_right: bool) -> None:
             seen=f"{name}={value!r}",
             do="sizes are 1 or more (max_seq_len 3), rates and shares from 0 to below 1 together",
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChineseTrainConfig(TrainConfig):
-    """Settings of training, with the defaults of a small model on a small corpus."""
-
-    epochs: int = 30
-    """Times every sample is seen, unless validation stops earlier."""
-    learning_rate: float = 2e-3
-    schedule: Shape = "cosine"
-    warmup_steps: int = 50
-    min_learning_rate: float = 2e-5
-    patience: int | None = 5
-    """Validations (one an epoch) without an improvement before training stops."""
-    weight_decay: float = 0.01

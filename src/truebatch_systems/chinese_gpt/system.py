@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from pathlib import Path
 
 from torch import Tensor, nn
 
 from truebatch.planning.lengths.measured_values import Measured
-from truebatch.planning.rows import Layout
-from truebatch.system import System
-from truebatch_systems.chinese_gpt.config import ChineseGPTConfig, ChineseTrainConfig
+from truebatch.training.data import TrainData
+from truebatch.training.system import System, Task, TaskCommands
+from truebatch_systems.chinese_gpt.config import ChineseGPTConfig
 from truebatch_systems.chinese_gpt.data.lint import lint_texts
 from truebatch_systems.chinese_gpt.data.prepare import PreparedTexts, prepare
 from truebatch_systems.chinese_gpt.data.samples import FIELDS, EncodedTexts
@@ -25,8 +26,7 @@ from truebatch_systems.chinese_gpt.train.layout_choice import choose_layout
 from truebatch_systems.chinese_gpt.train.objective import TERM, NextToken
 
 
-def _measure(config: Any, samples: Any) -> Measured:
-    ready = prepare(config)
+def _measure(ready: PreparedTexts, samples: Sized) -> Measured:
     number = len(samples)
     train = ready.train
     return Measured(
@@ -37,21 +37,20 @@ def _measure(config: Any, samples: Any) -> Measured:
     )
 
 
-def _build_model(config: Any) -> nn.Module:
-    ready = prepare(config)
+def _build_model(config: ChineseGPTConfig, ready: PreparedTexts) -> nn.Module:
     model = ChineseGPT(shape_of(config, len(ready.vocab)), seed=config.train.seed, vocab=ready.vocab)
     if ready.weights is not None:
         model.load_state_dict(dict(ready.weights))
     return model
 
 
-def _restore_model(config: Any, weights: Mapping[str, Tensor]) -> nn.Module:
+def _restore_model(config: ChineseGPTConfig, weights: Mapping[str, Tensor]) -> nn.Module:
     """From the vocabulary that stands in the weights: a trained model needs no corpus to speak."""
     vocab = vocab_of_weights(weights)
     return ChineseGPT(shape_of(config, len(vocab)), seed=config.train.seed, vocab=vocab)
 
 
-def shape_of(config: Any, vocabulary: int) -> ModelShape:
+def shape_of(config: ChineseGPTConfig, vocabulary: int) -> ModelShape:
     """The sizes of the model that settings ask for."""
     return ModelShape(
         vocabulary=vocabulary,
@@ -64,7 +63,7 @@ def shape_of(config: Any, vocabulary: int) -> ModelShape:
     )
 
 
-def settle(config: Any) -> Any:
+def settle(config: ChineseGPTConfig) -> ChineseGPTConfig:
     """The note's batch size for this many samples, where neither it nor the samples of a step are given."""
     train = config.train
     if train.batch_size is not None or train.samples_per_step is not None:
@@ -75,8 +74,7 @@ def settle(config: Any) -> Any:
     return replace(config, train=replace(train, batch_size=size, samples_per_step=size))
 
 
-def _describe(config: Any) -> list[str]:
-    ready = prepare(config)
+def _describe(config: ChineseGPTConfig, ready: PreparedTexts) -> list[str]:
     train = ready.train
     advice = advice_lines(
         train.lengths,
@@ -87,7 +85,7 @@ def _describe(config: Any) -> list[str]:
     return [*_corpus_lines(config, ready), *advice]
 
 
-def _corpus_lines(config: Any, ready: PreparedTexts) -> list[str]:
+def _corpus_lines(config: ChineseGPTConfig, ready: PreparedTexts) -> list[str]:
     files = Counter(text.file for text in ready.texts)
     parts = {"train": ready.train, "validation": ready.validation, "test": ready.test}
     sizes = ", ".join(f"{len(part) if part is not None else 0:,} {name}" for name, part in parts.items())
@@ -108,7 +106,7 @@ def _corpus_lines(config: Any, ready: PreparedTexts) -> list[str]:
     return lines
 
 
-def _count_line(config: Any, name: str, parts: Sequence[EncodedTexts]) -> str:
+def _count_line(config: ChineseGPTConfig, name: str, parts: Sequence[EncodedTexts]) -> str:
     number = sum(getattr(part, name) for part in parts)
     words = {
         "num_empty": f"corpus: {number:,} text(s) empty and left out",
@@ -118,26 +116,34 @@ def _count_line(config: Any, name: str, parts: Sequence[EncodedTexts]) -> str:
     return words[name] if number else ""
 
 
-def _choose_layout(config: Any, model: nn.Module) -> tuple[Layout, str]:
-    return choose_layout(model, prepare(config).train, config.train)
+def _save(model: nn.Module, folder: Path) -> None:
+    assert isinstance(model, ChineseGPT)
+    export_model(model, folder)
+
+
+def prepare_task(config: ChineseGPTConfig) -> Task:
+    """The texts of a configuration, encoded, with model and loss."""
+    ready = prepare(config)
+    return Task(
+        data=TrainData(samples=ready.train, fields=FIELDS, validation=ready.validation),
+        measure=partial(_measure, ready),
+        test=lambda: ready.test,
+        build_model=partial(_build_model, config, ready),
+        objective=NextToken(),
+        save=_save,
+        commands=TaskCommands(
+            describe=partial(_describe, config, ready),
+            choose_layout=lambda model: choose_layout(model, ready.train, config.train),
+            evaluate=partial(evaluate, config, ready),
+        ),
+    )
 
 
 CHINESE_GPT = System(
     name="chinese_gpt",
     config_type=ChineseGPTConfig,
-    train_type=ChineseTrainConfig,
-    load=lambda config: prepare(config).train,  # type: ignore[arg-type, return-value]
-    fields=lambda config: FIELDS,
-    measure=_measure,
-    build_model=_build_model,
-    restore_model=_restore_model,
-    objective=lambda config: NextToken(),
-    validation=lambda config: prepare(config).validation,  # type: ignore[arg-type, return-value]
-    test=lambda config: prepare(config).test,  # type: ignore[arg-type, return-value]
-    evaluate=evaluate,
-    generate=stream_answers,
-    choose_layout=_choose_layout,
+    prepare=prepare_task,
     settle=settle,
-    describe=_describe,
-    save=lambda config, model, folder: export_model(model, folder),  # type: ignore[arg-type]
+    restore_model=_restore_model,
+    generate=stream_answers,
 )

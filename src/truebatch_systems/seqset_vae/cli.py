@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,7 @@ from truebatch.language.console import one_line, say
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
+    from truebatch_systems.seqset_vae.config import SeqSetConfig
     from truebatch_systems.seqset_vae.data.validate import Validation
 
 seqset_vae_app = typer.Typer(
@@ -173,6 +174,7 @@ def show_export(
 
       truebatch seqset_vae export runs/seqset_vae --out latents.npz
     """
+    from truebatch_systems.seqset_vae.data.prepare import prepare
     from truebatch_systems.seqset_vae.eval.evaluate import export_latents
 
     trained = open_named(run, set_ or [], None)
@@ -183,13 +185,13 @@ def show_export(
         raise ConfigError(
             f"{path} is a link, nothing was written", seen=f"it leads to {path.readlink()}", do="name a file: --out"
         )
-    for split, number in export_latents(trained.config, trained.model, path).items():
+    for split, number in export_latents(prepare(trained.config), trained.model, path).items():
         say(f"{split}: {number:,} sets")
     say(f"wrote {path}")
     return 0
 
 
-def _settings(file: Path | None, overrides: list[str]) -> Any:
+def _settings(file: Path | None, overrides: list[str]) -> SeqSetConfig:
     from truebatch.config.load import apply_override, check_config, read_document
     from truebatch_systems.seqset_vae.config import SeqSetConfig
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 from truebatch.config.aliases import check_choice, check_range
 from truebatch.errors import ConfigError
+from truebatch.training.config import TrainConfig
 
 GENERATED, NAFLD = "generated", "nafld"
 Mode = Literal["joint", "pretrain", "finetune"]
@@ -188,6 +189,18 @@ class DetectorConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SeqSetTrainConfig(TrainConfig):
+    """Settings of a training run, with the defaults of seqset_vae."""
+
+    epochs: int = 10
+    samples_per_step: int | None = 16
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.01
+    max_grad_norm: float | None = 0.5
+    patience: int | None = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SeqSetConfig:
     """Stays, model, loss and detector of one run."""
 
@@ -236,6 +249,7 @@ class SeqSetConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     detector: DetectorConfig = field(default_factory=DetectorConfig)
+    train: SeqSetTrainConfig = field(default_factory=SeqSetTrainConfig)
 
     def __post_init__(self) -> None:
         check_choice(self, "mode", Mode)

@@ -15,6 +15,7 @@ from truebatch.errors import ConfigError
 from truebatch.objective import divide_once
 from truebatch.training.memory.measure import added_bytes
 from truebatch_systems.seqset_vae.compat import micro_batch, note_batch, padded_share
+from truebatch_systems.seqset_vae.config import SeqSetConfig
 from truebatch_systems.seqset_vae.data.prepare import PreparedStays, prepare
 from truebatch_systems.seqset_vae.model.model import SeqSetVAE
 from truebatch_systems.seqset_vae.train.loss import SeqSetObjective, look_at
@@ -51,7 +52,7 @@ class BatchSizeTrial:
 
 
 def try_batches(
-    config: Any, batch_sizes: Sequence[int], *, max_sequence_length: int | None = None
+    config: SeqSetConfig, batch_sizes: Sequence[int], *, max_sequence_length: int | None = None
 ) -> Iterator[BatchSizeTrial]:
     """One trial for each size on the first training stays, with an untrained model of the configured shape.
 

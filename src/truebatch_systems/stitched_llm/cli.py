@@ -7,7 +7,7 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,8 @@ from truebatch.cli.system_commands import SystemCommand
 from truebatch.language.console import say
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
+if TYPE_CHECKING:
+    from truebatch_systems.stitched_llm.config import StitchConfig
 
 stitched_llm_app = typer.Typer(
     help="What only models stitched from two donors have.", no_args_is_help=True, rich_markup_mode=None
@@ -85,7 +87,7 @@ def show_search(
 
       truebatch stitched_llm search --set bottom=./small --set top=./large --set data=texts.jsonl --measure 16
     """
-    from truebatch_systems.stitched_llm.data.dataset import first_rows, load, load_validation
+    from truebatch_systems.stitched_llm.data.dataset import first_rows, prepare_texts
     from truebatch_systems.stitched_llm.data.vocab_map import refuse_other_vocabulary
     from truebatch_systems.stitched_llm.eval.layer_search import search_cuts, write_search
     from truebatch_systems.stitched_llm.model.build import cut_of, open_donors
@@ -94,8 +96,9 @@ def show_search(
     bottom, top = open_donors(settings)
     _refuse_mapped(settings)
     refuse_other_vocabulary(bottom, top)
-    rows = list(first_rows(load(settings), tokens=tokens))
-    held_out = load_validation(settings) or load(settings)
+    texts = prepare_texts(settings)
+    rows = list(first_rows(texts.samples, tokens=tokens))
+    held_out = texts.held_out or texts.samples
     number = min(bottom.depth * top.depth, 64) if measure is None else measure
     pairs = search_cuts(bottom, top, rows, held_out, shape=cut_of(settings, bottom, top), measured=number)
     files = write_search(pairs, out)
@@ -139,18 +142,17 @@ def show_export(
     return 0
 
 
-def _settings(file: Path | None, overrides: list[str] | None) -> Any:
+def _settings(file: Path | None, overrides: list[str] | None) -> StitchConfig:
     from truebatch.config.load import apply_override, check_config, read_document
-    from truebatch.training.train_system import settings_type
-    from truebatch_systems.stitched_llm.system import STITCHED_LLM
+    from truebatch_systems.stitched_llm.config import StitchConfig
 
     document = read_document(file)
     for override in overrides or []:
         apply_override(document, override)
-    return check_config(settings_type(STITCHED_LLM), document)
+    return check_config(StitchConfig, document)
 
 
-def _refuse_mapped(settings: Any) -> None:
+def _refuse_mapped(settings: StitchConfig) -> None:
     from truebatch.errors import ConfigError
 
     if settings.vocabulary != "same" or settings.vocabulary_map is not None:

@@ -16,14 +16,12 @@ from truebatch.io.text_encoding import nearest
 from truebatch.language.console import say
 from truebatch.planning.rows import Layout
 from truebatch.training.config import Precision
-from truebatch.training.train_system import settings_type
-from truebatch_systems.stitched_llm.config import StitchTrain
-from truebatch_systems.stitched_llm.data.dataset import load, sources_of
+from truebatch_systems.stitched_llm.config import StitchConfig, StitchTrain
+from truebatch_systems.stitched_llm.data.dataset import prepare_texts, sources_of
 from truebatch_systems.stitched_llm.model.build import build
 from truebatch_systems.stitched_llm.model.mask_check import refuse_wrong_masks
 from truebatch_systems.stitched_llm.model.model import StitchedForCausalLM
 from truebatch_systems.stitched_llm.model.save_load import save_adapter
-from truebatch_systems.stitched_llm.system import STITCHED_LLM
 from truebatch_systems.stitched_llm.train.hf_trainer import StitchedTrainer
 
 
@@ -59,8 +57,8 @@ class NoteTraining:
 class StitchedModel(StitchedForCausalLM):
     """A stitched model that trains itself the way the note does."""
 
-    stitch_settings: Any
-    """An instance of `settings_type(STITCHED_LLM)`: donors, cut, data."""
+    stitch_settings: StitchConfig
+    """Donors, cut, data."""
 
     @classmethod
     def from_donors(cls, bottom: str | Path | None = None, top: str | Path | None = None, **settings: Any) -> Any:
@@ -68,11 +66,12 @@ class StitchedModel(StitchedForCausalLM):
 
         Precision: bf16 on a card that has it, else fp16 on a card, else fp32.
         """
-        kind = settings_type(STITCHED_LLM)
-        _refuse_unknown(settings, [f.name for f in fields(kind)])
+        _refuse_unknown(settings, [f.name for f in fields(StitchConfig)])
         paths = {name: Path(value) for name, value in (("bottom", bottom), ("top", top)) if value is not None}
-        given = {name: Path(v) if name in _PATHS and v is not None else v for name, v in settings.items()}
-        config = kind(**paths, **given, train=StitchTrain(precision=_precision()))
+        given: dict[str, Any] = {
+            name: Path(v) if name in _PATHS and v is not None else v for name, v in settings.items()
+        }
+        config = StitchConfig(**{**given, **paths}, train=StitchTrain(precision=_precision()))
         model = build(config).model
         model.__class__ = cls  # the same model with another face
         model.stitch_settings = config
@@ -121,7 +120,7 @@ def _train(model: StitchedModel, folder: Path, asked: NoteTraining) -> Any:
     trainer = StitchedTrainer(
         model=model,
         args=training_arguments(folder, asked, config.train.precision),
-        train_dataset=load(config),
+        train_dataset=prepare_texts(config).samples,
         processing_class=tokenizer,
         data_collator=_as_it_is,
         truebatch=AdapterConfig(layout=asked.layout, cells=asked.cells),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -15,6 +15,19 @@ from truebatch_systems.stitched_llm.model.stitch import Start
 
 Stored = Literal["auto", "fp32", "bf16", "fp16", "int8"]
 Part = Literal["norms", "head", "first_layers"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StitchTrain(TrainConfig):
+    """Settings of training, with the defaults of the note where it has one."""
+
+    epochs: int = 3
+    batch_size: int | None = 8
+    gradient_accumulation_steps: int = 4
+    learning_rate: float = 1e-3
+    schedule: Shape = "cosine"
+    weight_decay: float = 0.01
+    save_every: int | None = 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +83,7 @@ class StitchConfig:
     donor_steps: int = 300
     """Without donors: how many steps each tiny donor is trained."""
     made_up_seed: int = 0
+    train: StitchTrain = field(default_factory=StitchTrain)
 
     def __post_init__(self) -> None:
         _check_words(self)
@@ -129,16 +143,3 @@ def _check_sources(config: StitchConfig) -> None:
             seen=f"validation={config.validation}, test={config.test}",
             do="give bottom, top and data too, or leave them out",
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StitchTrain(TrainConfig):
-    """Settings of training, with the defaults of the note where it has one."""
-
-    epochs: int = 3
-    batch_size: int | None = 8
-    gradient_accumulation_steps: int = 4
-    learning_rate: float = 1e-3
-    schedule: Shape = "cosine"
-    weight_decay: float = 0.01
-    save_every: int | None = 100

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,39 +14,40 @@ from truebatch.generation.config import Generation
 from truebatch.generation.decode_loop import generate_tokens
 from truebatch.generation.interface import Prompt, key_prompts
 from truebatch.generation.text_stream import stream_texts
+from truebatch.hf.finetune.system import HeadSamples, PreparedRun, measure
 from truebatch.hf.generate.decoder import hf_decoder
 from truebatch.hf.heads.objective import HeadObjective
 from truebatch.hf.pretrained import load_tokenizer
 from truebatch.planning.rows import Layout
-from truebatch.system import System
+from truebatch.training.data import TrainData
+from truebatch.training.system import SizedDataset, System, Task, TaskCommands
 from truebatch.verification.choose_layout import choose_layout
-from truebatch_systems.stitched_llm.config import StitchConfig, StitchTrain
+from truebatch_systems.stitched_llm.config import StitchConfig
 from truebatch_systems.stitched_llm.data import dataset
 from truebatch_systems.stitched_llm.eval.evaluate import compare_donors, draw_perplexities
-from truebatch_systems.stitched_llm.model.build import Built, build, open_donors, sketch
+from truebatch_systems.stitched_llm.model.build import build, open_donors, sketch
 from truebatch_systems.stitched_llm.model.mask_check import probe_masks
+from truebatch_systems.stitched_llm.model.model import StitchedForCausalLM
 from truebatch_systems.stitched_llm.model.save_load import save_adapter
 from truebatch_systems.stitched_llm.train.trainable_parts import autocast_of
 
 SELFTEST, EVALUATION = "mask_selftest.json", "eval.json"
-_news: dict[Any, Built] = {}
-"""What the newest build found, for the lines at the start of a run."""
 
 
-def _build_model(config: Any) -> nn.Module:
+def _build_model(config: StitchConfig, news: list[str]) -> nn.Module:
+    """What the build found goes into `news`, for the lines at the start of a run."""
     built = build(config)
-    _news.clear()
-    _news[config] = built
+    news[:] = built.lines
     return built.model
 
 
-def _describe(config: Any) -> list[str]:
-    built = _news.get(config)
-    lines = [*dataset.describe(config), *(built.lines if built is not None else ())]
+def _describe(config: StitchConfig, ready: PreparedRun, news: Sequence[str]) -> list[str]:
+    held = ready.validation.notes if ready.validation is not None else ()
+    lines = [*ready.train.notes, *held, *news]
     train = config.train
     if train.batch_size is not None and train.samples_per_step is None:
         parts = f"{train.batch_size} x {train.gradient_accumulation_steps} x {train.devices}"
-        tokens = dataset.measure(config, dataset.load(config)).lengths.mean() * train.num_samples_per_step()
+        tokens = measure(ready, ready.train).lengths.mean() * train.num_samples_per_step()
         lines.append(
             f"effective batch: {parts} (forward pass x accumulation x devices) = {train.num_samples_per_step()} samples, "
             f"about {tokens:,.0f} tokens a step"
@@ -53,7 +55,7 @@ def _describe(config: Any) -> list[str]:
     return lines
 
 
-def _choose_layout(config: Any, model: nn.Module) -> tuple[Layout, str]:
+def _choose_layout(model: nn.Module) -> tuple[Layout, str]:
     """Packed where it is proven right on this very model, else padded."""
     choice = choose_layout(model)
     layout: Layout = "packed" if choice.layout == "packed" else "padded"
@@ -61,18 +63,22 @@ def _choose_layout(config: Any, model: nn.Module) -> tuple[Layout, str]:
     return layout, f"layout: {layout}, proven equal to one by one" + (f" ({reasons})" if reasons else "")
 
 
-def _evaluate(config: Any, model: Any, samples: Any, out: Path) -> Mapping[str, Any]:
+def _evaluate(
+    config: StitchConfig, train: HeadSamples, model: nn.Module, samples: SizedDataset, out: Path
+) -> Mapping[str, Any]:
+    assert isinstance(model, StitchedForCausalLM)
     bottom, top = open_donors(config)
-    found = compare_donors(
-        model, bottom.model, top.model, dataset.load(config), samples, precision=config.train.precision
-    )
+    found = compare_donors(model, bottom.model, top.model, train, samples, precision=config.train.precision)
     (out / EVALUATION).write_text(json.dumps({"perplexity": found}, indent=1), encoding="utf-8")
     draw_perplexities(found, out)
     worse = max(found["bottom_donor"], found.get("top_donor", 0.0))
     return {"perplexity": found, "stitched_over_worse_donor": found["stitched"] / worse}
 
 
-def _generate(config: Any, model: Any, prompts: Sequence[str], settings: Generation) -> Iterator[tuple[int, str]]:
+def _generate(
+    config: StitchConfig, model: nn.Module, prompts: Sequence[str], settings: Generation
+) -> Iterator[tuple[int, str]]:
+    assert isinstance(model, StitchedForCausalLM)
     tokenizer = load_tokenizer(dataset.sources_of(config).tokenizer, None)
     ids = [tuple(tokenizer(text)["input_ids"]) for text in prompts]
     keyed = [Prompt(ids=one, key=key) for one, key in zip(ids, key_prompts(settings.seed, ids), strict=True)]
@@ -87,8 +93,9 @@ def _generate(config: Any, model: Any, prompts: Sequence[str], settings: Generat
         yield from stream_texts(pieces, read, settings.stop)
 
 
-def _save(config: Any, model: Any, folder: Path) -> None:
+def _save(config: StitchConfig, model: nn.Module, folder: Path) -> None:
     """The adapter and what it belongs to, the tokenizer, and what the masks were found to be."""
+    assert isinstance(model, StitchedForCausalLM)
     save_adapter(model, folder)
     load_tokenizer(dataset.sources_of(config).tokenizer, None).save_pretrained(folder)
     with autocast_of(model.device, config.train.precision):
@@ -96,21 +103,30 @@ def _save(config: Any, model: Any, folder: Path) -> None:
     (folder / SELFTEST).write_text(json.dumps(tested.as_dict(), indent=1), encoding="utf-8")
 
 
+def prepare_task(config: StitchConfig) -> Task:
+    """The texts of a configuration, encoded, with the model they are learned by and its loss."""
+    ready = dataset.prepare_texts(config)
+    news: list[str] = []
+    return Task(
+        data=TrainData(samples=ready.samples, fields=ready.head.fields, validation=ready.held_out),
+        measure=partial(measure, ready),
+        test=partial(dataset.load_test, config),
+        build_model=partial(_build_model, config, news),
+        objective=HeadObjective(head=ready.head),
+        save=partial(_save, config),
+        commands=TaskCommands(
+            describe=partial(_describe, config, ready, news),
+            choose_layout=_choose_layout,
+            sketch=partial(sketch, config),
+            evaluate=partial(_evaluate, config, ready.samples),
+        ),
+    )
+
+
 STITCHED_LLM = System(
     name="stitched_llm",
     config_type=StitchConfig,
-    train_type=StitchTrain,
-    load=dataset.load,  # type: ignore[arg-type]
-    fields=lambda config: dataset.head_of_text(config).fields,
-    measure=dataset.measure,
-    build_model=_build_model,
-    sketch=sketch,
-    objective=lambda config: HeadObjective(head=dataset.head_of_text(config)),
-    validation=dataset.load_validation,  # type: ignore[arg-type]
-    test=dataset.load_test,  # type: ignore[arg-type]
-    evaluate=_evaluate,
+    prepare=prepare_task,
+    restore_model=lambda config, weights: build(config).model,
     generate=_generate,
-    choose_layout=_choose_layout,
-    describe=_describe,
-    save=_save,
 )

@@ -8,6 +8,8 @@ from typing import Literal, get_args
 
 from truebatch.config.aliases import check_choice, check_range
 from truebatch.errors import ConfigError
+from truebatch.training.config import TrainConfig
+from truebatch.training.optim.lr_schedules import Shape
 
 Stage = Literal["pruning", "backbone"]
 Choice = Literal["soft", "straight_through", "top_k"]
@@ -282,6 +284,17 @@ class EvaluationSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PruningTrain(TrainConfig):
+    """Settings of a training run, with the defaults of vlm_pruning."""
+
+    samples_per_step: int | None = 10
+    learning_rate: float = 1e-4
+    """Of the pruner heads; the discriminator and the merger have their own."""
+    schedule: Shape = "cosine"
+    min_learning_rate: float = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PruningConfig:
     """Backbone, method, data and evaluation of one run."""
 
@@ -289,6 +302,7 @@ class PruningConfig:
     method_settings: MethodSettings = field(default_factory=MethodSettings)
     dataset_settings: DatasetSettings = field(default_factory=DatasetSettings)
     evaluation_settings: EvaluationSettings = field(default_factory=EvaluationSettings)
+    train: PruningTrain = field(default_factory=PruningTrain)
 
 
 def _check_layers(config: MethodSettings) -> None:

@@ -169,7 +169,7 @@ def test_few_samples_are_all_trained_on_and_it_is_said(tmp_path):
     file = write(tmp_path / "a.json", [f"句子{i}" for i in range(5)])
     config = settle(CONFIG(data=str(file), validation_share=0, test_share=0))
     assert (config.train.batch_size, config.train.samples_per_step) == (2, 2)
-    lines = "\n".join(CHINESE_GPT.describe(config))
+    lines = "\n".join(CHINESE_GPT.prepare(config).commands.describe())
     assert "5 train, 0 validation, 0 test" in lines
     assert "only 5 samples: below 50, batches bring little" in lines
     assert "no validation samples" in lines
@@ -180,7 +180,10 @@ def test_fewer_samples_than_the_batch_are_one_step(tmp_path):
     base = CONFIG(data=str(file), validation_share=0, test_share=0)
 
     config = replace(base, train=replace(base.train, batch_size=16))
-    assert "5 samples are fewer than a batch of 16: every step is the whole epoch" in CHINESE_GPT.describe(config)
+    assert (
+        "5 samples are fewer than a batch of 16: every step is the whole epoch"
+        in CHINESE_GPT.prepare(config).commands.describe()
+    )
 
 
 def test_the_linter_names_every_problem_with_its_place():

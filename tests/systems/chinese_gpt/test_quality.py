@@ -52,9 +52,10 @@ def test_32_sentences_are_learned_by_heart_in_300_steps():
 
 def quality_of(config, out):
     train_system(CHINESE_GPT, config, Start(out=out))
-    model = CHINESE_GPT.build_model(config)
+    task = CHINESE_GPT.prepare(config)
+    model = task.build_model()
     model.load_state_dict(dict(best_weights(out)))
-    return CHINESE_GPT.evaluate(config, model.eval(), CHINESE_GPT.test(config), out)
+    return task.commands.evaluate(model.eval(), task.test(), out)
 
 
 @pytest.mark.slow

@@ -134,7 +134,7 @@ def test_training_stops_when_validation_does_and_keeps_the_best(corpus, tmp_path
     settings = {"epochs": 40, "batch_size": 16, "learning_rate": 2e-2, "min_learning_rate": 0, "patience": 1}
     result, _ = trained(corpus, tmp_path / "a", train=settings)
     assert result.why == "validation has not improved 1 times"
-    model = CHINESE_GPT.build_model(config_of(corpus))
+    model = CHINESE_GPT.prepare(config_of(corpus)).build_model()
     model.load_state_dict(dict(best_weights(tmp_path / "a")))
     ready = prepare(config_of(corpus))
     assert math.log(measure_perplexity(model.eval(), ready.validation)) == pytest.approx(result.best_loss, rel=1e-4)
@@ -148,11 +148,12 @@ def test_a_chat_stage_starts_from_the_weights_and_the_vocabulary_of_a_pretrainin
     other.write_text(json.dumps([*DIALOGUES, "用户：鲲鹏？助手：鲲鹏。"] * 2, ensure_ascii=False), encoding="utf-8")
     second = replace(first, data=str(other), stage="chat", start_from=tmp_path / "first")
     assert prepare(second).vocab.hash == prepare(first).vocab.hash
-    model = CHINESE_GPT.build_model(second)
+    task = CHINESE_GPT.prepare(second)
+    model = task.build_model()
     assert torch.equal(weights_in(tmp_path / "first"), torch.cat(
         [value.flatten().float() for _, value in sorted(model.state_dict().items())]
     ))  # fmt: skip
-    lines = CHINESE_GPT.describe(second)
+    lines = task.commands.describe()
     assert any("of the run it starts from" in line for line in lines)
     result = train_system(CHINESE_GPT, second, Start(out=tmp_path / "second"))
     assert result.step > 0
@@ -206,9 +207,10 @@ def test_the_learning_rate_is_the_closed_form_and_ends_with_the_least():
 def test_ten_lines_of_python_train_evaluate_and_answer(corpus, tmp_path):
     config = config_of(corpus, train={"epochs": 4, "batch_size": 4, "warmup_steps": 5})
     train_system(CHINESE_GPT, config, Start(out=tmp_path / "run", is_layout_open=True))
-    model = CHINESE_GPT.build_model(config)
+    task = CHINESE_GPT.prepare(config)
+    model = task.build_model()
     model.load_state_dict(dict(best_weights(tmp_path / "run")))
-    figures = CHINESE_GPT.evaluate(config, model.eval(), CHINESE_GPT.test(config), tmp_path)
+    figures = task.commands.evaluate(model.eval(), task.test(), tmp_path)
     assert figures["perplexity"] < figures["unigram_perplexity"]
     assert figures["answers_asked"] == len((tmp_path / "answers.jsonl").read_text().splitlines())
     said = list(CHINESE_GPT.generate(config, model, ["湖北的省会是什么？"], Generation(max_new_tokens=5)))
@@ -284,5 +286,5 @@ def test_a_trained_run_speaks_without_its_corpus_and_is_measured_on_another(corp
 
 def test_the_plan_knows_the_count_of_every_sample(corpus):
     config = config_of(corpus)
-    measured = CHINESE_GPT.measure(config, CHINESE_GPT.load(config))
+    measured = CHINESE_GPT.prepare(config).measured_data().measured
     assert measured.counts[TERM].tolist() == prepare(config).train.num_labels.tolist()

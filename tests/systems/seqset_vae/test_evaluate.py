@@ -48,7 +48,7 @@ def test_latents_are_those_of_one_stay_at_a_time(model):
 
 def test_evaluation_writes_predictions_and_judges_the_first_hours(model, tmp_path):
     test = prepare(CONFIG).test
-    figures = evaluate(CONFIG, model, test, tmp_path)
+    figures = evaluate(CONFIG, prepare(CONFIG), model, test, tmp_path)
     with (tmp_path / "predictions.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["id"] for row in rows] == list(test.ids)
@@ -64,7 +64,7 @@ def test_evaluation_writes_predictions_and_judges_the_first_hours(model, tmp_pat
     day = figures["after_hours"]["24"]
     lasting = test.set_minute[test.set_starts[1:] - 1] >= 24 * 60
     assert day["stays"] == lasting.sum() < figures["stays"]
-    assert evaluate(CONFIG, model, test, tmp_path) == figures
+    assert evaluate(CONFIG, prepare(CONFIG), model, test, tmp_path) == figures
 
 
 def test_a_cut_knows_nothing_of_what_comes_later(model):
@@ -77,7 +77,7 @@ def test_a_cut_knows_nothing_of_what_comes_later(model):
 
 
 def test_all_latents_are_exported_with_the_place_of_every_set(model, tmp_path):
-    numbers = export_latents(CONFIG, model, tmp_path / "deep" / "latents.npz")
+    numbers = export_latents(prepare(CONFIG), model, tmp_path / "deep" / "latents.npz")
     ready = prepare(CONFIG)
     with np.load(tmp_path / "deep" / "latents.npz") as saved:
         for split, stays in ready.splits.items():
@@ -88,4 +88,4 @@ def test_all_latents_are_exported_with_the_place_of_every_set(model, tmp_path):
 def test_a_pretrained_model_is_not_judged_by_a_head_it_never_trained(model, tmp_path):
     config = SeqSetConfig(generator=CONFIG.generator, model=MODEL, mode="pretrain")
     with pytest.raises(DataError, match="no classifier to judge"):
-        evaluate(config, model, prepare(config).test, tmp_path)
+        evaluate(config, prepare(config), model, prepare(config).test, tmp_path)

@@ -16,10 +16,17 @@ from truebatch.reports.artifacts import kept_findings
 from truebatch.training.checkpoint.retention import kept_step, list_checkpoints
 from truebatch.training.checkpoint.store import load_checkpoint, load_newest
 from truebatch.training.logging.metrics_jsonl import read_metrics
-from truebatch.training.train_system import Start, settings_type, train_system
-from truebatch_systems.seqset_vae.config import DetectorConfig, GeneratorConfig, LossConfig, ModelConfig
+from truebatch.training.train_system import Start, train_system
+from truebatch_systems.seqset_vae.config import (
+    DetectorConfig,
+    GeneratorConfig,
+    LossConfig,
+    ModelConfig,
+    SeqSetConfig,
+    SeqSetTrainConfig,
+)
 from truebatch_systems.seqset_vae.data.prepare import prepare
-from truebatch_systems.seqset_vae.system import SEQSET_VAE, build_model
+from truebatch_systems.seqset_vae.system import SEQSET_VAE
 from truebatch_systems.seqset_vae.train.callbacks import CHECKS, make_probe
 from truebatch_systems.seqset_vae.train.loss import weights_at
 from truebatch_systems.seqset_vae.train.pretrained_weights import ENCODER_PARTS, load_weights, read_weights
@@ -35,7 +42,7 @@ DETECTOR = DetectorConfig(check_frequency=2, window=30, enter=2, leave=1)
 def config_of(**changes: Any) -> Any:
     train = {"epochs": 20, "samples_per_step": 4, "max_steps": 8, "patience": None, **changes.pop("train", {})}
     parts = {"model": TINY, "generator": STAYS, "loss": LOSS, "detector": DETECTOR, **changes}
-    return settings_type(SEQSET_VAE)(train=SEQSET_VAE.train_type(**train), **parts)
+    return SeqSetConfig(train=SeqSetTrainConfig(**train), **parts)
 
 
 def run(folder: Path, config: Any) -> Any:
@@ -156,16 +163,17 @@ def test_fine_tuning_begins_with_all_pretrained_weights_and_leaves_the_latents_a
     train_system(SEQSET_VAE, config, Start(out=tmp_path / "second", say=said.append))
     before = weights_of(tmp_path / "first")
     assert any(f"{len(before)} tensors loaded" in line for line in said)
-    after = build_model(config).state_dict()
+    after = SEQSET_VAE.prepare(config).build_model().state_dict()
     parts = ("events.", "encoder.", "decoder.")
     assert all(torch.equal(after[n], before[n]) for n in before if n.startswith(parts))
     trained = weights_of(tmp_path / "second")
-    assert not any(name in dict(build_model(config).named_parameters()) for name in trained if name.startswith(parts))
+    parameters = dict(SEQSET_VAE.prepare(config).build_model().named_parameters())
+    assert not any(name in parameters for name in trained if name.startswith(parts))
     assert any(not torch.equal(trained[n], before[n]) for n in trained if n.startswith("layers."))
 
 
 def test_weights_load_whole_or_not_at_all(whole, tmp_path):
-    model = build_model(config_of())
+    model = SEQSET_VAE.prepare(config_of()).build_model()
     weights = read_weights(whole)
     report = load_weights(model, weights)
     assert (len(report.loaded), report.new, report.unused) == (len(weights), (), ())
@@ -186,14 +194,14 @@ def test_weights_load_whole_or_not_at_all(whole, tmp_path):
 def test_the_weights_of_a_set_encoder_alone_fill_it_completely(whole):
     weights = {n: v for n, v in read_weights(whole).items() if n.startswith(("events.", "encoder.", "decoder."))}
     config = config_of(model=replace(TINY, transformer_layers=2, head="gaussian_mil"))
-    model = build_model(config)
+    model = SEQSET_VAE.prepare(config).build_model()
     report = load_weights(model, weights, parts=ENCODER_PARTS)
     assert set(report.loaded) == {name for name in model.state_dict() if name.startswith(ENCODER_PARTS)}
     assert all(torch.equal(model.state_dict()[name], weights[name]) for name in report.loaded)
 
 
 def test_another_head_is_new_as_a_whole_and_said_so(whole):
-    model = build_model(config_of(model=replace(TINY, head="gaussian_mil")))
+    model = SEQSET_VAE.prepare(config_of(model=replace(TINY, head="gaussian_mil"))).build_model()
     report = load_weights(model, read_weights(whole))
     assert {name.split(".")[0] for name in report.new} == {"head"}
     assert "new: head" in "\n".join(report.lines())

@@ -32,7 +32,7 @@ from truebatch.training.load_trained import open_trained
 from truebatch.training.train_system import Start, settings_type, train_system
 from truebatch.training.trainer import train
 from truebatch_systems.stitched_llm.config import StitchTrain
-from truebatch_systems.stitched_llm.data.dataset import load, load_test, pad_right
+from truebatch_systems.stitched_llm.data.dataset import load_test, pad_right, prepare_texts
 from truebatch_systems.stitched_llm.eval.evaluate import compare_donors, perplexity, without_adapter
 from truebatch_systems.stitched_llm.model.build import build, open_donors
 from truebatch_systems.stitched_llm.model.mask_check import refuse_wrong_masks
@@ -66,7 +66,9 @@ def tiny(stored, steps, out):
     result = train_system(STITCHED_LLM, config, Start(out=out))
     bottom, top = open_donors(config)
     model = open_trained(out).model
-    found = compare_donors(model, bottom.model, top.model, load(config), load_test(config), precision="fp32")
+    found = compare_donors(
+        model, bottom.model, top.model, prepare_texts(config).samples, load_test(config), precision="fp32"
+    )
     worse = max(found["bottom_donor"], found["top_donor"])
     return {
         "stored": stored,

@@ -11,6 +11,7 @@ import torch
 from tests.systems.vlm_pruning.worlds import METHOD, alone, batch_of, build, encode, samples
 from truebatch.batch.keyed_random import noise_for
 from truebatch.objective import divide_once
+from truebatch_systems.vlm_pruning.config import PruningTrain
 from truebatch_systems.vlm_pruning.model.masks import average_share
 from truebatch_systems.vlm_pruning.model.model import Choosing
 from truebatch_systems.vlm_pruning.model.pooling import pool_text
@@ -27,7 +28,7 @@ from truebatch_systems.vlm_pruning.train.objective import (
     sample_terms,
     used_masks,
 )
-from truebatch_systems.vlm_pruning.train.param_groups import PruningTrain, pruning_groups
+from truebatch_systems.vlm_pruning.train.param_groups import pruning_groups
 
 TERMS = (TASK, BUDGET, COUNT, BINARISATION, ADVERSARIAL, DISCRIMINATOR)
 EVERY = replace(METHOD, token_count_loss_weight=0.5)

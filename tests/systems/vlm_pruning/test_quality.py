@@ -74,7 +74,7 @@ def pruned(backbone, tmp_path_factory):
 @pytest.mark.xdist_group("vlm_pruning_quality")
 def test_a_tiny_model_answers_nine_of_ten_questions_and_not_without_the_image(backbone, tmp_path):
     trained = open_trained(backbone.parent)
-    dataset = VLM_PRUNING.test(trained.config)
+    dataset = trained.task.test()
     assert isinstance(dataset, EncodedSamples)
     assert evaluate(trained.config, trained.model, dataset, tmp_path)["origin"]["accuracy"] >= 0.9
     ground = Image.new("RGB", (56, 56), (122, 116, 104))
@@ -88,7 +88,7 @@ def test_a_tiny_model_answers_nine_of_ten_questions_and_not_without_the_image(ba
 @pytest.mark.slow
 @pytest.mark.xdist_group("vlm_pruning_quality")
 def test_thirty_percent_of_the_tokens_lose_three_points_at_most_and_beat_untrained_ways(pruned, tmp_path):
-    dataset = VLM_PRUNING.test(pruned.config)
+    dataset = pruned.task.test()
     figures = evaluate(pruned.config, pruned.model, dataset, tmp_path)
     assert figures["hard"]["average_keep_ratio"] <= 0.30
     assert figures["points_lost"]["hard"] <= 3.0

@@ -57,15 +57,18 @@ def settings(*more: str):
 def run(folder, *more: str):
     """A finished run: the model's learned weights and the losses of its steps."""
     models = []
-    system = replace(VLM_PRUNING, build_model=partial(_kept, models))
+    system = replace(VLM_PRUNING, prepare=partial(_kept, models))
     result = train_system(system, settings(*more), Start(out=folder, target="vlm_pruning"))
     learned = {n: p.detach().clone() for n, p in models[-1].named_parameters() if p.requires_grad}
     return learned, [record["loss"] for record in result.records]
 
 
 def _kept(models, config):
-    models.append(build_model(config))
-    return models[-1]
+    def build():
+        models.append(build_model(config))
+        return models[-1]
+
+    return replace(VLM_PRUNING.prepare(config), build_model=build)
 
 
 @pytest.fixture(scope="module")

@@ -152,7 +152,7 @@ def _kind(target: str) -> type[Any]:
     if target in settings():
         found: type[Any] = load_plugin(settings()[target])
         return found
-    from truebatch.registry import find_system
+    from truebatch.training.registry import find_system
     from truebatch.training.train_system import settings_type
 
     return settings_type(find_system(target))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -16,8 +16,8 @@ from truebatch.language.console import say
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
-    from truebatch.system import Dataset
     from truebatch.training.load_trained import Trained
+    from truebatch.training.system import SizedDataset
 
 FOLDER, FIGURES = "evaluation", "figures.json"
 
@@ -43,10 +43,16 @@ def show_evaluate(
     from truebatch.io.atomic_files import write_json
 
     trained = open_named(run, set_ or [], system)
-    samples = _samples(trained)
+    evaluate = trained.task.commands.evaluate
+    if evaluate is None:
+        raise ConfigError(
+            f"the system {trained.system.name!r} has no evaluation",
+            seen="its `evaluate` is None",
+            do="read the validation loss in the run's metrics.jsonl",
+        )
+    samples = held_out(trained)
     out = own_folder(run, FOLDER)
-    assert trained.system.evaluate is not None
-    found = trained.system.evaluate(trained.config, trained.model, samples, out)
+    found = evaluate(trained.model, samples, out)
     figures = {"step": trained.step, "samples": len(samples), **found}
     write_json(out / FIGURES, figures)
     if as_json:
@@ -57,27 +63,16 @@ def show_evaluate(
     return 0
 
 
-def _samples(trained: Trained) -> Dataset:
-    system = trained.system
-    if system.evaluate is None:
-        raise ConfigError(
-            f"the system {system.name!r} has no evaluation",
-            seen="its `evaluate` is None",
-            do="read the validation loss in the run's metrics.jsonl",
-        )
-    return held_out(trained)
-
-
-def held_out(trained: Trained) -> Dataset:
+def held_out(trained: Trained) -> SizedDataset:
     """The test samples of a run, else those it was validated on."""
-    system = trained.system
-    for source in (system.test, system.validation):
-        found = source(trained.config) if source is not None else None
-        if found is not None and len(found):
-            return found
+    task = trained.task
+    sources: tuple[object, ...] = (task.test() if task.test is not None else None, task.data.validation)
+    for found in sources:
+        if isinstance(found, Sized) and len(found):
+            return cast("SizedDataset", found)
     raise DataError(
         "there are no held-out samples to evaluate on",
-        seen=f"{system.name} gave none with these settings",
+        seen=f"{trained.system.name} gave none with these settings",
         do="give a larger share or a file of held-out samples in the settings (--set)",
     )
 

@@ -62,8 +62,8 @@ def show_fit(
 
       truebatch fit task.py:system --config run.yaml --set train.precision=bf16 --json
     """
-    from truebatch.registry import find_system
-    from truebatch.training.memory.batch_size_table import HERE, save_sizing, size_system
+    from truebatch.training.memory.batch_size_table import HERE, save_sizing, size_task
+    from truebatch.training.registry import find_system
 
     texts = {"model": model, "data": data, "task": task}
     given: dict[tuple[str, ...], Any] = {(name,): str(value) for name, value in texts.items() if value is not None}
@@ -75,8 +75,13 @@ def show_fit(
     is_layout_open = settle(document, folder, fresh=False)
     settings = checked(system, document)
     lines: list[str] = []
-    sizing = size_system(
-        system, settings, memory=limits, is_layout_open=is_layout_open, is_estimate=estimate, say=lines.append
+    sizing = size_task(
+        system.prepare(settings),
+        settings.train,
+        memory=limits,
+        is_layout_open=is_layout_open,
+        is_estimate=estimate,
+        say=lines.append,
     )
     written = save_sizing(sizing, folder)
     layout = None if estimate and is_layout_open else sizing.layout

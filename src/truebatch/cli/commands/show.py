@@ -36,14 +36,15 @@ def show_pictures(
       truebatch show runs/vlm_pruning --set evaluation_settings.pictures=12
     """
     trained = open_named(run, set_ or [], system)
-    if trained.system.show is None:
+    show = trained.task.commands.show
+    if show is None:
         raise ConfigError(
             f"the system {trained.system.name!r} has no pictures of its own",
             seen="its `show` is None",
             do=f"look at its curves: truebatch report {run}",
         )
     own_folder(run, FINDINGS)
-    paths = trained.system.show(trained.config, trained.model, held_out(trained), run)
+    paths = show(trained.model, held_out(trained), run)
     if as_json:
         sys.stdout.write(json.dumps([str(path) for path in paths]) + "\n")
         return 0

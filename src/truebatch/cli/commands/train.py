@@ -20,8 +20,8 @@ from truebatch.language.console import say
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
     from truebatch.reports.progress_display import Show
-    from truebatch.system import System
     from truebatch.training.context import TrainResult
+    from truebatch.training.system import System
 
 FORMATS = ("auto", "plain", "json")
 RESUMES = ("auto", "required")
@@ -95,9 +95,9 @@ def _check_words(resume: str, log_format: str) -> None:
 def _run(
     target: str, file: Path | None, overrides: list[str], given: dict[tuple[str, ...], Any], way: _TrainMode
 ) -> int:
-    from truebatch.registry import find_system
     from truebatch.training.distributed.launcher import check_ranks, launch, ranks_around, stop_with_parent
     from truebatch.training.logging.trackers import check_trackers
+    from truebatch.training.registry import find_system
 
     system = find_system(target)
     document = read_settings(file, overrides, given)
@@ -125,11 +125,9 @@ def _check_room(devices: int) -> None:
     check_processes(devices, gpus=usable_gpus(), cores=os.cpu_count() or 1, asked=f"--devices {devices}")
 
 
-def _preflight(system: System, config: Any) -> None:
+def _preflight(system: System[Any], config: Any) -> None:
     """Read the data once before processes are started: a mistake is then said once, and tokens are cached."""
-    from truebatch.training.train_system import system_data
-
-    system_data(system, config)
+    system.prepare(config).measured_data(config.train.limit)
 
 
 def _arguments(
@@ -150,14 +148,14 @@ def _arguments(
     return parts + (["--fresh"] if way.fresh else [])
 
 
-def _dry_run(system: System, config: Any, folder: Path, *, is_layout_open: bool, as_json: bool) -> int:
+def _dry_run(system: System[Any], config: Any, folder: Path, *, is_layout_open: bool, as_json: bool) -> int:
     from truebatch.reports.plan_tables import plan_and_count
     from truebatch.training.memory.run_estimate import estimate_run
-    from truebatch.training.train_system import system_data
 
-    data = system_data(system, config)
+    task = system.prepare(config)
+    data = task.measured_data(config.train.limit)
     assert data.measured is not None
-    is_open = is_layout_open and system.choose_layout is not None and config.train.true_batch != "off"
+    is_open = is_layout_open and task.commands.choose_layout is not None and config.train.true_batch != "off"
     layouts: tuple[Any, ...] = ("packed", "padded") if is_open else (config.train.layout,)
     rows: dict[str, dict[str, Any]] = {}
     for layout in layouts:
@@ -166,11 +164,11 @@ def _dry_run(system: System, config: Any, folder: Path, *, is_layout_open: bool,
             plan_and_count(data.measured, plan_config, epoch=0, ranks=config.train.devices)[1], config
         )
     step = config.train.describe_step()
-    lines = list(system.describe(config)) if system.describe is not None else []
+    lines = list(task.commands.describe()) if task.commands.describe is not None else []
     lines.append(step.removesuffix(f", {config.train.layout}") if is_open else step)
     if is_open:
         lines.append("the layout, packed or padded, is chosen when the model is there; the result is the same")
-    lines += _add_outlook(rows, estimate_run(system, config, layouts=layouts, folder=folder), config)
+    lines += _add_outlook(rows, estimate_run(task, config.train, layouts=layouts, folder=folder), config)
     if as_json:
         sys.stdout.write(json.dumps({"lines": lines, "plans": rows}, ensure_ascii=False) + "\n")
     else:
@@ -236,7 +234,7 @@ def _text(name: str, value: Any) -> str:
     return f"{value:.1%}" if isinstance(value, float) else f"{value:,}"
 
 
-def _train(system: System, config: Any, folder: Path, way: _TrainMode, *, is_layout_open: bool, again: str) -> int:
+def _train(system: System[Any], config: Any, folder: Path, way: _TrainMode, *, is_layout_open: bool, again: str) -> int:
     from truebatch.reports.progress_display import make_show
     from truebatch.training.logging.trackers import Trackers
     from truebatch.training.run_dir.run_dir import plain_config

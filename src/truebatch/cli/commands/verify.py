@@ -171,8 +171,8 @@ def _report(target: str, given: dict[str, str], file: Path | None, asked: _Setti
     # Imported here so that `truebatch --help` answers at once.
     from truebatch.cli.settings import checked, read_settings
     from truebatch.plugins import systems
-    from truebatch.registry import find_system
-    from truebatch.verification.api import verify_system
+    from truebatch.training.registry import find_system
+    from truebatch.verification.api import verify_system, verify_task
     from truebatch.verification.config import VerifyConfig
     from truebatch.verification.subjects.cli_target import ask
 
@@ -189,7 +189,7 @@ def _report(target: str, given: dict[str, str], file: Path | None, asked: _Setti
         )
     if is_run:
         trained = open_named(Path(target), overrides, asked.system)
-        return verify_system(trained.system, trained.config, model=trained.model, config=VerifyConfig(**how))
+        return verify_task(trained.task, model=trained.model, config=VerifyConfig(**how))
     system = find_system(target)
     return verify_system(system, checked(system, read_settings(file, overrides, {})), config=VerifyConfig(**how))
 

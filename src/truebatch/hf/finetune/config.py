@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
 from truebatch.errors import ConfigError
 from truebatch.io.text_encoding import nearest
 from truebatch.planning.config import Overlong
+from truebatch.training.config import TrainConfig
 
 Task = Literal["causal_lm", "sequence_classification", "token_classification", "seq2seq"]
 
@@ -35,6 +36,7 @@ class FinetuneConfig:
     """Train an adapter (LoRA) beside the frozen model."""
     lora_rank: int = 16
     lora_alpha: float = 32.0
+    train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
         if self.task not in get_args(Task):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ from truebatch.hf.pretrained import (
 from truebatch.planning.lengths.measure import content_hash
 from truebatch.planning.lengths.measured_values import Measured, cache_folder
 from truebatch.planning.rows import Ints, Layout
-from truebatch.system import System
+from truebatch.training.data import TrainData
+from truebatch.training.system import System, Task, TaskCommands
 from truebatch.verification.choose_layout import choose_layout
 
 
@@ -56,6 +58,16 @@ class PreparedRun:
     news: list[str]
     """What is known once the weights are loaded."""
 
+    @property
+    def samples(self) -> HeadSamples:
+        """To train on."""
+        return HeadSamples(self.train, self.head)
+
+    @property
+    def held_out(self) -> HeadSamples | None:
+        """Never trained on."""
+        return None if self.validation is None else HeadSamples(self.validation, self.head)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadSamples:
@@ -71,14 +83,14 @@ class HeadSamples:
         return self.head.prepare(self.encoded[sample_id])
 
 
-def prepare(config: Any) -> PreparedRun:
+def prepare(config: FinetuneConfig) -> PreparedRun:
     """Read and encode the data, and settle the configuration of the model; once. No weights are loaded."""
     files = [config.data, *([config.validation] if config.validation is not None else [])]
     return _prepare(config, tuple(content_hash(file) for file in files))
 
 
 @lru_cache(maxsize=2)
-def _prepare(config: Any, contents: tuple[str, ...]) -> PreparedRun:
+def _prepare(config: FinetuneConfig, contents: tuple[str, ...]) -> PreparedRun:
     if config.lora:
         check_peft()
     configuration = load_configuration(config.model)
@@ -99,7 +111,7 @@ def _prepare(config: Any, contents: tuple[str, ...]) -> PreparedRun:
     return PreparedRun(train, validation, configuration, dropouts, head, contents[0], [])
 
 
-def _max_length(config: Any, configuration: Any) -> int | None:
+def _max_length(config: FinetuneConfig, configuration: Any) -> int | None:
     positions = num_positions(configuration)
     is_rotary = hasattr(configuration.get_text_config(), "rope_parameters")
     if config.max_length is not None and positions is not None and config.max_length > positions and not is_rotary:
@@ -111,19 +123,8 @@ def _max_length(config: Any, configuration: Any) -> int | None:
     return config.max_length or positions
 
 
-def _load(config: Any) -> HeadSamples:
-    ready = prepare(config)
-    return HeadSamples(ready.train, ready.head)
-
-
-def _validation(config: Any) -> HeadSamples | None:
-    ready = prepare(config)
-    return HeadSamples(ready.validation, ready.head) if ready.validation is not None else None
-
-
-def _measure(config: Any, samples: Any) -> Measured:
+def measure(ready: PreparedRun, samples: Sized) -> Measured:
     """Tokens and labels of every sample, from the encoded arrays."""
-    ready = prepare(config)
     number = len(samples)
     lengths = ready.train.columns["input_ids"].lengths()[:number]
     counts = _label_counts(ready)[:number]
@@ -147,8 +148,7 @@ def _label_counts(ready: PreparedRun) -> Ints:
     return counts
 
 
-def _build_model(config: Any) -> nn.Module:
-    ready = prepare(config)
+def _build_model(config: FinetuneConfig, ready: PreparedRun) -> nn.Module:
     model, new = load_weights(config.model, deepcopy(ready.configuration), config.task, seed=config.train.seed)
     if new:
         ready.news[:] = [f"new weights, drawn from seed {config.train.seed}: {', '.join(new)}"]
@@ -157,15 +157,15 @@ def _build_model(config: Any) -> nn.Module:
     return model
 
 
-def _sketch(config: Any) -> nn.Module:
+def _sketch(config: FinetuneConfig, ready: PreparedRun) -> nn.Module:
     """The shapes of the model, without its weights."""
-    model = sketch_model(deepcopy(prepare(config).configuration), config.task)
+    model = sketch_model(deepcopy(ready.configuration), config.task)
     if config.lora:
         add_lora(model, config.task, rank=config.lora_rank, alpha=config.lora_alpha)
     return model
 
 
-def _choose_layout(config: Any, model: nn.Module) -> tuple[Layout, str]:
+def _choose_layout(model: nn.Module) -> tuple[Layout, str]:
     """Packed where it is proven right on this very model, else padded."""
     if torch.cuda.is_available():
         model.to("cuda")
@@ -181,8 +181,7 @@ def _choose_layout(config: Any, model: nn.Module) -> tuple[Layout, str]:
     return layout, f"layout: {layout}, proven equal to one by one" + (f" ({reasons})" if reasons else "")
 
 
-def _describe(config: Any) -> list[str]:
-    ready = prepare(config)
+def _describe(ready: PreparedRun) -> list[str]:
     lines = [*ready.train.notes, *(ready.validation.notes if ready.validation is not None else ())]
     if ready.dropouts:
         rates = ", ".join(f"{name}={rate}" for name, rate in ready.dropouts.items())
@@ -190,26 +189,28 @@ def _describe(config: Any) -> list[str]:
     return [*lines, *ready.news]
 
 
-def _save(config: Any, model: nn.Module, folder: Path) -> None:
+def _save(config: FinetuneConfig, ready: PreparedRun, model: nn.Module, folder: Path) -> None:
     """The model (or its adapter) and the tokenizer, as transformers loads them."""
     saved: Any = model
-    with_dropout(saved.config, prepare(config).dropouts)
+    with_dropout(saved.config, ready.dropouts)
     with without_chatter():
         saved.save_pretrained(folder)
     load_tokenizer(config.model, config.chat_template).save_pretrained(folder)
 
 
-FINETUNING = System(
-    name="hf",
-    config_type=FinetuneConfig,
-    load=_load,  # type: ignore[arg-type]
-    fields=lambda config: prepare(config).head.fields,
-    measure=_measure,
-    build_model=_build_model,
-    objective=lambda config: HeadObjective(head=prepare(config).head),
-    validation=_validation,  # type: ignore[arg-type]
-    sketch=_sketch,
-    choose_layout=_choose_layout,
-    describe=_describe,
-    save=_save,
-)
+def prepare_task(config: FinetuneConfig) -> Task:
+    """The data file of a configuration, encoded, with the user's model and its loss."""
+    ready = prepare(config)
+    return Task(
+        data=TrainData(samples=ready.samples, fields=ready.head.fields, validation=ready.held_out),
+        measure=partial(measure, ready),
+        build_model=partial(_build_model, config, ready),
+        objective=HeadObjective(head=ready.head),
+        save=partial(_save, config, ready),
+        commands=TaskCommands(
+            describe=partial(_describe, ready), choose_layout=_choose_layout, sketch=partial(_sketch, config, ready)
+        ),
+    )
+
+
+FINETUNING = System(name="hf", config_type=FinetuneConfig, prepare=prepare_task)

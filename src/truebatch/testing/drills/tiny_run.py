@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sized
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from truebatch.batch.fields import Field
 from truebatch.batch.microbatch import MicroBatch
 from truebatch.planning.lengths.measured_values import Measured
-from truebatch.system import System
 from truebatch.training.checkpoint.retention import BEST, list_checkpoints
 from truebatch.training.checkpoint.store import load_newest
-from truebatch.training.config import TrainConfig, settings_type
+from truebatch.training.config import TrainConfig
+from truebatch.training.data import TrainData
 from truebatch.training.logging.metrics_jsonl import read_metrics
 from truebatch.training.run_dir.run_dir import METRICS, read_status
+from truebatch.training.system import System, Task
 from truebatch.training.train_system import MODEL, Start, train_system
 
 STEPS, BEGUN, SAVE_EVERY = 6, 2, 2
@@ -37,6 +38,7 @@ class Settings:
     """What the small run learns from."""
 
     num_samples: int = 12
+    train: TrainConfig = field(default_factory=TrainConfig)
 
 
 def run_tiny_training(
@@ -51,7 +53,7 @@ def run_tiny_training(
         keep=keep, validate_every=1, learning_rate=0.05 if earlier else 0.1, allow=("dropout",), stuck_seconds=None,
     )  # fmt: skip
     watches = () if saved is None else (_Notes(saved),)
-    train_system(SYSTEM, settings_type(SYSTEM)(train=train), Start(out=folder, fresh=fresh, watches=watches))
+    train_system(SYSTEM, Settings(train=train), Start(out=folder, fresh=fresh, watches=watches))
 
 
 def end_of(folder: Path) -> dict[str, Any]:
@@ -113,22 +115,23 @@ def _samples(seed: int, number: int) -> list[dict[str, Any]]:
     return [{"x": row} for row in np.random.default_rng(seed).normal(size=(number, _WIDTH)).astype(np.float32)]
 
 
-def _model(config: Any) -> nn.Module:
+def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(_WIDTH, 16), nn.Dropout(0.5), nn.Linear(16, 1))
 
 
-def _save(config: Any, model: nn.Module, folder: Path) -> None:
+def _save(model: nn.Module, folder: Path) -> None:
     save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / "weights.safetensors")
 
 
-SYSTEM = System(
-    name="drill",
-    config_type=Settings,
-    load=lambda config: _samples(0, config.num_samples),
-    fields=lambda config: [Field(name="x", kind="once")],
-    measure=lambda config, samples: Measured(lengths=np.ones(len(samples), dtype=np.int64), found="one cell a sample"),
-    build_model=_model,
-    objective=lambda config: _Sum(),
-    validation=lambda config: _samples(1, 4),
-    save=_save,
-)
+def _measure(samples: Sized) -> Measured:
+    return Measured(lengths=np.ones(len(samples), dtype=np.int64), found="one cell a sample")
+
+
+def _prepare(config: Settings) -> Task:
+    data = TrainData(
+        samples=_samples(0, config.num_samples), fields=[Field(name="x", kind="once")], validation=_samples(1, 4)
+    )
+    return Task(data=data, measure=_measure, build_model=_model, objective=_Sum(), save=_save)
+
+
+SYSTEM = System(name="drill", config_type=Settings, prepare=_prepare)

@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from truebatch.batch.keyed_random import name_purposes
 from truebatch.errors import ConfigError
 from truebatch.html_repr import html_table
 from truebatch.io.atomic_files import write_json
 from truebatch.planning.rows import Ints, Layout
-from truebatch.system import System
 from truebatch.training.checks.batch_coupling import refuse_couplings
+from truebatch.training.config import TrainConfig
 from truebatch.training.data import TrainData
 from truebatch.training.distributed.device import find_place, move_model
 from truebatch.training.memory.cost_model import FIT, MemoryFit, Sizes, largest_cells
@@ -27,7 +28,7 @@ from truebatch.training.memory.measure import free_bytes_of, usable_bytes
 from truebatch.training.memory.oom import free_memory, is_out_of_memory
 from truebatch.training.optim.param_groups import make_groups
 from truebatch.training.step import StepEngine
-from truebatch.training.train_system import system_data
+from truebatch.training.system import Task
 from truebatch.training.trainer import default_group
 
 _LOG = logging.getLogger(__name__)
@@ -106,38 +107,42 @@ def save_sizing(sizing: Sizing, folder: Path) -> Path:
     return folder / FIT
 
 
-def size_system(
-    system: System,
-    config: Any,
+def size_task(
+    task: Task,
+    config: TrainConfig,
     *,
     memory: Mapping[str, int],
     is_layout_open: bool = False,
     is_estimate: bool = False,
     say: Callable[[str], None] = lambda _line: None,
 ) -> Sizing:
-    """Measure a system on this machine, on one device: its memory fit, and the table of batch sizes.
+    """Measure a task on this machine, on one device: its memory fit, and the table of batch sizes.
 
     `memory` names further sizes in bytes. With `is_layout_open` the system chooses the layout, as in training. With
     `is_estimate` no sample is run: memory is estimated, nothing is timed, and the layout is the one that is set.
     """
     _check(config)
-    config = replace(config, train=replace(config.train, devices=1, compile=False))
-    device = find_place(config.train).device
+    config = replace(config, devices=1, compile=False)
+    device = find_place(config).device
     free = free_bytes_of(device)
-    data = system_data(system, config)
-    if is_estimate and system.sketch is not None:
-        system = replace(system, build_model=system.sketch)
-    engine, config = open_engine(system, config, is_layout_open=is_layout_open and not is_estimate, say=say)
-    if is_estimate and is_layout_open and system.choose_layout is not None:
+    data = task.measured_data(config.limit)
+    model = (task.commands.sketch or task.build_model)() if is_estimate else task.build_model()
+    choose = task.commands.choose_layout if is_layout_open else None
+    if choose is not None and is_estimate:
         say("a run chooses its layout by running the model; estimated for padded rows")
+    elif choose is not None:
+        layout, why = choose(model)
+        say(why)
+        config = replace(config, layout=layout)
+    engine = open_engine(task, model, config)
     limits = {name: usable_bytes(limit, device) for name, limit in {HERE: free, **memory}.items()}
     reach = limits[HERE] if device.type == "cuda" else None
     assert data.measured is not None
     measured = sizes_of(data)
     if len(measured) < len(data.measured.lengths):
         say(f"cells along other axes: {len(measured):,} of {len(data.measured.lengths):,} samples were looked at")
-    fit = fit_memory(engine, data, config.train, limit_bytes=reach, is_estimate=is_estimate, sizes=measured)
-    lengths, layout = data.measured.lengths, config.train.layout
+    fit = fit_memory(engine, data, config, limit_bytes=reach, is_estimate=is_estimate, sizes=measured)
+    lengths, layout = data.measured.lengths, config.layout
     run = None if is_estimate else limits[HERE]
     sizes = measure_sizes(engine, data, fit, layout=layout, limit_bytes=run, sizes=measured)
     return Sizing(
@@ -162,8 +167,8 @@ def cells_by_limit(fit: MemoryFit, sizes: Sizes, layout: Layout, limits: Mapping
     }  # fmt: skip
 
 
-def _check(config: Any) -> None:
-    if config.train.true_batch == "off":
+def _check(config: TrainConfig) -> None:
+    if config.true_batch == "off":
         raise ConfigError(
             "there is nothing to fit where samples run one at a time",
             seen="train.true_batch='off'",
@@ -171,30 +176,22 @@ def _check(config: Any) -> None:
         )
 
 
-def open_engine(
-    system: System, config: Any, *, is_layout_open: bool, say: Callable[[str], None]
-) -> tuple[StepEngine, Any]:
-    """The engine as training would have it, and the settings with the layout it would choose."""
-    place = find_place(config.train)
-    model = system.build_model(config)
-    if is_layout_open and system.choose_layout is not None:
-        layout, why = system.choose_layout(config, model)
-        say(why)
-        config = replace(config, train=replace(config.train, layout=layout))
-    refuse_couplings(model.train(), config.train.allow)
-    move_model(model, place, config.train)
+def open_engine(task: Task, model: nn.Module, config: TrainConfig) -> StepEngine:
+    """The engine as training would have it."""
+    place = find_place(config)
+    refuse_couplings(model.train(), config.allow)
+    move_model(model, place, config)
     name_purposes(model)
-    groups = system.groups(config, model) if system.groups is not None else None
-    engine = StepEngine(
+    groups = task.groups(model) if task.groups is not None else None
+    return StepEngine(
         model=model,
-        objective=system.objective(config),
-        groups=make_groups(groups or [default_group(model, config.train)], model),
+        objective=task.objective,
+        groups=make_groups(groups or [default_group(model, config)], model),
         device=place.device,
         autocast=place.autocast,
         scaler=place.scaler,
-        seed=config.train.seed,
+        seed=config.seed,
     )
-    return engine, config
 
 
 def measure_sizes(

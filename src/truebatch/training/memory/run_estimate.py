@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from truebatch.errors import TruebatchError
 from truebatch.planning.plan import Plan, build_plan
 from truebatch.planning.rows import Layout, Rows
-from truebatch.system import System
+from truebatch.training.config import TrainConfig
 from truebatch.training.data import TrainData
 from truebatch.training.memory.batch_size_table import open_engine
 from truebatch.training.memory.cost_model import MemoryFit, changed_facts, load_fit
@@ -20,7 +19,7 @@ from truebatch.training.memory.fake_tensor_estimate import estimate_added
 from truebatch.training.memory.fit import constant_bytes, fit_facts, make_batch, sizes_of
 from truebatch.training.memory.measure import free_bytes_of
 from truebatch.training.step import StepEngine
-from truebatch.training.train_system import system_data
+from truebatch.training.system import Task
 
 MOST_STEPS = 256
 """Steps of a plan that are looked through for the largest micro-batch."""
@@ -39,22 +38,22 @@ class RunEstimate:
 
 
 def estimate_run(
-    system: System, config: Any, *, layouts: Sequence[Layout], folder: Path
+    task: Task, config: TrainConfig, *, layouts: Sequence[Layout], folder: Path
 ) -> tuple[dict[Layout, RunEstimate | str], int] | str:
     """For each layout what a run would take, and the bytes that are free on its device; or why that is not known, of one
     layout or of all.
 
     By the fit in the run's folder where it holds for this model; else estimated, without running the model.
     """
-    config = replace(config, train=replace(config.train, devices=1, compile=False))
-    system = system if system.sketch is None else replace(system, build_model=system.sketch)
+    config = replace(config, devices=1, compile=False)
+    build = task.commands.sketch or task.build_model
     try:
-        engine, config = open_engine(system, config, is_layout_open=False, say=lambda _line: None)
+        engine = open_engine(task, build(), config)
         free = free_bytes_of(engine.device)
-        data, fit = system_data(system, config), load_fit(folder)
+        data, fit = task.measured_data(config.limit), load_fit(folder)
         found: dict[Layout, RunEstimate | str] = {}
         for layout in layouts:
-            train = replace(config.train, layout=layout)
+            train = replace(config, layout=layout)
             facts = fit_facts(engine.model, train, device=engine.device, fields=data.fields)
             is_known = fit is not None and not changed_facts(fit, facts)
             found[layout] = _foresee_or_say(engine, data, train, fit if is_known else None)
@@ -63,7 +62,9 @@ def estimate_run(
     return found, free
 
 
-def _foresee_or_say(engine: StepEngine, data: TrainData, train: Any, fit: MemoryFit | None) -> RunEstimate | str:
+def _foresee_or_say(
+    engine: StepEngine, data: TrainData, train: TrainConfig, fit: MemoryFit | None
+) -> RunEstimate | str:
     try:
         return _foresee(engine, data, train, fit)
     except TruebatchError as error:  # one layout may be refused where the other is not
@@ -74,7 +75,7 @@ def _reason(error: TruebatchError) -> str:
     return f"{error.wrong} ({error.seen})"
 
 
-def _foresee(engine: StepEngine, data: TrainData, train: Any, fit: MemoryFit | None) -> RunEstimate:
+def _foresee(engine: StepEngine, data: TrainData, train: TrainConfig, fit: MemoryFit | None) -> RunEstimate:
     assert data.measured is not None
     lengths = data.measured.lengths
     plan = build_plan(lengths, train.plan_config(), costs=data.measured.costs, counts=data.measured.counts)

@@ -12,7 +12,7 @@ from torch import nn
 
 from truebatch.errors import ConfigError
 from truebatch.import_target import call_target, is_target, resolve_target
-from truebatch.system import System
+from truebatch.training.system import System
 from truebatch.verification.api import verify
 from truebatch.verification.config import VerifyConfig
 from truebatch.verification.engines.api import Against, load_target

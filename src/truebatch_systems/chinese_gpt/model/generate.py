@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from truebatch.generation.decode_loop import ROWS, collect, generate_tokens
 from truebatch.generation.interface import Prompt, key_prompts, pad_left
 from truebatch.generation.stop_criteria import find_stop
 from truebatch.generation.text_stream import join_texts, stream_texts
+from truebatch_systems.chinese_gpt.config import ChineseGPTConfig
 from truebatch_systems.chinese_gpt.data.dialogues import ASSISTANT, USER, parts_of, prompt_of
 from truebatch_systems.chinese_gpt.model.model import Cache, ChineseGPT
 from truebatch_systems.chinese_gpt.tokenizer.vocabulary import BOS, EOS, SPECIAL, Vocab
@@ -105,7 +106,7 @@ def stream_continuations(
 
 
 def stream_answers(
-    config: Any, model: nn.Module, prompts: Sequence[str], settings: Generation
+    config: ChineseGPTConfig, model: nn.Module, prompts: Sequence[str], settings: Generation
 ) -> Iterator[tuple[int, str]]:
     """`System.generate`: a prompt is a question to 助手; with stage=pretraining it is the beginning of a text."""
     texts = prompts if config.stage == "pretraining" else [dialogue_prompt(prompt) for prompt in prompts]

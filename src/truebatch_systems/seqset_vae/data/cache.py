@@ -7,10 +7,10 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from truebatch.io.atomic_files import write_text
 from truebatch.planning.lengths.measured_values import cache_folder
+from truebatch_systems.seqset_vae.config import SeqSetConfig
 from truebatch_systems.seqset_vae.data.admissions import Stays, open_stays, save_stays
 from truebatch_systems.seqset_vae.data.faults import Findings, Found
 from truebatch_systems.seqset_vae.data.labels import SPLITS
@@ -27,7 +27,7 @@ State = tuple[tuple[str, int, int], ...]
 """Name, size and time of every file."""
 
 
-def read_once(config: Any, state: State, findings: Findings, read: Callable[[], Source]) -> Source:
+def read_once(config: SeqSetConfig, state: State, findings: Findings, read: Callable[[], Source]) -> Source:
     """What `read` gives, from files kept earlier if nothing has changed since; faults are told again.
 
     Small datasets are simply read.
@@ -43,7 +43,7 @@ def read_once(config: Any, state: State, findings: Findings, read: Callable[[], 
     return source
 
 
-def _key(config: Any, state: State) -> str:
+def _key(config: SeqSetConfig, state: State) -> str:
     settings = {name: asdict(v) if name == "columns" else v for name in READING for v in [getattr(config, name)]}
     model = (config.model.num_classes, config.model.embedding_dim)
     text = json.dumps([settings, model, state], default=str)
@@ -63,7 +63,7 @@ def _keep(folder: Path, source: Source, findings: Findings) -> None:
     write_text(folder / ABOUT, json.dumps(about))
 
 
-def _open(folder: Path, config: Any, findings: Findings) -> Source | None:
+def _open(folder: Path, config: SeqSetConfig, findings: Findings) -> Source | None:
     if not (folder / ABOUT).is_file():
         return None
     about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))

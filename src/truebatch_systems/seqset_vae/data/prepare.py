@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from truebatch.errors import DataError
+from truebatch_systems.seqset_vae.config import SeqSetConfig
 from truebatch_systems.seqset_vae.data.admissions import Stays
 from truebatch_systems.seqset_vae.data.cache import State, read_once
 from truebatch_systems.seqset_vae.data.faults import Findings, Policy
@@ -59,7 +59,7 @@ class PreparedStays:
         return self.splits.get(TEST)
 
 
-def prepare(config: Any) -> PreparedStays:
+def prepare(config: SeqSetConfig) -> PreparedStays:
     """The stays that the settings name; read again only where settings or files have changed."""
     return _prepare(_StaysKey(config))
 
@@ -67,7 +67,7 @@ def prepare(config: Any) -> PreparedStays:
 class _StaysKey:
     """Settings that are equal where the stays are."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: SeqSetConfig) -> None:
         self.config = config
         model = (config.model.embedding_dim, config.model.num_classes)
         self.files = _state(config)
@@ -80,7 +80,7 @@ class _StaysKey:
         return isinstance(other, _StaysKey) and self.parts == other.parts
 
 
-def _state(config: Any) -> State:
+def _state(config: SeqSetConfig) -> State:
     """Name, size and time of every file the stays come from."""
     paths = [Path(config.data), *(p for p in (config.labels, config.embeddings, config.statistics) if p is not None)]
     files = [file for path in paths for file in ([path] if path.is_file() else sorted(path.glob("**/*.*")))]
@@ -114,7 +114,7 @@ def _prepare(key: _StaysKey) -> PreparedStays:
     return PreparedStays(splits, variables, tuple(lines))
 
 
-def find_statistics(config: Any, source: Source, findings: Findings) -> Variables:
+def find_statistics(config: SeqSetConfig, source: Source, findings: Findings) -> Variables:
     """The variables with mean and deviation: from the file, from the source itself, or from its training stays."""
     path = find_table(config, "statistics", "stats.csv")
     if source.has_statistics:
@@ -124,7 +124,7 @@ def find_statistics(config: Any, source: Source, findings: Findings) -> Variable
     return statistics_of(source.variables, source.splits[TRAIN], findings)
 
 
-def cut_to_settings(config: Any, stays: Stays) -> tuple[Stays, list[str]]:
+def cut_to_settings(config: SeqSetConfig, stays: Stays) -> tuple[Stays, list[str]]:
     """The stays as short as the settings say."""
     return cut_stays(
         stays,
@@ -135,7 +135,7 @@ def cut_to_settings(config: Any, stays: Stays) -> tuple[Stays, list[str]]:
     )
 
 
-def stays_cut_at(config: Any, hours: float, split: str) -> Stays | None:
+def stays_cut_at(config: SeqSetConfig, hours: float, split: str) -> Stays | None:
     """The stays of a split as they were known after so many hours, prepared like all others."""
     earlier = hours if config.first_hours is None else min(hours, config.first_hours)
     return prepare(replace(config, first_hours=earlier)).splits.get(split)

@@ -14,7 +14,7 @@ import numpy as np
 
 from truebatch.errors import DataError
 from truebatch.io.text_encoding import nearest
-from truebatch_systems.seqset_vae.config import GENERATED, NAFLD, ColumnConfig
+from truebatch_systems.seqset_vae.config import GENERATED, NAFLD, ColumnConfig, SeqSetConfig
 from truebatch_systems.seqset_vae.data.admissions import UNLABELLED, Stays, make_stays, take_stays
 from truebatch_systems.seqset_vae.data.event_tables import Events, by_patient, read_long_table, read_stay_file
 from truebatch_systems.seqset_vae.data.faults import Findings
@@ -61,7 +61,7 @@ class Layout:
     is_split: bool
 
 
-def read_source(config: Any, findings: Findings) -> Source:
+def read_source(config: SeqSetConfig, findings: Findings) -> Source:
     """The stays that `config.data` names, faults corrected and counted in `findings`."""
     if config.data in (GENERATED, NAFLD):
         return _built_in(config)
@@ -106,7 +106,7 @@ def find_files(folder: Path) -> Layout:
     )
 
 
-def find_table(config: Any, name: str, default: str) -> Path | None:
+def find_table(config: SeqSetConfig, name: str, default: str) -> Path | None:
     """A table named in the settings (which must exist), or the usual one beside the stays (which may)."""
     given: Path | None = getattr(config, name)
     if given is not None or not Path(config.data).is_dir():
@@ -115,13 +115,13 @@ def find_table(config: Any, name: str, default: str) -> Path | None:
     return usual if usual.is_file() else None
 
 
-def known_variables(config: Any) -> Variables | None:
+def known_variables(config: SeqSetConfig) -> Variables | None:
     """The variables an embedding file names; None where the training stays do."""
     path = find_table(config, "embeddings", "cached.csv")
     return read_embeddings(path) if path is not None else None
 
 
-def _built_in(config: Any) -> Source:
+def _built_in(config: SeqSetConfig) -> Source:
     width = config.model.embedding_dim
     is_generated = config.data == GENERATED
     stays, variables = generate_stays(config.generator, width=width) if is_generated else load_nafld(width=width)
@@ -130,7 +130,7 @@ def _built_in(config: Any) -> Source:
     return Source(_filled(splits), variables, has_statistics=is_generated)
 
 
-def _read_folder(config: Any, layout: Layout, findings: Findings) -> Source:
+def _read_folder(config: SeqSetConfig, layout: Layout, findings: Findings) -> Source:
     path = find_table(config, "labels", "oc.csv")
     classes = config.model.num_classes
     labels = read_labels(path, config.columns, findings, num_classes=classes) if path is not None else {}
@@ -156,13 +156,13 @@ def _open_files(files: Iterable[Path], columns: ColumnConfig, findings: Findings
         yield file.stem, events
 
 
-def _share_files(config: Any, files: list[Path], labels: Labels) -> dict[str, list[Path]]:
+def _share_files(config: SeqSetConfig, files: list[Path], labels: Labels) -> dict[str, list[Path]]:
     classes = np.array([labels.get(stay_key(file.stem), UNLABELLED) for file in files], dtype=np.int64)
     shares = _shares(config, [file.stem for file in files], classes)
     return {split: [files[i] for i in places] for split, places in shares.items()}
 
 
-def _read_table(config: Any, path: Path, findings: Findings) -> Source:
+def _read_table(config: SeqSetConfig, path: Path, findings: Findings) -> Source:
     table = read_long_table(path, config.columns)
     patients = list(by_patient(table))
     place, labels = str(path), {}
@@ -178,7 +178,7 @@ def _read_table(config: Any, path: Path, findings: Findings) -> Source:
     return reader.source(_filled(splits))
 
 
-def _one_label(config: Any, name: str, events: Events, findings: Findings) -> int:
+def _one_label(config: SeqSetConfig, name: str, events: Events, findings: Findings) -> int:
     """The label a long table repeats in every row of a patient."""
     assert events.label is not None
     classes = config.model.num_classes
@@ -193,7 +193,7 @@ def _one_label(config: Any, name: str, events: Events, findings: Findings) -> in
 class _SplitReader:
     """Stays of one split after the other; where no file names the variables, the first split does."""
 
-    def __init__(self, config: Any, findings: Findings, known: Variables | None) -> None:
+    def __init__(self, config: SeqSetConfig, findings: Findings, known: Variables | None) -> None:
         self.config, self.findings, self.known = config, findings, known
         self.numbers: Numbers = known.numbers() if known is not None else {NOTHING_NAME: 0}
         self.unknown: Unknown = "learn" if known is None else "unknown_variable"
@@ -221,7 +221,7 @@ class _SplitReader:
         return Source(renamed, variables, has_statistics=self.is_carried)
 
 
-def _shares(config: Any, names: Any, labels: Any) -> dict[str, list[int]]:
+def _shares(config: SeqSetConfig, names: Any, labels: Any) -> dict[str, list[int]]:
     return share_out(names, labels, validation=config.validation_share, test=config.test_share, seed=config.split_seed)
 
 

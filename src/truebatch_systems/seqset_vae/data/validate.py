@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from truebatch_systems.seqset_vae.config import SeqSetConfig
 from truebatch_systems.seqset_vae.data.admissions import Stays
 from truebatch_systems.seqset_vae.data.faults import KINDS, Findings, Policy, done
 from truebatch_systems.seqset_vae.data.labels import TRAIN
@@ -33,7 +34,7 @@ class Validation:
         return not self.stops and TRAIN in self.splits
 
 
-def validate(config: Any) -> Validation:
+def validate(config: SeqSetConfig) -> Validation:
     """Read everything the settings name and stop at nothing that can be reported."""
     findings = Findings(Policy(drop_faulty=config.drop_faulty, strict=config.strict, collect=True))
     source = read_source(config, findings)

@@ -24,9 +24,10 @@ from truebatch.io.atomic_files import atomic_text, atomic_write, write_text
 from truebatch.planning.config import PlanConfig
 from truebatch.planning.plan import build_plan
 from truebatch.reports.plots import curves
-from truebatch_systems.seqset_vae.config import NAFLD
+from truebatch.training.system import SizedDataset
+from truebatch_systems.seqset_vae.config import NAFLD, SeqSetConfig
 from truebatch_systems.seqset_vae.data.admissions import FIELDS, Stays, measure_stays, take_stays
-from truebatch_systems.seqset_vae.data.prepare import prepare, stays_cut_at
+from truebatch_systems.seqset_vae.data.prepare import PreparedStays, stays_cut_at
 from truebatch_systems.seqset_vae.eval.metrics import calibration, summarise
 from truebatch_systems.seqset_vae.model.model import SeqSetVAE
 from truebatch_systems.seqset_vae.train.loss import Forward, look_at
@@ -98,7 +99,9 @@ def _forwards(model: nn.Module, stays: Stays, cells: int | None) -> Iterator[tup
 PREDICTIONS, CALIBRATION, RELIABILITY = "predictions.csv", "calibration.csv", "calibration.svg"
 
 
-def evaluate(config: Any, model: nn.Module, stays: Any, out: Path) -> dict[str, Any]:
+def evaluate(
+    config: SeqSetConfig, ready: PreparedStays, model: nn.Module, stays: SizedDataset, out: Path
+) -> dict[str, Any]:
     """Figures on these stays, their predictions in `out`, and the figures of what was known after `cut_hours`."""
     assert isinstance(stays, Stays)
     model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
@@ -113,7 +116,7 @@ def evaluate(config: Any, model: nn.Module, stays: Any, out: Path) -> dict[str, 
     figures = summarise(stays.labels, risk[:, 1])
     is_labelled = stays.labels >= 0
     write_calibration(calibration(stays.labels[is_labelled], risk[is_labelled, 1]), out)
-    return {**figures, "after_hours": _after_hours(config, model, stays)}
+    return {**figures, "after_hours": _after_hours(config, ready, model, stays)}
 
 
 def write_predictions(path: Path, stays: Stays, risk: NDArray[np.float64]) -> None:
@@ -125,14 +128,14 @@ def write_predictions(path: Path, stays: Stays, risk: NDArray[np.float64]) -> No
             writer.writerow([name, "" if label < 0 else int(label), f"{row[1]:.9g}"])
 
 
-def export_latents(config: Any, model: nn.Module, path: Path) -> dict[str, int]:
+def export_latents(ready: PreparedStays, model: nn.Module, path: Path) -> dict[str, int]:
     """All latents of all splits in one .npz file; the number of sets of each split.
 
     For a split `s`: `s/ids` [N], `s/starts` [N + 1], `s/minute`, `s/mean`, `s/logvar` and `s/state`, one row a set.
     """
     model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     arrays: dict[str, Any] = {}
-    for split, stays in prepare(config).splits.items():
+    for split, stays in ready.splits.items():
         found = find_latents(model, stays)
         arrays |= {
             f"{split}/ids": np.array(stays.ids),
@@ -146,7 +149,7 @@ def export_latents(config: Any, model: nn.Module, path: Path) -> dict[str, int]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as file:
         np.savez(file, allow_pickle=False, **arrays)
-    return {split: len(arrays[f"{split}/mean"]) for split in prepare(config).splits}
+    return {split: len(arrays[f"{split}/mean"]) for split in ready.splits}
 
 
 def write_calibration(rows: Sequence[Mapping[str, float]], out: Path) -> None:
@@ -163,9 +166,9 @@ def write_calibration(rows: Sequence[Mapping[str, float]], out: Path) -> None:
     write_text(out / RELIABILITY, picture)
 
 
-def _after_hours(config: Any, model: nn.Module, stays: Stays) -> dict[str, Any]:
+def _after_hours(config: SeqSetConfig, ready: PreparedStays, model: nn.Module, stays: Stays) -> dict[str, Any]:
     """Figures of the first hours, of stays that were still there: a stay that had ended would tell its own end."""
-    split = next((name for name, one in prepare(config).splits.items() if one.ids == stays.ids), None)
+    split = next((name for name, one in ready.splits.items() if one.ids == stays.ids), None)
     if split is None or config.data == NAFLD:
         return {}
     last = stays.set_minute[stays.set_starts[1:] - 1]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ import torch
 from torch import Tensor
 
 from truebatch.errors import DataError
-from truebatch.hf.finetune.system import FINETUNING, HeadSamples, prepare
-from truebatch.hf.heads.heads import ModelHead
+from truebatch.hf.finetune.config import FinetuneConfig
+from truebatch.hf.finetune.system import HeadSamples, PreparedRun, prepare
 from truebatch.hf.heads.losses import IGNORE
-from truebatch.planning.lengths.measured_values import Measured
 from truebatch.training.config import TrainConfig
-from truebatch.training.train_system import settings_type
+from truebatch_systems.stitched_llm.config import StitchConfig
 from truebatch_systems.stitched_llm.data.toy_donors import embedded_folder
 from truebatch_systems.stitched_llm.data.vocab_map import NOBODY
 from truebatch_systems.stitched_llm.model.stitch import Rows
@@ -38,9 +36,12 @@ class Sources:
     test: Path | None
 
 
-def sources_of(config: Any) -> Sources:
+def sources_of(config: StitchConfig) -> Sources:
     """As the settings say, or the embedded example in the cache folder (its donors need not be there yet)."""
     if not config.is_embedded:
+        assert config.bottom is not None  # StitchConfig has checked that all three are given
+        assert config.top is not None
+        assert config.data is not None
         return Sources(
             config.bottom, config.top, config.bottom, config.data, config.validation, config.test or config.validation
         )
@@ -49,56 +50,27 @@ def sources_of(config: Any) -> Sources:
     return Sources(home / "bottom", home / "top", home / "tokenizer", *files.values())
 
 
-def load(config: Any) -> HeadSamples:
-    """The samples to train on."""
-    return FINETUNING.load(_training(config))  # type: ignore[return-value]
+def prepare_texts(config: StitchConfig) -> PreparedRun:
+    """The texts to train on and to validate with, encoded; read again only where a file has changed."""
+    return prepare(_training(config))
 
 
-def load_validation(config: Any) -> HeadSamples | None:
-    """Samples that are never trained on."""
-    assert FINETUNING.validation is not None
-    return FINETUNING.validation(_training(config))  # type: ignore[return-value]
-
-
-def load_test(config: Any) -> HeadSamples | None:
+def load_test(config: StitchConfig) -> HeadSamples | None:
     """Samples that no choice was made on."""
     file = sources_of(config).test
-    return None if file is None else FINETUNING.load(_finetune(config, file, None))  # type: ignore[return-value]
+    return None if file is None else prepare(_finetune(config, file, None)).samples
 
 
-def measure(config: Any, samples: Any) -> Measured:
-    """Tokens and labels of every training sample."""
-    return FINETUNING.measure(_training(config), samples)
-
-
-def head_of_text(config: Any) -> ModelHead:
-    """Fields and loss of a causal language model."""
-    return prepare(_training(config)).head
-
-
-def describe(config: Any) -> list[str]:
-    """What was read."""
-    ready = prepare(_training(config))
-    return [*ready.train.notes, *(ready.validation.notes if ready.validation is not None else ())]
-
-
-def _training(config: Any) -> Any:
+def _training(config: StitchConfig) -> FinetuneConfig:
     places = sources_of(config)
     return _finetune(config, places.train, places.validation)
 
 
-def _finetune(config: Any, file: Path, validation: Path | None) -> Any:
-    home = sources_of(config).tokenizer
-    kind = _finetune_type()
-    return kind(
-        model=home, data=file, validation=validation, task="causal_lm", max_length=config.max_length, overlong=config.overlong,
-        train=TrainConfig(seed=config.train.seed),
+def _finetune(config: StitchConfig, file: Path, validation: Path | None) -> FinetuneConfig:
+    return FinetuneConfig(
+        model=sources_of(config).tokenizer, data=file, validation=validation, task="causal_lm",
+        max_length=config.max_length, overlong=config.overlong, train=TrainConfig(seed=config.train.seed),
     )  # fmt: skip
-
-
-@cache
-def _finetune_type() -> type[Any]:
-    return settings_type(FINETUNING)
 
 
 def first_rows(samples: Any, *, tokens: int, batch: int = 16) -> Iterator[Rows]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from truebatch_systems.stitched_llm.data.dataset import first_rows, load, refuse_unknown_labels, sources_of
+from truebatch_systems.stitched_llm.config import StitchConfig
+from truebatch_systems.stitched_llm.data.dataset import first_rows, prepare_texts, refuse_unknown_labels, sources_of
 from truebatch_systems.stitched_llm.data.toy_donors import are_trained, ensure_donors, new_donor
 from truebatch_systems.stitched_llm.data.vocab_map import match_by_text, read_vocabulary_map
 from truebatch_systems.stitched_llm.model.donors import Donor, open_donor
@@ -41,7 +41,7 @@ class Built:
     """For the start of a run."""
 
 
-def open_donors(config: Any) -> tuple[Donor, Donor]:
+def open_donors(config: StitchConfig) -> tuple[Donor, Donor]:
     """Both donors of the settings, with tokenizers; the embedded ones are trained if they are not there yet."""
     if config.is_embedded:
         home = sources_of(config).bottom.parent
@@ -50,7 +50,7 @@ def open_donors(config: Any) -> tuple[Donor, Donor]:
     return open_donor(places.bottom, what="bottom"), open_donor(places.top, what="top")
 
 
-def cut_of(config: Any, bottom: Donor, top: Donor) -> Cut:
+def cut_of(config: StitchConfig, bottom: Donor, top: Donor) -> Cut:
     """Where the donors are cut: as given, or half of the bottom's layers and the same share of the top's depth."""
     below = config.cut_bottom if config.cut_bottom is not None else max(bottom.depth // 2, 1)
     share = below / bottom.depth
@@ -60,7 +60,7 @@ def cut_of(config: Any, bottom: Donor, top: Donor) -> Cut:
     )  # fmt: skip
 
 
-def vocabulary_of(config: Any, bottom: Donor, top: Donor) -> Tensor | None:
+def vocabulary_of(config: StitchConfig, bottom: Donor, top: Donor) -> Tensor | None:
     """The map of ids the settings ask for; None where both donors must speak one vocabulary."""
     size = int(bottom.model.config.vocab_size)
     if config.vocabulary_map is not None:
@@ -70,7 +70,7 @@ def vocabulary_of(config: Any, bottom: Donor, top: Donor) -> Tensor | None:
     return None
 
 
-def build(config: Any) -> Built:
+def build(config: StitchConfig) -> Built:
     """The model of the settings, its adapter started; refused if it is not causal."""
     bottom, top = open_donors(config)
     cut = cut_of(config, bottom, top)
@@ -85,7 +85,7 @@ def build(config: Any) -> Built:
     if torch.cuda.is_available():
         model.to("cuda")
     if vocabulary is not None:
-        refuse_unknown_labels(load(config), vocabulary)
+        refuse_unknown_labels(prepare_texts(config).samples, vocabulary)
     solution = _start(config, model, top, cut)
     if solution is not None:
         lines.append(_describe_start(solution, bottom.width))
@@ -94,7 +94,7 @@ def build(config: Any) -> Built:
     return Built(model, cut, selftest, solution, [*lines, describe_parts(model), str(selftest)])
 
 
-def sketch(config: Any) -> StitchedForCausalLM:
+def sketch(config: StitchConfig) -> StitchedForCausalLM:
     """A model of the same shapes for estimates: embedded donors that are not there yet are not trained for it."""
     if not config.is_embedded or are_trained(sources_of(config).bottom.parent):
         return build(config).model
@@ -107,7 +107,7 @@ def sketch(config: Any) -> StitchedForCausalLM:
     return model
 
 
-def _unfreeze(config: Any, model: StitchedForCausalLM) -> None:
+def _unfreeze(config: StitchConfig, model: StitchedForCausalLM) -> None:
     also_train(model, config.also_train, first_layers=config.first_layers)
     if config.lora:
         add_top_lora(model, rank=config.lora_rank, alpha=config.lora_alpha)
@@ -121,16 +121,16 @@ def _describe_start(found: Solution, width: int) -> str:
     )
 
 
-def _start(config: Any, model: StitchedForCausalLM, top: Donor, cut: Cut) -> Solution | None:
+def _start(config: StitchConfig, model: StitchedForCausalLM, top: Donor, cut: Cut) -> Solution | None:
     if config.start != "lstsq":
         start_adapter(model, config.start, seed=config.train.seed)
         return None
     wanted = config.start_tokens or max(_TOKENS_PER_DIMENSION * model.adapter.shape.width_in, _LEAST_TOKENS)
     whole = top.model.to(model.device)
-    return fit_start(model, whole, cut, first_rows(load(config), tokens=wanted))
+    return fit_start(model, whole, cut, first_rows(prepare_texts(config).samples, tokens=wanted))
 
 
-def _tested(config: Any, model: StitchedForCausalLM) -> SelfTest:
+def _tested(config: StitchConfig, model: StitchedForCausalLM) -> SelfTest:
     """Under the precision of training: fp32 norms over half-precision layers only run there."""
     with autocast_of(model.device, config.train.precision):
         return refuse_wrong_masks(model)

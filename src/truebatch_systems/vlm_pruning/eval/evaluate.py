@@ -20,7 +20,8 @@ from truebatch.generation.decode_loop import collect, generate_tokens
 from truebatch.generation.interface import Prompt
 from truebatch.io.atomic_files import write_text
 from truebatch.reports.tables import Table
-from truebatch_systems.vlm_pruning.config import EvalMode
+from truebatch.training.system import SizedDataset
+from truebatch_systems.vlm_pruning.config import EvalMode, PruningConfig
 from truebatch_systems.vlm_pruning.data.encode import EncodedSamples, Sample, SampleEncoder
 from truebatch_systems.vlm_pruning.eval.baselines import WAYS, UntrainedPruning, Way
 from truebatch_systems.vlm_pruning.eval.generate import PrunedDecoder, PrunedSession, open_decoder, sample_prompts
@@ -95,7 +96,7 @@ def evaluate_modes(
     return figures, predictions
 
 
-def evaluate(config: Any, model: nn.Module, dataset: Any, out: Path) -> Mapping[str, Any]:
+def evaluate(config: PruningConfig, model: nn.Module, dataset: SizedDataset, out: Path) -> Mapping[str, Any]:
     """Every mode of `eval_mode` on the same samples; predictions go to `out`/predictions-MODE.jsonl."""
     pruned, held = cast(PrunedVLM, model), cast(EncodedSamples, dataset)
     settings = config.evaluation_settings

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from truebatch.attention.causal_mask import causal_mask_4d
@@ -27,7 +27,7 @@ from truebatch.generation.text_stream import stream_texts
 from truebatch.hf.forward_inputs import language_model
 from truebatch.planning.rows import padded_rows
 from truebatch_systems.vlm_pruning.backbones.load import encoder_of
-from truebatch_systems.vlm_pruning.config import EvalMode
+from truebatch_systems.vlm_pruning.config import EvalMode, PruningConfig
 from truebatch_systems.vlm_pruning.data.encode import Sample, SampleEncoder, encoded_fields
 from truebatch_systems.vlm_pruning.model.decoder_layers import (
     LayerInputs,
@@ -252,7 +252,9 @@ def read_question(text: str) -> dict[str, Any]:
     return {"id": text[:40], "image": images, "question": question}
 
 
-def generate(config: Any, model: Any, prompts: Sequence[str], settings: Generation) -> Iterator[tuple[int, str]]:
+def generate(
+    config: PruningConfig, model: nn.Module, prompts: Sequence[str], settings: Generation
+) -> Iterator[tuple[int, str]]:
     """(number of the prompt, new text) as it appears; a model whose pruners are trained prunes."""
     encoder = encoder_of(config.backbone_settings, config.method_settings)
     asked = sample_prompts(encoder, [read_question(text) for text in prompts], seed=settings.seed)

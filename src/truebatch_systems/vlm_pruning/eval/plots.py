@@ -25,7 +25,9 @@ from truebatch.planning.rows import padded_rows
 from truebatch.reports.artifacts import keep_picture, keep_table
 from truebatch.reports.plots import curves
 from truebatch.reports.tables import Table
+from truebatch.training.system import SizedDataset
 from truebatch_systems.vlm_pruning.backbones.llava import GRID
+from truebatch_systems.vlm_pruning.config import PruningConfig
 from truebatch_systems.vlm_pruning.data.encode import EncodedSamples, Sample, SampleEncoder, encoded_fields
 from truebatch_systems.vlm_pruning.data.image_io import open_images
 from truebatch_systems.vlm_pruning.eval.evaluate import answer_samples, budget_curve, chosen_samples
@@ -49,7 +51,7 @@ class Kept:
     """(layer, [tokens of the sample]) in the order of the layers."""
 
 
-def show(config: Any, model: nn.Module, dataset: Any, run: Path) -> list[Path]:
+def show(config: PruningConfig, model: nn.Module, dataset: SizedDataset, run: Path) -> list[Path]:
     """Keep the pictures of a run for its report: kept tokens of some samples, and accuracy against the budget."""
     pruned, held = cast(PrunedVLM, model), cast(EncodedSamples, dataset)
     settings = config.evaluation_settings

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from truebatch.training.config import TrainConfig
-from truebatch.training.optim.lr_schedules import Shape
 from truebatch.training.optim.param_groups import Group
 from truebatch_systems.vlm_pruning.model.model import PrunedVLM
 from truebatch_systems.vlm_pruning.train.objective import (
@@ -24,17 +22,6 @@ from truebatch_systems.vlm_pruning.train.objective import (
 _LARGEST_MISS = 0.25
 """Relative to the budget, what moves the price: all tokens kept at the start miss it by far more than none kept can, and
 the price would run away upwards."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PruningTrain(TrainConfig):
-    """Settings of a training run, with the defaults of vlm_pruning."""
-
-    samples_per_step: int | None = 10
-    learning_rate: float = 1e-4
-    """Of the pruner heads; the discriminator and the merger have their own."""
-    schedule: Shape = "cosine"
-    min_learning_rate: float = 1e-6
 
 
 def pruning_groups(model: PrunedVLM, train: TrainConfig) -> Sequence[Group]:

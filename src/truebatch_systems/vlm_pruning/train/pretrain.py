@@ -18,15 +18,23 @@ from torch import Tensor, nn
 from truebatch.hf.forward_inputs import inner_model
 from truebatch.hf.pretrained import without_chatter
 from truebatch.training.load_trained import open_trained
-from truebatch.training.train_system import MODEL, Start, settings_type, train_system
+from truebatch.training.train_system import MODEL, Start, train_system
 from truebatch_systems.vlm_pruning.backbones.llava import CLIP_MEAN, CLIP_STD, tower_features
 from truebatch_systems.vlm_pruning.backbones.tiny import tiny_model, tiny_tokenizer
-from truebatch_systems.vlm_pruning.config import BackboneSettings, DatasetSettings, MethodSettings, MllmSettings
+from truebatch_systems.vlm_pruning.config import (
+    BackboneSettings,
+    DatasetSettings,
+    MethodSettings,
+    MllmSettings,
+    PruningConfig,
+    PruningTrain,
+)
+from truebatch_systems.vlm_pruning.data.encode import EncodedSamples
 from truebatch_systems.vlm_pruning.data.image_size import RESAMPLE
 from truebatch_systems.vlm_pruning.data.toy_shapes import COLOURS, EDGES, SHAPES, Scene, draw_scene, edge_of, make_scene
 from truebatch_systems.vlm_pruning.eval.evaluate import evaluate_modes
+from truebatch_systems.vlm_pruning.model.model import PrunedVLM
 from truebatch_systems.vlm_pruning.system import VLM_PRUNING
-from truebatch_systems.vlm_pruning.train.param_groups import PruningTrain
 
 PROMPT = "{images} {question}"
 """The prompt of the tiny backbone: what is asked for stands last, so that few steps are enough to learn it."""
@@ -202,7 +210,7 @@ def _learn(folder: Path, seed: int, attempt: int, lessons: Lessons, say: Callabl
     if not (aligned / "config.json").exists():
         say("tower and projector learn to name what patches show")
         make_tiny_backbone(aligned, seed=seed + _NEXT_WEIGHTS * attempt, steps=lessons.steps, views=lessons.views)
-    config = settings_type(VLM_PRUNING)(
+    config = PruningConfig(
         backbone_settings=BackboneSettings(name=str(aligned), prompt=PROMPT, mllm_settings=lessons.mllm),
         method_settings=MethodSettings(stage="backbone"),
         dataset_settings=DatasetSettings(
@@ -222,8 +230,8 @@ def _learn(folder: Path, seed: int, attempt: int, lessons: Lessons, say: Callabl
 def _accuracy(run: Path) -> float:
     """Of the answers to the validation questions."""
     trained = open_trained(run)
-    assert VLM_PRUNING.validation is not None
-    dataset: Any = VLM_PRUNING.validation(trained.config)
-    model: Any = trained.model
+    dataset, model = trained.task.data.validation, trained.model
+    assert isinstance(dataset, EncodedSamples)
+    assert isinstance(model, PrunedVLM)
     figures, _ = evaluate_modes(model, dataset.encoder, dataset.samples, ("origin",))
     return float(figures["origin"]["accuracy"])

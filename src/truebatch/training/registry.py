@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from truebatch.errors import ConfigError
 from truebatch.import_target import call_target, is_target, resolve_target
 from truebatch.io.text_encoding import nearest
 from truebatch.plugins import systems
-from truebatch.system import System
+from truebatch.training.system import System
 
 
-def find_system(target: str) -> System:
+def find_system(target: str) -> System[Any]:
     """The system a word names. What is no system raises `ConfigError` with the nearest name."""
     if "：" in target:
         resolve_target(target)  # says that it is the full-width colon
