@@ -66,7 +66,7 @@ def test_a_loss_that_returns_means_is_refused_wherever_it_stands(tmp_path):
         pass
 
     for kind, word in ((Own, "compute_loss"), (Above, "compute_loss"), (OwnStep, "training_step")):
-        with pytest.raises(ConfigError, match=f"an own {word}"):
+        with pytest.raises(ConfigError, match=f"a custom {word}"):
             kind(**given)
     with pytest.raises(ConfigError, match="loss function"):
         PlannedTrainer(**given, compute_loss_func=lambda outputs, labels, num_items_in_batch=None: outputs.logits.sum())
@@ -88,7 +88,7 @@ def test_a_collator_with_a_generator_of_its_own_is_refused(tmp_path):
             return features[0]
 
     model, samples = build("causal_lm")
-    with pytest.raises(ConfigError, match="generator of its own"):
+    with pytest.raises(ConfigError, match="its own generator"):
         PlannedTrainer(model=model, args=arguments(tmp_path), train_dataset=samples, data_collator=Seeded())
 
 
@@ -113,8 +113,8 @@ def test_dropout_is_refused_until_it_is_allowed_by_name(tmp_path, caplog):
 
 WRONG_SAMPLES = {
     "no input_ids to measure": lambda s: {"tokens": s["input_ids"]},
-    "which the planned rows would not hand": lambda s: {**s, "position_ids": torch.arange(len(s["input_ids"]))},
-    "hides cells between": lambda s: {
+    "which the planned rows would not pass": lambda s: {**s, "position_ids": torch.arange(len(s["input_ids"]))},
+    "has a gap between": lambda s: {
         **s,
         "attention_mask": torch.tensor([1, 0] + [1] * (len(s["input_ids"]) - 2)),
     },

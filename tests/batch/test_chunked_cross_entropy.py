@@ -88,7 +88,7 @@ def test_labels_that_do_not_lie_along_the_cells_are_refused():
     hidden, weight, _, labels = make(40)
     for cells in (None, torch.tensor([3, 7])):
         with pytest.raises(
-            BatchError, match=r"every cell must have a label.*\n  seen: hidden states \(40, 16\), labels \(20,\)"
+            BatchError, match=r"every cell needs a label.*\n  seen: hidden states \(40, 16\), labels \(20,\)"
         ):
             chunked_nll(hidden, weight, labels[:20], cells=cells)
 

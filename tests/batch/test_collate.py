@@ -232,10 +232,10 @@ BAD = {
     "an unsigned number that is too large": ({"ids": [2**63]}, "'ids' of sample 40 is not an array of numbers"),
     "a complex number": ({"ids": [1j]}, "'ids' of sample 40 is not an array of numbers"),
     "a single value": ({"ids": 3}, "'ids' of sample 40 has no length\n.*single value 3, declared kind='along'"),
-    "too long": ({"ids": [1] * 9}, "sample 40 is longer than its row\n.*9 tokens, planned for rows of 8 cells"),
+    "too long": ({"ids": [1] * 9}, "sample 40 is longer than its row\n.*9 tokens, but the planned rows have 8 cells"),
     "another width": (
         {"ids": [[1, 2]]},
-        "'ids' has different shapes.*\n  seen: \\(\\) in sample 7 and \\(2,\\) in sample 40 after the ragged axis",
+        "'ids' has different shapes.*\n  seen: \\(\\) in sample 7 and \\(2,\\) in sample 40 after the first axis",
     ),
     "another dtype": (
         {"ids": [0.5]},
@@ -379,7 +379,7 @@ def test_a_micro_batch_moves_without_a_field_that_was_taken_out():
 
 def test_a_field_of_vectors_has_no_blank_entries():
     fields = (Field(name="x", pad=0, blank=0),)
-    with pytest.raises(BatchError, match=r"'x' has blank entries.*\n  seen: entries of shape \(2,\)"):
+    with pytest.raises(BatchError, match=r"'x' declares `blank`.*\n  seen: entries of shape \(2,\)"):
         collate([{"x": [[0.0, 1.0]]}], padded_rows(np.arange(1), 1), fields)
 
 

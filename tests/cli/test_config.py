@@ -70,7 +70,7 @@ def test_what_is_shown_can_be_given_back(name, folder, capsys):
 
 def test_fine_settings_are_called_fine(folder, capsys):
     assert run(["config", "check", "seqset_vae", "--config", "run.yaml"]) == 0
-    assert capsys.readouterr().out == "fine: run.yaml, for seqset_vae\n"
+    assert capsys.readouterr().out == "valid: run.yaml, for seqset_vae\n"
 
 
 WRONG = {

@@ -64,12 +64,12 @@ MISTAKES = [
     Mistake("train task.py：system", "'：' is the full-width colon", "task.py：system", "colon"),
     Mistake("plan task.py：samples", "'：' is the full-width colon", "task.py：samples", "colon"),
     Mistake("train task.py:number", "is not a system", "a int", "name a truebatch.System"),
-    Mistake("plan task.py", "say which name in it", "'task.py'", "write task.py:NAME"),
+    Mistake("plan task.py", "give the name in it", "'task.py'", "write task.py:NAME"),
     Mistake("plan task.py:sampels", "did you mean 'Samples'?", "names there:", "name one of them after the colon"),
     Mistake("plan raises.py:samples", "raised IndexError", "raises.py:2: samples = values[3]", "correct that line"),
     Mistake("verify nothing:x", "there is no module 'nothing'", "nothing:x", "path/to/file.py:name"),
     Mistake("plan train.jsnol", "did you mean 'train.jsonl'?", "holds", "check the path"),
-    Mistake("plan runs", "runs is a folder, a file is needed", "it holds", "name one file of it"),
+    Mistake("plan runs", "runs is a folder, but a file is needed", "it holds", "give the path of one file in it"),
     Mistake("config check plan --config mising.yaml", "there is no file mising.yaml", "holds", "check the path"),
     # Settings
     Mistake(f"{TASK} --config half.yaml", "half.yaml:3 not readable as YAML", "epochs: [1, 2", "write `key: value`"),
@@ -102,20 +102,20 @@ MISTAKES = [
     Mistake(
         HF.removesuffix(" --task causal_lm"), "the required key 'task' is missing", "model, data", "--set task=..."
     ),
-    Mistake(HF.replace("chats.jsonl", "notes.txt"), "is of a kind that is not read", "'.txt'", ".jsonl"),
+    Mistake(HF.replace("chats.jsonl", "notes.txt"), "is in a format that is not supported", "'.txt'", ".jsonl"),
     Mistake(HF.replace("chats.jsonl", "empty.jsonl"), "holds no samples", "nothing", "check that it is the right file"),
     Mistake(HF.replace("chats.jsonl", "table.jsonl"), "looks like the header of a table", "id,text", "table.csv"),
     Mistake(f"{HF} --validation chats2.jsonl", "did you mean 'chats.jsonl'?", "holds", "check the path"),
     Mistake("plan --lengths lens.txt", "--lengths takes a .npy file", "lens.txt", "truebatch plan lens.txt"),
     # Scoring, runs and the machine
     Mistake("score train.jsonl", "scoring needs a model", "no --model", "--model FOLDER"),
-    Mistake("score train.jsonl --model model", "say what is to be read", "no readout", "--yesno"),
-    Mistake("score train.jsonl --model scripted --labels a,b", "the label 'a' has no worth", "a,b", "label=worth"),
+    Mistake("score train.jsonl --model model", "choose one way to read the model", "no readout", "--yesno"),
+    Mistake("score train.jsonl --model scripted --labels a,b", "the label 'a' has no value", "a,b", "label=value"),
     Mistake(f"{TASK} --track wandb", "'wandb' is not installed", "wandb", "pip install"),
-    Mistake(f"{TASK} --resume required", "no run to go on with", "runs/new holds none", "leave --resume away"),
+    Mistake(f"{TASK} --resume required", "no run to resume", "runs/new holds none", "run it without --resume"),
     Mistake(f"{TASK} --resume yes", "--resume does not know this word", "--resume yes", "auto"),
     Mistake(
-        TASK.replace("runs/new", "train.jsonl"), "a file stands where the folder should be", "train.jsonl", "another"
+        TASK.replace("runs/new", "train.jsonl"), "there is a file where the folder should be", "train.jsonl", "another"
     ),
     Mistake(f"{TASK.replace('new', 'numbers')} --set width=4", "width is changed", "width: 8 before, 4 now", "--fresh"),
     Mistake(
@@ -187,7 +187,7 @@ def test_a_device_that_is_not_there_is_named_with_the_way_out(capsys):
     device = f"cuda:{torch.cuda.device_count()}"
     assert run(["score", "train.jsonl", "--model", "model", "--labels", "the=1,boat=0", "--device", device]) == 2
     wrong, seen, do = parts(capsys.readouterr().err)
-    assert "device is not there" in wrong
+    assert "device does not exist" in wrong
     assert device in seen
     assert "use auto or cpu" in do
 
@@ -242,7 +242,7 @@ def test_a_missing_package_is_named_with_the_command_that_brings_it(capsys, monk
 
 PYTHON = {
     "a limit of nothing": (lambda: truebatch.PlanConfig(cells=0), "cells"),
-    "lengths that are fractions": (lambda: truebatch.build_plan([1.5], truebatch.PlanConfig(cells=8)), "whole"),
+    "lengths that are fractions": (lambda: truebatch.build_plan([1.5], truebatch.PlanConfig(cells=8)), "integers"),
     "a kind of field that is none": (lambda: truebatch.Field(name="x", kind="alongg"), "along"),
     "a file that is not there": (lambda: truebatch.measure("missing.jsonl"), "missing.jsonl"),
     "data where a plan is meant": (lambda: truebatch.load_plan("train.jsonl"), "plan"),

@@ -71,7 +71,7 @@ def test_the_next_command_runs(folder, capsys):
 def test_a_stopped_run_ends_with_75_and_goes_on_as_if_it_had_not_been_stopped(folder, capsys):
     train("--out", "whole")
     assert train("--out", "cut", "--set", "stop_at=30") == 75
-    assert "next: the same command again goes on" in capsys.readouterr().out
+    assert "next: run the same command again to resume" in capsys.readouterr().out
     assert status("cut")["state"] == "interrupted"
     assert not (folder / "cut/model").exists()
     assert train("--out", "cut", "--set", "stop_at=30") == 0

@@ -96,7 +96,10 @@ WRONG = {
     "twice": ("name: a\nlayout: padded\nname: b\n", ["run.yaml:3", "'name'", "twice", "run.yaml:1"]),
     "not a mapping": ("- a\n- b\n", ["run.yaml:1", "key: value", "a list"]),
     "only text": ("hello\n", ["run.yaml:1", "hello"]),
-    "tag": ("name: !!python/object/apply:os.system ['true']\n", ["run.yaml:1", "tags are not read", "!!python"]),
+    "tag": (
+        "name: !!python/object/apply:os.system ['true']\n",
+        ["run.yaml:1", "YAML tags are not supported", "!!python"],
+    ),
     "two documents": ("name: a\n---\nname: b\n", ["run.yaml:"]),
     "control character": ("name: a\x07\n", ["run.yaml:1", "\\x07"]),
     "a mapping for a key": ("? [a, b]\n: 1\n", ["run.yaml:1", "plain name"]),

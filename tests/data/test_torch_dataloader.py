@@ -47,10 +47,10 @@ def test_sample_ids_keep_their_rows_on_the_way_to_a_worker():
 
 def test_a_dataset_that_is_not_wrapped_is_refused_in_words():
     loader = DataLoader(Texts(), batch_sampler=batch_sampler(text_plan()), collate_fn=collate_fn(FIELDS))
-    with pytest.raises(BatchError, match=r"came without their rows\n.*\n.*planned_samples"):
+    with pytest.raises(BatchError, match=r"do not say which rows they belong to\n.*\n.*planned_samples"):
         next(iter(loader))
     plain = DataLoader(planned_samples(Texts()), batch_size=2, collate_fn=collate_fn(FIELDS), sampler=range(4))
-    with pytest.raises(BatchError, match="came without their rows"):
+    with pytest.raises(BatchError, match="do not say which rows they belong to"):
         next(iter(plain))
 
 
@@ -64,7 +64,7 @@ def test_a_broken_sample_is_named():
 
 
 def test_plans_that_cut_and_places_that_do_not_exist_are_refused():
-    with pytest.raises(ConfigError, match="cuts samples, and a DataLoader would not\n  seen: 4 samples"):
+    with pytest.raises(ConfigError, match="cuts samples, which a DataLoader would not do\n  seen: 4 samples"):
         batch_sampler(text_plan(cells=16, overlong="cut"))
     with pytest.raises(ConfigError, match="rank=1, ranks=1"):
         batch_sampler(text_plan(), rank=1)

@@ -84,7 +84,7 @@ def test_workers_that_die_or_hang_are_replaced_when_asked_and_the_order_stays(tm
 
 
 def test_a_sample_that_ends_two_workers_is_named_however_many_restarts_are_left():
-    with pytest.raises(LoaderError, match=f"sample {BAD} ended 2 workers"):
+    with pytest.raises(LoaderError, match=f"sample {BAD} killed 2 workers"):
         list(load_steps(text_plan(), Texts(fault="exit"), FIELDS, config=two(restarts=50)))
 
 

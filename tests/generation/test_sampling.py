@@ -126,7 +126,7 @@ def test_nan_logits_name_their_prompt():
 
 
 def test_a_beam_search_with_a_temperature_is_refused():
-    with pytest.raises(ConfigError, match="draws nothing"):
+    with pytest.raises(ConfigError, match="does not sample"):
         Generation(beams=3, temperature=0.7)
 
 

@@ -131,7 +131,7 @@ DATA = [
     Hostile("npy: a header of brackets", planned("a.npy", _npy("(" * 2000 + "\n")), "a.npy is not a .npy file"),
     Hostile("npy: a zip in its place", planned("a.npy", _npz_bomb()), "a.npy"),
     Hostile("tokenizer: not one", planned("a.jsonl", '{"text": "a"}', "--tokenizer", "a.jsonl"), "is not a tokenizer"),
-    Hostile("a kind nobody reads", planned("a.pkl", pickled()), "a.pkl is of a kind that is not read"),
+    Hostile("a kind nobody reads", planned("a.pkl", pickled()), "a.pkl is in a format that is not supported"),
     Hostile("a name with a NUL", lambda folder: ["plan", "a\0b.jsonl"], "a\\u0000b.jsonl"),
     Hostile("a name of 5,000 letters", lambda folder: ["plan", "a" * 5000 + ".jsonl"], "aaa"),
     Hostile("a name with an escape", lambda folder: ["plan", "\x1b[31mx.jsonl"], "\\u001b[31mx.jsonl"),

@@ -262,7 +262,7 @@ RUNS = [
         "manifest.json has other fields",
     ),
     Hostile("checkpoint: a file too many", resumed(changed("extra.pkl", pickled())), "extra.pkl does not belong to it"),
-    Hostile("checkpoint: a link", resumed(_linked), "model.safetensors is not a plain file"),
+    Hostile("checkpoint: a link", resumed(_linked), "model.safetensors is not a regular file"),
     Hostile(
         "checkpoint: a pickle for tensors", resumed(changed("model.safetensors", torch_zip())), "model.safetensors"
     ),
@@ -291,31 +291,31 @@ RUNS = [
     ),
     Hostile("tensors: a deep header", tensors(safetensors(b"[" * 100_000)), "is not a whole safetensors file"),
     Hostile("tensors: empty", tensors(b""), "is not a whole safetensors file"),
-    Hostile("plan: cut off", plans(lambda data: data[:-9]), "damaged or cut short"),
+    Hostile("plan: cut off", plans(lambda data: data[:-9]), "damaged or truncated"),
     Hostile(
-        "plan: a header of 2^63 bytes", plans(lambda data: b"\xff" * 7 + b"\x7f" + data[8:]), "damaged or cut short"
+        "plan: a header of 2^63 bytes", plans(lambda data: b"\xff" * 7 + b"\x7f" + data[8:]), "damaged or truncated"
     ),
     Hostile(
         "plan: a lying size",
         plans(lambda data: _relaid(data, order=entry([10**12], 0, 10**13, "I64"))),
-        "damaged or cut short",
+        "damaged or truncated",
     ),
     Hostile(
         "plan: a text for a size",
         plans(lambda data: _relaid(data, order=entry(["5"], 0, 20, "I32"))),
-        "damaged or cut short",
+        "damaged or truncated",
     ),
     Hostile(
         "plan: one array too many",
         plans(lambda data: _relaid(data, evil=entry([1], 0, 8, "I64"))),
-        "damaged or cut short",
+        "damaged or truncated",
     ),
-    Hostile("plan: a changed number", plans(lambda data: data[:-1] + b"\x07"), "does not agree with its checksum"),
+    Hostile("plan: a changed number", plans(lambda data: data[:-1] + b"\x07"), "does not match its checksum"),
     Hostile(
         "plan: a model's file",
         plans(lambda data: safetensors({"w": entry([4], 0, 16)}, b"\0" * 16)),
         "this file is not a plan",
     ),
-    Hostile("plan: a pickle", plans(lambda data: pickled()), "damaged or cut short"),
-    Hostile("plan: a deep header", plans(lambda data: safetensors(b"[" * 100_000)), "damaged or cut short"),
+    Hostile("plan: a pickle", plans(lambda data: pickled()), "damaged or truncated"),
+    Hostile("plan: a deep header", plans(lambda data: safetensors(b"[" * 100_000)), "damaged or truncated"),
 ]

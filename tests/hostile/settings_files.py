@@ -41,7 +41,7 @@ SETTINGS = [
     Hostile(
         "a tag that makes an object", checked("a: !!python/object/new:os.PathLike {}\n"), "run.yaml:1 tags are not"
     ),
-    Hostile("a tag of bytes", checked("a: !!binary aGVsbG8=\n"), "run.yaml:1 tags are not read"),
+    Hostile("a tag of bytes", checked("a: !!binary aGVsbG8=\n"), "run.yaml:1 YAML tags are not supported"),
     Hostile("a tag directive", checked("%TAG ! tag:yaml.org,2002:python/\n---\na: !name:os.system x\n"), "run.yaml:3"),
     Hostile("a version nobody knows", checked("%YAML 9.9\n---\ncells: 8\n"), "run.yaml:1 not readable as YAML"),
     Hostile("100,000 open brackets", checked("a: " + "[" * 100_000), "run.yaml:1 is nested too deeply"),
@@ -59,8 +59,8 @@ SETTINGS = [
     Hostile("two documents", checked("cells: 8\n---\ncells: 9\n"), "run.yaml:2 not readable as YAML"),
     Hostile("NUL bytes", checked(b"cells: 8\n\0\0\0\n"), "run.yaml:2 holds a NUL byte"),
     Hostile("a control character", checked("cells: 8\x08\n"), "run.yaml:1 holds a character YAML does not allow"),
-    Hostile("UTF-16", checked("cells: 8\n".encode("utf-16")), "run.yaml is UTF-16, UTF-8 is needed"),
-    Hostile("UTF-32", checked("cells: 8\n".encode("utf-32")), "run.yaml is UTF-32, UTF-8 is needed"),
+    Hostile("UTF-16", checked("cells: 8\n".encode("utf-16")), "run.yaml is UTF-16, but UTF-8 is needed"),
+    Hostile("UTF-32", checked("cells: 8\n".encode("utf-32")), "run.yaml is UTF-32, but UTF-8 is needed"),
     Hostile("GBK", checked("# 学习率\nnote: 批次\n".encode("gbk")), "run.yaml:1 is not UTF-8; it reads as GBK"),
     Hostile("bytes of no encoding", checked(b"cells: \xff\xfe\xfd\x80\n"), "run.yaml:1 is not UTF-8"),
     Hostile("half a character, escaped", checked('layout: "\\ud800"\n'), "layout does not accept this value"),
@@ -73,8 +73,8 @@ SETTINGS = [
     Hostile("a full-width colon", checked("cells：8\n"), "full-width character '：'"),
     Hostile("a file of two megabytes", checked("# " + "x" * 2_000_000), "run.yaml is too large"),
     Hostile("a folder in its place", instead(Path.mkdir), "run.yaml is a folder"),
-    Hostile("a pipe nobody writes to", instead(os.mkfifo), "run.yaml is not a plain file"),
-    Hostile("an endless device", instead(lambda p: p.symlink_to("/dev/zero")), "run.yaml is not a plain file"),
+    Hostile("a pipe nobody writes to", instead(os.mkfifo), "run.yaml is not a regular file"),
+    Hostile("an endless device", instead(lambda p: p.symlink_to("/dev/zero")), "run.yaml is not a regular file"),
     Hostile("a link to itself", instead(lambda p: p.symlink_to(p)), "run.yaml"),
     Hostile("a link to nothing", instead(lambda p: p.symlink_to("/nowhere/x")), "there is no file run.yaml"),
 ]

@@ -18,7 +18,7 @@ from tests.hostile.run_folders import changed, scored, trained
 
 CODE = f"import os\nos.mkdir({CANARY!r})\nsystem = samples = 1\n"
 FOREIGN = "does not come with truebatch"
-NO_NEED = "asks for what no tokenizer needs"
+NO_NEED = "has rules no tokenizer needs"
 MORE = "more than any model has"
 PLAN = ("plan", "d.jsonl", "--tokenizer", "model", "--no-cache")
 
@@ -185,8 +185,8 @@ STRANGERS = [
         for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "model.safetensors")
     ),
     Hostile("model: a device for its settings", models(linked("config.json", "/dev/zero")), "model"),
-    Hostile("model: a device for its tokenizer", models(linked("tokenizer_config.json", "/dev/zero"), SCORE), "not a plain file"),
-    Hostile("model: a device for its weights", models(linked("model.safetensors", "/dev/zero")), "not a plain file"),
+    Hostile("model: a device for its tokenizer", models(linked("tokenizer_config.json", "/dev/zero"), SCORE), "not a regular file"),
+    Hostile("model: a device for its weights", models(linked("model.safetensors", "/dev/zero")), "not a regular file"),
     Hostile("model: a link around itself", models(linked("generation_config.json", "generation_config.json")), "leads nowhere"),
     Hostile("model: a folder for its weights", models(foldered("model.safetensors")), "is a folder"),
     Hostile("model: a folder for its settings", models(foldered("config.json")), "model"),

@@ -95,7 +95,7 @@ def test_a_file_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
     whole = file.read_bytes()
     for size in [0, 4, 8, 9, 100, len(whole) // 2, len(whole) - 4, len(whole) - 1]:
         file.write_bytes(whole[:size])
-        with pytest.raises(DataError, match="damaged or cut short") as caught:
+        with pytest.raises(DataError, match="damaged or truncated") as caught:
             load_plan(file)
         assert str(file) in caught.value.seen
 

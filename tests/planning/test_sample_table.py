@@ -15,19 +15,19 @@ from truebatch.planning.plan import build_plan
 
 @pytest.mark.parametrize(("lengths", "wrong", "seen", "do"), [
     ([], "there are no samples", "0 lengths", "at least one"),
-    ([5, 0, 3, 0], "2 of 4 lengths are not at least 1", "sample 1 has length 0", "leave such samples out"),
-    ([5, 3, -7], "1 of 3 lengths are not at least 1", "sample 2 has length -7", "mend the function"),
-    ([5.0, float("nan")], "whole numbers", "sample 1 has", "integers"),
-    ([5.0, float("inf")], "whole numbers", "sample 1 has", "integers"),
-    ([5.5, 3.0], "whole numbers", "sample 0 has", "integers"),
-    (np.array([5.0, 3.0]), "whole numbers", "float64", r"astype\(np.int64\)"),
-    ([True, False], "whole numbers", "bool", "True and False"),
-    (["5", "6"], "whole numbers", "sample 0 has", "integers"),
-    ([5, None], "whole numbers", "sample 1 has None", "integers"),
-    ([5, 2**70], "whole numbers", "sample 1 has 1180591620717411303424", "integers"),
-    ([5, 2**63], "whole numbers", "sample 1 has", "integers"),
-    (np.array([5, 2**63], np.uint64), "not at most", "sample 1 has length 9223372036854775808", "mend the function"),
-    ([5, 2**30], "not at most", "sample 1 has length 1073741824", "mend the function"),
+    ([5, 0, 3, 0], "2 of 4 lengths are not at least 1", "sample 1 has length 0", "drop such samples"),
+    ([5, 3, -7], "1 of 3 lengths are not at least 1", "sample 2 has length -7", "fix the function"),
+    ([5.0, float("nan")], "must be integers", "sample 1 has", "integers"),
+    ([5.0, float("inf")], "must be integers", "sample 1 has", "integers"),
+    ([5.5, 3.0], "must be integers", "sample 0 has", "integers"),
+    (np.array([5.0, 3.0]), "must be integers", "float64", r"astype\(np.int64\)"),
+    ([True, False], "must be integers", "bool", "True and False"),
+    (["5", "6"], "must be integers", "sample 0 has", "integers"),
+    ([5, None], "must be integers", "sample 1 has None", "integers"),
+    ([5, 2**70], "must be integers", "sample 1 has 1180591620717411303424", "integers"),
+    ([5, 2**63], "must be integers", "sample 1 has", "integers"),
+    (np.array([5, 2**63], np.uint64), "not at most", "sample 1 has length 9223372036854775808", "fix the function"),
+    ([5, 2**30], "not at most", "sample 1 has length 1073741824", "fix the function"),
     ([[1, 2], [3, 4]], "must be flat", r"shape \(2, 2\)", "one dimension"),
     ([[1, 2], [3]], "cannot be read", "inhomogeneous", "one flat list"),
     (7, "must be flat", r"shape \(\)", "one dimension"),
@@ -57,8 +57,8 @@ def test_an_epoch_below_zero_is_refused() -> None:
 @pytest.mark.parametrize(("column", "wrong"), [
     ([1, 2], "does not have one value per sample"),
     ([1, 2, -1], "must be from 0"),
-    ([1.0, 2.0, 3.0], "must be whole numbers"),
-    ([True, True, False], "must be whole numbers"),
+    ([1.0, 2.0, 3.0], "must be integers"),
+    ([True, True, False], "must be integers"),
     ([[1], [2], [3]], "must be flat"),
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", ["cost", "count"])
@@ -80,7 +80,7 @@ def test_costs_without_a_limit_and_limits_without_costs_are_refused() -> None:
     PlanConfig(layout="packed", cells=99, row_cells=9, rows_per_step=1),
 ])  # fmt: skip
 def test_a_sample_over_any_limit_on_its_own_is_named(config: PlanConfig) -> None:
-    with pytest.raises(PlanError, match="1 of 3 samples are over a limit") as caught:
+    with pytest.raises(PlanError, match="1 of 3 samples exceed a limit") as caught:
         build_plan([1, 10, 2], config)
     assert "sample 1 has 10 tokens" in caught.value.seen
 

@@ -73,7 +73,7 @@ def test_fixed_rows_stay_whole_where_they_fit_and_shrink_where_they_do_not() -> 
 
 
 def test_a_sample_that_no_split_can_fit_is_named() -> None:
-    with pytest.raises(PlanError, match="over the limit on its own") as caught:
+    with pytest.raises(PlanError, match="exceeds the limit by itself") as caught:
         split_rows(padded_rows(np.array([3, 8]), 9), np.arange(1, 11), MicroBatchLimits(cells=8))
     assert "sample 8 has 9 tokens" in caught.value.seen
 

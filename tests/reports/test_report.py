@@ -111,7 +111,7 @@ def test_a_report_that_would_be_too_large_leaves_pictures_out_and_says_so():
     small, large = Section(title="small", found=["<svg/>"]), Section(title="large", found=["x" * 2_000_000])
     text = render_page("t", [small, large])
     assert len(text.encode()) <= MOST_BYTES
-    assert "1 picture(s) left out" in text
+    assert "1 picture(s) omitted" in text
     assert text.count("<img") == 1
 
 

@@ -81,7 +81,7 @@ def test_an_answer_that_could_not_be_read_keeps_its_text():
 
 
 def test_a_backend_that_loses_an_answer_stops_the_run():
-    with pytest.raises(ConfigError, match="answer for every sample"):
+    with pytest.raises(ConfigError, match="return a result for every sample"):
         judge_all(lambda numbers: [ScoreResponse(score=1.0)] * (len(numbers) - 1), ["a", "b"], [0, 1], FailureStats())
 
 

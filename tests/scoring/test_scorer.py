@@ -195,7 +195,7 @@ def test_the_command_generates_with_any_level(folder, tmp_path, monkeypatch):
     [
         ([], "say what is to be read"),
         (["--yesno", "--generate"], "--yesno, --generate"),
-        (["--labels", "good,bad"], "has no worth"),
+        (["--labels", "good,bad"], "has no value"),
         (["--yesno", "--shard", "3"], "a shard is i/n"),
         (["--yesno", "--shard", "2/2"], "i from 0 to n-1"),
         (["--yesno", "--level", "exact"], "unknown level"),

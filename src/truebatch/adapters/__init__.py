@@ -1,1 +1,1 @@
-"""Planned steps and exact losses inside the training loops people have already."""
+"""Adapters: planned steps and exact losses in existing training loops."""

@@ -1,8 +1,10 @@
-"""DeepSpeed (ZeRO 1 and 2) under planned steps: its engine gets one backward a step, of a gradient that is taken already.
+"""DeepSpeed (ZeRO 1 and 2) under planned steps: its engine gets one backward per step, with a gradient computed
+beforehand.
 
-leaves without its hooks -> gradient of the whole step, cut as memory asks -> handed over -> its sum over ranks, its update
+leaves without its hooks -> gradient of the whole step, cut to fit memory -> passed to the engine -> its all-reduce and
+update
 
-So ranks may cut their parts as they like: the engine communicates once a step on each of them.
+So ranks may cut their parts freely: the engine communicates once per step on each of them.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ MOST_STAGE = 2
 
 @contextmanager
 def plain_leaves(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Inside, the parameters of a model are leaves of the same storage without hooks; gives those that are trained.
+    """Context in which a model's parameters are leaves of the same storage without hooks; yields the trainable ones.
 
     DeepSpeed sums gradients over ranks in hooks of the parameters, in every backward.
     """
@@ -38,7 +40,7 @@ def plain_leaves(model: nn.Module) -> Iterator[list[nn.Parameter]]:
 
 
 def deepspeed_refusals(settings: dict[str, Any]) -> Iterator[Refusal]:
-    """What of DeepSpeed's configuration planned steps could not obey, as (wrong, seen, do)."""
+    """The DeepSpeed settings that planned steps could not honour, as (wrong, seen, do)."""
     stage = settings.get("zero_optimization", {}).get("stage", 0)
     if stage > MOST_STAGE:
         yield (
@@ -53,4 +55,4 @@ def deepspeed_refusals(settings: dict[str, Any]) -> Iterator[Refusal]:
             "use bf16 or fp32",
         )
     if settings.get("tensor_parallel", {}).get("autotp_size", 1) > 1:
-        yield "ranks that share samples are not planned", "tensor_parallel.autotp_size > 1", "leave it out"
+        yield "ranks that share samples are not supported", "tensor_parallel.autotp_size > 1", "leave it out"

@@ -30,31 +30,32 @@ from truebatch.training.validation import evaluate_loss
 _log = logging.getLogger(__name__)
 
 STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
-"""Strategies of Lightning under which the gradient is known to be exact."""
+"""Lightning strategies under which the gradient is known to be exact."""
 
 
 class PlannedStep:
-    """What a `training_step` gets. Lightning hands it through untouched; its micro-batches move to the device one by one."""
+    """What a `training_step` gets. Lightning passes it on unchanged; its micro-batches move to the device one by
+    one."""
 
     def __init__(self, loaded: LoadedStep, epoch: int, seed: int, guard: Guard | None = None) -> None:
         self.loaded, self.epoch, self.seed, self.guard = loaded, epoch, seed, guard
 
 
 class PlannedDataModule(LightningDataModule):  # type: ignore[misc]
-    """The planned steps of a dataset as Lightning's training data. A checkpoint knows the step it goes on with."""
+    """The planned steps of a dataset as Lightning's training data. A checkpoint records the step to resume with."""
 
     def __init__(self, data: PlannedData, *, loader: LoaderConfig | None = None) -> None:
         super().__init__()
         self.data, self.loader = data, loader or LoaderConfig()
 
     def train_dataloader(self) -> StepLoader:
-        """One planned step an item."""
+        """One planned step per item."""
         refuse_trainer(self.trainer)
         return StepLoader(self.data, self.trainer, self.loader)
 
 
 class StepLoader:
-    """The steps of the epoch the trainer is in, resumable in the middle of it: a step is found by its number."""
+    """The steps of the trainer's current epoch, resumable in the middle: a step is found by its number."""
 
     def __init__(self, data: PlannedData, trainer: Any, config: LoaderConfig) -> None:
         self.data, self.trainer, self.config = data, trainer, config
@@ -77,13 +78,13 @@ class StepLoader:
         return (PlannedStep(step, epoch, self.data.config.seed, self.guard) for step in steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """The next step. Steps that are done are counted, not steps that were fetched: Lightning fetches ahead."""
+        """The next step. Counts finished steps, not fetched ones: Lightning prefetches."""
         done = int(self.trainer.fit_loop.epoch_loop.batch_progress.current.processed)
         epoch = int(self.trainer.current_epoch) + done // len(self)
         return {"epoch": epoch, "step": done % len(self), "identity": self.data.identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at the step of a checkpoint; one that was made with other steps is refused."""
+        """Resume at the step of a checkpoint; one made with other steps is rejected."""
         if state["identity"] != self.data.identity():
             raise RunError(
                 "the checkpoint was made with other steps, so its number of steps means other samples",
@@ -96,7 +97,7 @@ class StepLoader:
 def lightning_loss(module: LightningModule, model: nn.Module, objective: Objective, step: PlannedStep) -> Tensor:
     """The true loss of the step: return it from `training_step`, or give it to `manual_backward`. Both are exact.
 
-    Memory that runs out only changes how the step is cut.
+    Out of memory only changes how the step is cut.
     """
     return step_loss(
         model, objective, step.loaded, device=module.device, epoch=step.epoch, seed=step.seed, guard=step.guard
@@ -134,7 +135,7 @@ def refuse_trainer(trainer: Any) -> None:
     strategy = type(trainer.strategy).__name__
     if strategy not in STRATEGIES:
         raise ConfigError(
-            "this strategy is not proven to give the gradient of the step",
+            "this strategy is not proven to compute the gradient of the step",
             seen=f"strategy {strategy}",
             do=f"use one of {', '.join(STRATEGIES)}",
         )

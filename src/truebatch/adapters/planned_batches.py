@@ -1,4 +1,4 @@
-"""The steps of a dataset for a trainer that is not ours: planned once an epoch, read from any step on."""
+"""The steps of a dataset for an external trainer: planned once per epoch, read from any step on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from truebatch.planning.rows import Layout
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterConfig:
-    """What an adapter adds to the settings of the trainer it serves: how a step is cut, never what a step is.
+    """Settings an adapter adds to its trainer's: how a step is cut, never what a step is.
 
     >>> from truebatch.adapters.planned_batches import AdapterConfig
     >>> AdapterConfig(layout="packed", cells=8192).plan_config(samples=8, samples_per_step=32, seed=0).step_size
@@ -33,16 +33,16 @@ class AdapterConfig:
     """
 
     layout: Layout = "padded"
-    """One sample a row, or several end to end."""
+    """One sample per row, or several end to end."""
     cells: int | None = None
-    """Most cells a forward pass may hold."""
+    """Maximum number of cells in a forward pass."""
     pairs: int | None = None
-    """Most query-key pairs a forward pass may hold."""
+    """Maximum number of query-key pairs in a forward pass."""
     allow: tuple[str, ...] = ()
-    """Couplings between samples that are accepted by name (for example 'dropout'): then equal in distribution only."""
+    """Couplings between samples to allow (for example 'dropout'): results are then equal in distribution only."""
 
     def plan_config(self, *, samples: int, samples_per_step: int, seed: int) -> PlanConfig:
-        """`samples` is what a forward pass of one device may hold; the budgets may cut it smaller."""
+        """`samples` is the maximum per forward pass and device; the budgets may cut it smaller."""
         return PlanConfig(
             layout=self.layout,
             cells=self.cells,
@@ -68,7 +68,7 @@ class PlannedData:
 
     @property
     def num_steps(self) -> int:
-        """Steps of an epoch: the same in every one, for any number of ranks."""
+        """Steps of an epoch: the same in every epoch, for any number of ranks."""
         per_step = self.config.samples_per_step
         assert per_step is not None
         return -(-len(self.measured.lengths) // per_step)
@@ -85,7 +85,7 @@ class PlannedData:
         return load_steps(plan, samples, self.head.fields, rank=rank, start_step=start_step, config=config)
 
     def identity(self) -> dict[str, Any]:
-        """What decides which samples share a step, for a checkpoint; ranks and memory are not part of it."""
+        """What determines which samples share a step, for a checkpoint; ranks and memory are not part of it."""
         return {
             "data": self.measured.fingerprint,
             "samples_per_step": self.config.samples_per_step,
@@ -94,7 +94,7 @@ class PlannedData:
 
 
 def plan_data(dataset: Any, collator: Collator, model: nn.Module, config: PlanConfig) -> PlannedData:
-    """Measure a dataset and find the head that reads it. Streams without a length are refused.
+    """Measure a dataset and find the head that reads it. Streams without a length are rejected.
 
     >>> from transformers import default_data_collator
     >>> from truebatch import PlanConfig
@@ -124,14 +124,14 @@ def held_attention(
 
 
 def bare_model(model: nn.Module) -> nn.Module:
-    """The Hugging Face model itself: out of the wrapper of its ranks, and out of PEFT, whose layers stay inside it."""
+    """Unwrap the Hugging Face model from DDP and from PEFT, whose layers stay inside it."""
     if isinstance(model, nn.parallel.DistributedDataParallel) or type(model).__name__ == ENGINE:
         model = model.module  # type: ignore[assignment]
     if not hasattr(model, "get_base_model"):
         return model
     if getattr(model, "active_peft_config", None) is not None and model.active_peft_config.is_prompt_learning:  # type: ignore[union-attr]
         raise ConfigError(
-            "prompts that PEFT puts before every row have no place in planned rows",
+            "PEFT methods that prepend prompts to every row do not work with planned rows",
             seen=f"{type(model.active_peft_config).__name__}",
             do="use LoRA or another method that changes layers, or train without the adapter",
         )
@@ -142,18 +142,20 @@ def bare_model(model: nn.Module) -> nn.Module:
 def _refuse_streams(dataset: Any) -> None:
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise DataError(
-            "steps can be planned only for a dataset with a length and samples by number",
+            "steps can be planned only for a dataset with a length and access by index",
             seen=f"a {type(dataset).__name__}",
             do="give a map-style dataset; a stream is planned in windows by truebatch.planning.stream",
         )
     if len(dataset) == 0:
-        raise DataError("there is no sample to plan", seen=f"an empty {type(dataset).__name__}", do="give some samples")
+        raise DataError(
+            "there is no sample to plan", seen=f"an empty {type(dataset).__name__}", do="give a dataset with samples"
+        )
 
 
 def _refuse_images(model: nn.Module, head: ModelHead) -> None:
     if head.images is not None:
         raise ConfigError(
-            "adapters carry text only",
+            "adapters support text only",
             seen=f"{type(model).__name__}, a {head.kind.name} head",
-            do="train it with `truebatch train`, whose systems place images",
+            do="train it with `truebatch train`, whose systems handle images",
         )

@@ -1,4 +1,4 @@
-"""Samples as the user's own collator makes them, one at a time, so that no padding is made before the rows are planned.
+"""Run the user's collator on one sample at a time, so that nothing is padded before the rows are planned.
 
 dataset[i] -> collator([sample]) with randomness keyed by the sample -> real cells only -> what the head needs
 """
@@ -25,12 +25,12 @@ from truebatch.planning.lengths.measured_values import Measured
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 
 REAL = "attention_mask"
-"""What tokenizers and collators call the tensor that is 1 where a cell is real."""
+"""Name under which tokenizers and collators return the tensor that is 1 where a cell is real."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SingleSamples:
-    """A dataset behind a collator, by sample id. What either draws at random depends on (seed, epoch, sample id) only."""
+    """A dataset with its collator, by sample id. Their randomness depends on (seed, epoch, sample id) only."""
 
     dataset: Any
     collator: Collator
@@ -51,7 +51,7 @@ class SingleSamples:
 
 
 def make_single(dataset: Any, collator: Collator, sample_id: int, *, seed: int, epoch: int = 0) -> dict[str, Any]:
-    """What the collator makes of one sample alone: tensors with a first axis of 1."""
+    """The collator's output for one sample alone: tensors with a first axis of 1."""
     with _keyed_globals(seed, epoch, sample_id):
         return dict(collator([dataset[sample_id]]))
 
@@ -76,7 +76,7 @@ def _num_tokens(sample: Any, sample_id: int) -> int:
 
 @contextmanager
 def _keyed_globals(seed: int, epoch: int, sample_id: int) -> Iterator[None]:
-    """Collators and datasets draw from global generators: inside, those begin at a number of the sample's own."""
+    """Context that seeds the global generators, which collators and datasets draw from, with a seed for the sample."""
     key = int(keyed_hash(seed, epoch, "collator", [sample_id])[0]) >> 1
     # The generator itself, because torch.manual_seed would also set that of every device.
     kept = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
@@ -109,14 +109,14 @@ def _refuse_unknown(made: Mapping[str, Any], head: ModelHead) -> None:
     unknown = sorted((set(made) & head.border.accepts) - {f.key for f in head.fields} - {REAL, "labels"})
     if unknown:
         raise BatchError(
-            f"the collator gives {unknown}, which the planned rows would not hand to the model",
+            f"the collator gives {unknown}, which the planned rows would not pass to the model",
             seen=f"fields {sorted(made)} for a {head.kind.name} head, which takes {sorted(f.key for f in head.fields)}",
             do="leave them out of the collator; positions and masks are made from the rows",
         )
 
 
 def _real_cells(made: Mapping[str, Any], sample_id: int) -> Tensor | None:
-    """[T] bool, None where all are real. Real cells must lie together: a hole has no place in a row."""
+    """[T] bool, None where all are real. Real cells must be contiguous: a row cannot have a gap."""
     if REAL not in made:
         return None
     is_real = torch.as_tensor(made[REAL])[0].bool()
@@ -125,9 +125,9 @@ def _real_cells(made: Mapping[str, Any], sample_id: int) -> Tensor | None:
     at = is_real.nonzero()[:, 0]
     if len(at) == 0 or int(at[-1] - at[0]) + 1 != len(at):
         raise BatchError(
-            f"the attention mask of sample {sample_id} hides cells between others",
+            f"the attention mask of sample {sample_id} has a gap between real cells",
             seen=f"{len(at)} real cells of {len(is_real)}",
-            do="mask padding only, on one side or both; give labels of -100 to what should not be learned",
+            do="mask padding only, on one side or both; set the labels of what should not be learned to -100",
         )
     return is_real
 
@@ -135,7 +135,7 @@ def _real_cells(made: Mapping[str, Any], sample_id: int) -> Tensor | None:
 def _refuse_lost_labels(name: str, value: Tensor, is_real: Tensor, sample_id: int) -> None:
     if name == "labels" and bool((value[~is_real] != IGNORE).any()):
         raise BatchError(
-            f"sample {sample_id} has labels where its attention mask says padding",
+            f"sample {sample_id} has labels where its attention mask marks padding",
             seen=f"{int((value[~is_real] != IGNORE).sum())} labels that are not {IGNORE}",
             do=f"set them to {IGNORE}, or leave the padding to the rows",
         )

@@ -1,6 +1,6 @@
 """The loss of a whole step as one tensor, for loops that call backward themselves.
 
-micro-batches -> forward and backward of each -> gradient of the step, held back -> loss whose backward hands it over
+micro-batches -> forward and backward of each -> gradient of the step, stored -> loss whose backward applies it
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def step_loss(
 ) -> Tensor:
     """The true loss of a step over all ranks; its `backward()` gives the gradient of the step, exactly once.
 
-    Only one micro-batch is in memory at a time. With several ranks the gradient is this rank's share times their number,
-    because DistributedDataParallel averages it: wrap the module that calls this, or average gradients yourself.
-    An autocast that is open when this is called holds for the forward passes. With a guard, `Guard(fields=...)` kept
-    over steps, memory that runs out only changes how the step is cut.
+    Only one micro-batch is in memory at a time. With several ranks the gradient is this rank's share times their
+    number, because DistributedDataParallel averages it: wrap the module that calls this, or average gradients yourself.
+    An active autocast applies to the forward passes. With a guard, `Guard(fields=...)` kept over steps, memory that
+    runs out only changes how the step is cut.
 
     >>> import torch
     >>> from truebatch import Field, PlanConfig, build_plan, load_steps
@@ -64,7 +64,7 @@ def step_loss(
 def take_step(
     engine: StepEngine, step: LoadedStep, *, epoch: int, counts: dict[str, int] | None = None
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """The true loss of a step over all ranks, and this rank's share of its gradient; `.grad` is left as it was.
+    """The true loss of a step over all ranks, and this rank's share of its gradient; `.grad` is unchanged.
 
     `counts` may be given where they are known already.
     """
@@ -114,7 +114,8 @@ def _accumulate_outside_autocast(
 
 
 def hand_over(loss: Tensor, taken: Sequence[Tensor | None], wanted: Sequence[nn.Parameter]) -> Tensor:
-    """A loss whose `backward()` gives these parameters this gradient, times the number of ranks that will average it."""
+    """A loss whose `backward()` adds this gradient to the parameters, times the number of ranks that will average
+    it."""
     ranks = num_ranks()
     if ranks > 1:  # the wrapper waits for every parameter on every rank
         taken = [torch.zeros_like(p) if g is None else g for g, p in zip(taken, wanted, strict=True)]
@@ -123,7 +124,7 @@ def hand_over(loss: Tensor, taken: Sequence[Tensor | None], wanted: Sequence[nn.
 
 
 class _HandOver(torch.autograd.Function):
-    """A loss that is computed already, with a gradient that is too."""
+    """A loss whose value and gradient are already computed."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, ranks: int, taken: list[Tensor | None], *wanted: Tensor) -> Tensor:
@@ -136,7 +137,7 @@ class _HandOver(torch.autograd.Function):
         taken, ctx.taken = ctx.taken, None
         if taken is None:
             raise BatchError(
-                "the gradient of a step was asked for twice",
+                "the gradient of a step was requested twice",
                 seen="a second backward() through the loss of one step",
                 do="call step_loss once for each backward()",
             )

@@ -1,6 +1,6 @@
 """Planned steps and the exact loss for any Hugging Face Trainer: `class MyTrainer(TruebatchMixin, Trainer)`.
 
-The trainer's loop asks for `gradient_accumulation_steps` items an update. It gets exactly that many, each with some of
+The trainer's loop takes `gradient_accumulation_steps` items per update. It gets exactly that many, each with some of
 the step's micro-batches (or none): its counters, callbacks, schedules, logs and checkpoints need not know.
 
 train_dataset, collator -> plan -> step by its number -> items of the loop -> sums / counts -> sum over ranks -> update
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class StepRecord(TrainerCallback, ExportableState):  # type: ignore[misc]
-    """What decides the steps, kept in `trainer_state.json`: a checkpoint of other steps is refused, not continued."""
+    """What determines the steps, saved in `trainer_state.json`: a checkpoint made with other steps is rejected."""
 
     def __init__(self, data: str = "", samples_per_step: int = 0, seed: int = 0) -> None:
         self.identity = {"data": data, "samples_per_step": samples_per_step, "seed": seed}
@@ -70,10 +70,10 @@ class ItemNumbers(Dataset[int]):
 
 
 class ItemLoader(DataLoader[int]):
-    """What the trainer's loop counts and skips: numbers. A skipped number costs nothing, nothing behind it is read."""
+    """The indices that the trainer's loop counts and skips. A skipped index costs nothing: no data is read for it."""
 
     def __init__(self, numbers: ItemNumbers) -> None:
-        # An own generator: the loader must not draw from the one that dropout draws from.
+        # A separate generator: the loader must not draw from the one that dropout uses.
         super().__init__(numbers, collate_fn=_only, generator=torch.Generator())
 
     def set_epoch(self, epoch: int) -> None:
@@ -88,7 +88,7 @@ def _only(numbers: list[int]) -> int:
 
 
 class OpenStep:
-    """A step under way, and what its loss is divided by."""
+    """The current step, and what its loss is divided by."""
 
     def __init__(self, step: LoadedStep, counts: dict[str, int]) -> None:
         self.step, self.counts = step, counts
@@ -111,7 +111,7 @@ class Item(dict[str, Tensor]):
 
 
 class TruebatchMixin(_Trainer):  # type: ignore[misc]
-    """Stand it before a Trainer: `class MyTrainer(TruebatchMixin, Trainer)`, then use it as before.
+    """Put it before a Trainer: `class MyTrainer(TruebatchMixin, Trainer)`, then use it as before.
 
     A step is per_device_train_batch_size x gradient_accumulation_steps x devices samples, planned by length; a forward
     pass holds at most per_device_train_batch_size of them, less where `truebatch=AdapterConfig(cells=...)` says so. The
@@ -130,7 +130,7 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
         refuse_settings(self, TruebatchMixin)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's own; refuses models whose result would depend on how a step is cut."""
+        """Like the trainer's own; rejects models whose result would depend on how a step is cut."""
         refuse_settings(self, TruebatchMixin)
         try:
             return super().train(*args, **kwargs)
@@ -138,7 +138,7 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
             self._close_steps()
 
     def get_train_dataloader(self) -> DataLoader[int]:
-        """The numbers of an epoch's items; the steps behind them are planned here and read in `get_batch_samples`."""
+        """The indices of an epoch's items; their steps are planned here and read in `get_batch_samples`."""
         given = super().get_train_dataloader()
         self._refuse_couplings()
         config = self.truebatch.plan_config(
@@ -155,7 +155,7 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
         return ItemLoader(ItemNumbers(items, len(planned.measured.lengths)))
 
     def num_examples(self, dataloader: Any) -> int:
-        """How many samples there are behind a dataloader."""
+        """Number of samples in a dataloader's dataset."""
         numbers = getattr(dataloader, "dataset", None)
         return numbers.num_samples if isinstance(numbers, ItemNumbers) else int(super().num_examples(dataloader))
 
@@ -171,7 +171,7 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
         return _items(OpenStep(step, counts), len(numbers)), None
 
     def training_step(self, model: nn.Module, inputs: Item, num_items_in_batch: Any = None) -> Tensor:
-        """With the last item of a step: its forward and backward, the sum over ranks and the true loss."""
+        """At the last item of a step: forward and backward, all-reduce and the true loss."""
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
@@ -185,7 +185,7 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
     def _take(self, model: nn.Module, opened: OpenStep) -> Tensor:
         """The gradient of the whole step in `.grad`, summed over ranks, and its true loss.
 
-        The step is run in its last item, so that memory that runs out in it loses nothing of an earlier one.
+        The step is run in its last item, so that running out of memory loses nothing of an earlier one.
         """
         engine = self._engine(model, groups=(Group(optimiser=self.optimizer),))
         with held_attention(engine.model, engine.objective, opened.step.batches):
@@ -196,7 +196,8 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
         return self._finite(opened, sum_over_ranks(loss))
 
     def _take_for_deepspeed(self, model: nn.Module, opened: OpenStep) -> Tensor:
-        """The true loss of the step; DeepSpeed's engine gets its gradient in one backward, in which it also updates."""
+        """The true loss of the step; DeepSpeed's engine gets its gradient in one backward, which also updates the
+        parameters."""
         wanted = [p for p in bare_model(model).parameters() if p.requires_grad]
         with plain_leaves(bare_model(model)) as leaves:
             engine = self._engine(model, groups=(Group(optimiser=torch.optim.SGD(leaves)),))
@@ -213,7 +214,7 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """The exact loss over the whole dataset; predictions, where somebody wants them, as the trainer makes them."""
+        """The exact loss over the whole dataset; predictions, if requested, come from the trainer's own code."""
         loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         if loss_only:
             output = EvalLoopOutput(
@@ -249,7 +250,7 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
         return sum(terms.values())
 
     def _engine(self, model: nn.Module, groups: tuple[Group, ...], planned: PlannedData | None = None) -> StepEngine:
-        """The model without the wrapper of its ranks: gradients are summed once a step, not in every backward."""
+        """The model without its DDP wrapper: gradients are summed once per step, not in every backward."""
         return StepEngine(
             model=bare_model(model),
             objective=self._objective(planned),
@@ -262,7 +263,7 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
         )
 
     def _guard_of(self, planned: PlannedData | None) -> Guard:
-        """Of training what it has learnt about memory so far; a fresh one for anything else."""
+        """The training's splitter, with what it has learnt about memory; a new one for anything else."""
         if planned is not None or self._guard is None:
             return Guard(fields=(planned or self._planned).head.fields, say=_log.warning)  # type: ignore[union-attr]
         return self._guard
@@ -280,11 +281,11 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
         return int(self.args.seed if self.args.data_seed is None else self.args.data_seed)
 
     def _read_step(self, number: int) -> LoadedStep:
-        """The step of this number in the epoch the loop is in; a new epoch, or a jump, opens the loader there."""
+        """The step with this number in the current epoch; a new epoch, or a jump, opens the loader there."""
         planned = self._planned
         assert planned is not None
         numbers = self.callback_handler.train_dataloader.dataset
-        # A loop that resumed in the middle of an epoch stands on a loader of its own, which no epoch was set on.
+        # A loop that resumed mid-epoch uses a separate loader, on which set_epoch was not called.
         epoch = numbers.epoch if numbers.epoch is not None else self.state.global_step // planned.num_steps
         if self._steps is None or self._place != (epoch, number):
             self._refuse_other_steps(planned)
@@ -330,7 +331,7 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
             raise BatchError(
                 f"the loss of step {opened.step.number} of this epoch is {float(loss)}",
                 seen=f"samples {opened.sample_ids[:16]} on rank {rank()}, update {self.state.global_step}",
-                do="look at these samples and at the learning rate; the last checkpoint is from before this step",
+                do="check these samples and the learning rate; the last checkpoint is from before this step",
             )
         return loss
 

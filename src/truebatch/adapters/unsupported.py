@@ -1,4 +1,4 @@
-"""What a Hugging Face Trainer can be told that planned steps would not obey, found before training begins."""
+"""Find Hugging Face Trainer settings that planned steps would not honour, before training begins."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from truebatch.errors import ConfigError
 STANDARD_LOSS = {("transformers.trainer", "Trainer"), ("trl.trainer.sft_trainer", "SFTTrainer")}
 """(module, class) whose loss is the mean of the head's own cross entropy: what the exact sums replace."""
 STANDARD_STEP = STANDARD_LOSS
-"""(module, class) whose training step does nothing beside forward and backward, with the settings accepted below."""
+"""(module, class) whose training step does only forward and backward, with the settings accepted below."""
 
 FUSED_UPDATES = ("lomo", "adalomo", "layerwise")
 """Optimisers that update inside backward, before the step is complete."""
@@ -32,7 +32,7 @@ def _of_loss(trainer: Any, mixin: type) -> Iterator[Refusal]:
         owner = _owner_below(trainer, mixin, method)
         if owner is None or (owner.__module__, owner.__name__) not in known:
             place = "above the mixin" if owner is None else f"{owner.__module__}.{owner.__name__}"
-            yield f"an own {method} would not be called as it expects", f"{method} of {place}", own
+            yield f"a custom {method} would not be called as it expects", f"{method} of {place}", own
     if args.label_smoothing_factor:
         yield (
             "label smoothing is not part of the exact sums",
@@ -50,7 +50,7 @@ def _of_loss(trainer: Any, mixin: type) -> Iterator[Refusal]:
 
 
 def _owner_below(trainer: Any, mixin: type, method: str) -> type | None:
-    """The class whose `method` the mixin stands in for; None if a class above the mixin has an own loss."""
+    """The class whose `method` the mixin replaces; None if a class above the mixin has its own loss."""
     mro = type(trainer).__mro__
     at = mro.index(mixin)
     if method == "compute_loss" and any(method in vars(cls) for cls in mro[:at]):
@@ -90,22 +90,22 @@ def _of_data(trainer: Any) -> Iterator[Refusal]:
     for name in ("packing", "padding_free", "eval_packing"):
         if getattr(args, name, False):
             yield (
-                "rows cannot be packed twice",
+                "rows would be packed twice",
                 f"{name}=True",
                 f"set {name}=False and use AdapterConfig(layout='packed')",
             )
     if getattr(trainer.data_collator, "seed", None) is not None:
         yield (
-            "a collator with a generator of its own draws in the order of loading",
+            "a collator with its own generator draws in loading order",
             f"{type(trainer.data_collator).__name__}(seed={trainer.data_collator.seed})",
-            "leave its seed out: what it draws is keyed by seed, epoch and sample",
+            "omit its seed: its draws are keyed by seed, epoch and sample",
         )
 
 
 def _of_devices(trainer: Any) -> Iterator[Refusal]:
     args, accelerator = trainer.args, trainer.accelerator
     if args.n_gpu > 1:
-        yield "DataParallel cuts micro-batches itself", f"n_gpu={args.n_gpu}", "start one process a GPU with torchrun"
+        yield "DataParallel cuts micro-batches itself", f"n_gpu={args.n_gpu}", "start one process per GPU with torchrun"
     if getattr(trainer, "is_deepspeed_enabled", False):
         yield from deepspeed_refusals(accelerator.state.deepspeed_plugin.deepspeed_config)
     if getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_distributed_loading_by_transformers", False):
@@ -115,7 +115,7 @@ def _of_devices(trainer: Any) -> Iterator[Refusal]:
             "use plain DistributedDataParallel (torchrun), or truebatch.train with fully_shard",
         )
     if getattr(accelerator, "parallelism_config", None) is not None:
-        yield "ranks that share samples are not planned", "a parallelism_config", "leave it out"
+        yield "ranks that share samples are not supported", "a parallelism_config", "leave it out"
     config = args.accelerator_config
     for name in ("split_batches", "dispatch_batches"):
         if getattr(config, name, None):
@@ -126,7 +126,7 @@ def _of_devices(trainer: Any) -> Iterator[Refusal]:
             )
     if args.world_size > 1 and not getattr(args, "average_tokens_across_devices", True):
         yield (
-            "a mean a rank is not the mean of the step",
+            "a mean per rank is not the mean of the step",
             "average_tokens_across_devices=False",
             "leave it at True: the loss is divided once over all ranks",
         )
@@ -138,7 +138,7 @@ def _of_rest(trainer: Any) -> Iterator[Refusal]:
         yield (
             "this optimiser updates inside backward, before the step is complete",
             f"optim={args.optim!s}",
-            "use an optimiser that updates once a step, for example adamw_torch",
+            "use an optimiser that updates once per step, for example adamw_torch",
         )
     if args.neftune_noise_alpha:
         yield (
@@ -148,4 +148,4 @@ def _of_rest(trainer: Any) -> Iterator[Refusal]:
         )
     for name in ("use_liger_kernel", "activation_offloading", "fp16_full_eval", "bf16_full_eval"):
         if getattr(args, name, False):
-            yield "this setting is not proven to leave the result alone", f"{name}=True", f"set {name}=False"
+            yield "this setting is not proven to leave the result unchanged", f"{name}=True", f"set {name}=False"

@@ -40,10 +40,10 @@ def attend(
 ) -> Tensor:
     """[B, H, T, Dv]: every sample attends to itself alone, as if it were the only one.
 
-    Query [B, H, T, D], key and value [B, Hkv, T, D] with Hkv dividing H. `window`: how many cells a query sees on a
-    side, its own included. `bias`: added to the scores, broadcast to [B, H, T, T]. `sinks` [H]: one more score a head
-    that takes weight and gives nothing. `dropout` is applied whenever it is above 0: pass 0 in evaluation. Padding
-    never influences a sample, forward or backward. `kernel` overrides the choice, for tests and timings.
+    Query [B, H, T, D], key and value [B, Hkv, T, D] with Hkv dividing H. `window`: how many cells a query sees on each
+    side, its own included. `bias`: added to the scores, broadcast to [B, H, T, T]. `sinks` [H]: one extra score per
+    head that takes softmax weight and adds no value. `dropout` is applied whenever it is above 0: pass 0 in evaluation.
+    Padding never influences a sample, forward or backward. `kernel` overrides the choice, for tests and benchmarks.
 
     >>> import torch
     >>> from truebatch import Field, PlanConfig, build_plan, collate
@@ -61,13 +61,13 @@ def attend(
 def attend_by(
     rule: Rule, query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, kernel: Kernel | None = None
 ) -> Tensor:
-    """`attend` with its options as a rule."""
+    """`attend` with its options in a `Rule`."""
     _check(query, key, value, segments, rule)
     if segments.num_cells == 0:
         return query.sum(-1, keepdim=True).expand(*query.shape[:-1], value.shape[-1])
     query, key, value = _in_one_dtype(query, key, value)
     if torch.compiler.is_compiling() and kernel is None and segments.layout == "packed":
-        # By tensors alone: whoever reads a length here has the model compiled again for every row.
+        # Use tensors only: reading a length here would recompile the model for every row.
         query, key, value = (_empty_padding(part, segments) for part in (query, key, value))
         found = attend_table(query, key, value, segments.starts, rule, max_length=segments.bounds_tensor)
         assert found is not None
@@ -80,7 +80,7 @@ def attend_by(
 def attend_table(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, rule: Rule, *, max_length: int | Tensor
 ) -> Tensor | None:
-    """Attention from a table on the device alone, never waiting for it; None when the kernel of choice needs more.
+    """Attention from the segment table on the device, without a host sync; None when the chosen kernel needs more.
 
     Shapes and code path depend on no length, so that a compiled model with a fixed number of slots compiles once.
     `max_length` may be `Segments.bounds_tensor`, whose values a compiled model does not depend on.
@@ -107,7 +107,7 @@ def _is_bare(rule: Rule) -> bool:
 
 
 def _in_one_dtype(*parts: Tensor) -> tuple[Tensor, ...]:
-    """What autocast does for SDPA and not for varlen: rotary positions often leave query and key in fp32."""
+    """Cast to one dtype, as autocast does for SDPA but not for varlen: RoPE often leaves query and key in fp32."""
     kind = parts[0].device.type
     if not torch.is_autocast_enabled(kind) or parts[0].dtype == torch.float64:
         return parts
@@ -120,7 +120,7 @@ def _without_idle_window(rule: Rule, max_length: int) -> Rule:
 
 
 def _choose(query: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Kernel:
-    # These depend on no length: the walk over all lengths is left out where it would delay the launch.
+    # These depend on no length, so skip the loop over all lengths, which would delay the launch.
     chosen = choose_kernel(call_facts(query, value, rule))
     if chosen in TABLE_KERNELS:
         return chosen
@@ -148,11 +148,11 @@ def call_facts(query: Tensor, value: Tensor, rule: Rule) -> Facts:
 
 
 _capabilities: dict[int, tuple[int, int]] = {}
-"""Device number -> compute capability. A compiled model can look it up, but not ask."""
+"""Device number -> compute capability. A compiled model can read this dict, but cannot query the device."""
 
 
 def cache_device_capability(device: torch.device) -> None:
-    """Ask what a card can do, before layers are compiled for it: the first call as written does so too."""
+    """Query the compute capability of a GPU before layers are compiled for it; the first eager call does so too."""
     if device.type == "cuda":
         _capability(device)
 
@@ -167,7 +167,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def gather_facts(query: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Facts:
-    """The facts of one call, all known on the host."""
+    """The facts of one call; the host knows them all."""
     rows, cells = segments.shape
     lengths = segments.sample_lengths
     # A packed row that holds one sample is a padded row.
@@ -260,7 +260,8 @@ def _per_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, 
 
 
 def _one_length(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-    """Attention of samples of one length [n, H, L, D]; long windows are walked in bands of linear cost."""
+    """Attention of samples of one length [n, H, L, D]; windows over long samples are computed in bands at linear
+    cost."""
     length = query.shape[2]
     if rule.window is None or rule.window >= length:
         if rule.bias is None and rule.softcap is None and rule.sinks is None:
@@ -292,14 +293,14 @@ def _unflat(out: Tensor, rows: int) -> Tensor:
 
 
 def _empty_padding(part: Tensor, segments: Segments) -> Tensor:
-    """Zeros in padding: whatever lies there, NaN too, then reaches no sample, and no gradient comes back from it."""
+    """Zero the padding, so that its content, even NaN, reaches no sample and gets no gradient."""
     if not torch.compiler.is_compiling() and all(segments.is_sample):
-        return part  # compiled code would be made again for every row that is asked
+        return part  # in a compiled model, a check here would recompile for every row
     return torch.where(segments.is_real[:, None, :, None], part, 0)
 
 
 def _alike(segments: Segments, *, separate: bool) -> list[list[int]]:
-    """Numbers of the sample segments, those of equal length together (in order of first appearance)."""
+    """Indices of the sample segments, grouped by length (in order of first appearance)."""
     groups: dict[tuple[int, int], list[int]] = {}
     for i, (length, real) in enumerate(zip(segments.lengths, segments.is_sample, strict=True)):
         if real and length:
@@ -337,7 +338,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: 
     rows = segments.shape
     if not (_is_in_rows(query, rows) and _is_in_rows(key, rows) and _is_in_rows(value, rows)):
         raise AttentionError(
-            "query, key and value do not lie in the rows of the segment table",
+            "query, key and value do not have the rows of the segment table",
             seen=f"{_shapes(query, key, value)}, table for rows [{rows[0]}, {rows[1]}]",
             do=f"pass [B, H, T, D] tensors with B={rows[0]}, T={rows[1]}; a key/value cache has another length",
         )

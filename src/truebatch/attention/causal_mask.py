@@ -1,7 +1,7 @@
 """4-D causal masks for code that calls decoder layers directly, and a guard against 2-D ones.
 
-A decoder layer builds no mask: it hands what it gets to attention, where a 2-D mask [B, L] is broadcast from the right
-against [B, H, L, L] and read as [Lq, Lk].
+A decoder layer builds no mask: it passes the one it gets to attention, where a 2-D mask [B, L] is broadcast from the
+right against [B, H, L, L] and read as [Lq, Lk].
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def causal_mask_4d(
     """
     if is_real.ndim != 2:
         raise AttentionError(
-            "a 4-D mask is made from a 2-D one",
+            "causal_mask_4d needs a 2-D mask",
             seen=f"a mask of shape {list(is_real.shape)}",
-            do="give [B, L] with 1 (or True) at real cells; a mask that is 4-D already goes to the layers as it is",
+            do="give [B, L] with 1 (or True) at real cells; pass a mask that is already 4-D to the layers unchanged",
         )
     keys = is_real.shape[1]
     queries = keys - past_length if query_length is None else query_length
@@ -58,7 +58,8 @@ def causal_mask_4d(
 
 
 def require_4d_mask(mask: Tensor | None, *, rows: int, query_length: int) -> Tensor | None:
-    """The mask itself when a decoder layer reads it as meant, else an error; None (plain causal attention) passes."""
+    """Return the mask if a decoder layer would read it correctly, else raise; None (plain causal attention) is
+    accepted."""
     if mask is None:
         return None
     if mask.ndim != 4:
@@ -93,10 +94,10 @@ def _fate(mask: Tensor, rows: int, length: int) -> str:
 
 @contextmanager
 def guard_decoder_layers(model: nn.Module) -> Iterator[None]:
-    """While open, a layer of `model` that is given a 2-D or 3-D mask raises instead of broadcasting it.
+    """Context in which a layer of `model` that gets a 2-D or 3-D mask raises instead of broadcasting it.
 
     Layers are the members of module lists whose forward takes `attention_mask`. Flash attention reads 2-D masks
-    rightly, so models set to it are not guarded.
+    correctly, so models that use it are not guarded.
     """
     layers = [layer for layer in _layers_of(model) if "flash" not in str(_implementation(layer, model))]
     if not layers and not list(_layers_of(model)):

@@ -1,9 +1,9 @@
-"""cuDNN's attention for rows of many samples, planned once for a shape: the fastest one of Hopper cards and newer.
+"""cuDNN's attention for rows of many samples, planned once per shape: the fastest on Hopper GPUs and newer.
 
 [cells, H, D] + first cells of the samples -> plan of that shape, made once -> output, or gradients
 
-torch brings cuDNN along, but plans this kernel anew in every call, which takes longer than the attention itself. With
-`nvidia-cudnn-frontend` installed (a small package without libraries of its own) plans are kept here. A plan holds for
+torch ships cuDNN, but plans this kernel again in every call, which takes longer than the attention itself. With
+`nvidia-cudnn-frontend` installed (a small package without libraries of its own) plans are cached here. A plan works for
 any lengths up to its number of slots and its longest sample. Both are rounded up to powers of two: a plan takes a tenth
 of a second, empty slots and unused length next to nothing.
 """
@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 OLDEST = 90600
-"""The first cuDNN whose kernels for ragged rows take 64-bit offsets and statistics without padding."""
+"""The first cuDNN whose kernels for variable-length rows take 64-bit offsets and statistics without padding."""
 FEWEST_SLOTS, SHORTEST = 16, 128
 QUERY, KEY, VALUE, OUT, STATS, GRAD, GRAD_QUERY, GRAD_KEY, GRAD_VALUE, LENGTHS, KEY_LENGTHS = range(1, 12)
 WIDE, NARROW, SINGLE = 21, 22, 23
-"""Numbers of tensors inside a graph; the last three are offsets for all heads, for the heads of keys, and for one value
-a head."""
+"""Tensor ids in a graph; the last three are offsets for query heads, for key heads, and for one value per
+head."""
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -53,7 +53,7 @@ class GraphShape(NamedTuple):
     key_heads: int
     width: int
     slots: int
-    """Samples at the most."""
+    """Maximum number of samples."""
     longest: int
     causal: bool
     scale: float
@@ -61,17 +61,17 @@ class GraphShape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CudnnGraph:
-    """A planned graph, and what is needed to call it."""
+    """A planned graph and what a call of it needs."""
 
     graph: Any
     factors: Tensor
-    """[3, 1] int64: elements a cell of tensors with all heads, with the heads of keys, and with one value a head."""
+    """[3, 1] int64: elements per cell of tensors with query heads, with key heads, and with one value per head."""
     room: int
-    """Bytes that the graph wants beside its tensors."""
+    """Workspace size of the graph in bytes."""
 
 
 def round_up(number: int, least: int) -> int:
-    """The next power of two.
+    """Round up to the next power of two, at least `least`.
 
     >>> round_up(49, 16), round_up(64, 16), round_up(3, 16)
     (64, 64, 16)
@@ -80,7 +80,7 @@ def round_up(number: int, least: int) -> int:
 
 
 def num_slots(used: int) -> int:
-    """Samples that the plan for `used` of them has room for."""
+    """Number of slots in the plan that serves `used` samples."""
     return round_up(used, FEWEST_SLOTS)
 
 
@@ -95,12 +95,12 @@ def shape_of(query: Tensor, key: Tensor, *, used: int, longest: int, causal: boo
 
 @functools.lru_cache(maxsize=512)
 def forward_plan(shape: GraphShape) -> CudnnGraph | None:
-    """The plan for attention; None where cuDNN has no kernel for it."""
+    """The forward plan; None where cuDNN has no kernel for it."""
     return _make_plan(shape, functools.partial(_forward_graph, shape))
 
 
 def backward_plan(shape: GraphShape, *, cells: int) -> CudnnGraph | None:
-    """The plan for the gradients of rows with so many cells; None where cuDNN has no kernel for them."""
+    """The backward plan for rows of `cells` cells; None where cuDNN has no kernel for it."""
     return _backward_plan(shape, round_up(cells, SHORTEST), torch.are_deterministic_algorithms_enabled())
 
 
@@ -110,7 +110,7 @@ def _backward_plan(shape: GraphShape, cells: int, deterministic: bool) -> CudnnG
 
 
 Parts = Sequence[Tensor]
-"""Query [cells, H, D], key and value [cells, Hkv, D], or their gradients; any shape with that memory."""
+"""Query [cells, H, D], key and value [cells, Hkv, D], or their gradients; any shape with that memory layout."""
 
 
 class SlotTable(NamedTuple):
@@ -118,7 +118,7 @@ class SlotTable(NamedTuple):
 
     tensors: tuple[Tensor, ...]
     given: dict[int, Any]
-    """The same by their numbers in a graph, as cuDNN's package takes them."""
+    """The same by tensor id, as cuDNN's package takes them."""
 
 
 def attend_planned(plan: CudnnGraph, parts: Parts, table: SlotTable, *, out: Tensor, stats: Tensor) -> None:
@@ -143,7 +143,8 @@ def differentiate_planned(
 
 
 def table_of(plan: CudnnGraph, starts: Tensor, used: int) -> SlotTable:
-    """Of the first `used` samples of a table; further slots are empty. The same for all plans of one number of heads."""
+    """Slot table of the first `used` samples; the other slots are empty. All plans with the same head counts share
+    it."""
     starts = fill_slots(starts, used)
     wide, narrow, single = plan.factors * starts
     lengths = starts.diff().int()
@@ -153,7 +154,7 @@ def table_of(plan: CudnnGraph, starts: Tensor, used: int) -> SlotTable:
 
 
 def fill_slots(starts: Tensor, used: int) -> Tensor:
-    """First cells of `used` samples -> of as many as a plan has slots, the further ones empty.
+    """Extend the starts of `used` samples to all slots of a plan; the added slots are empty.
 
     >>> fill_slots(torch.tensor([0, 3, 5]), 2).tolist() == [0, 3] + [5] * 15
     True
@@ -164,8 +165,8 @@ def fill_slots(starts: Tensor, used: int) -> Tensor:
 
 @functools.cache
 def _giving() -> Callable[[Tensor], Any]:
-    """How tensors are handed over: before its version with graphs in Python, cuDNN's package looked at every tensor for
-    longer than its kernel takes to launch, and took an address as it is."""
+    """How tensors are passed to cuDNN: before it had graphs in Python, its package inspected every tensor for longer
+    than the kernel takes to launch, but accepted a raw address."""
     return Tensor.data_ptr if hasattr(_library(), "_library_device_pointer") else _as_it_is
 
 
@@ -191,7 +192,7 @@ _streams: dict[int, int] = {}
 
 
 def current_stream(device: int) -> int:
-    """The number of the stream that a device's work goes to; `torch.cuda.current_stream` makes an object first."""
+    """Handle of the device's current stream; `torch.cuda.current_stream` would create an object first."""
     found: int = torch._C._cuda_getCurrentRawStream(device)
     return found
 
@@ -266,7 +267,7 @@ def _begin(shape: GraphShape) -> tuple[Any, dict[int, Any]]:
 
 
 def _lies(shape: GraphShape, heads: int, *, width: int | None = None) -> dict[str, list[int]]:
-    """How [cells, heads, width] looks to cuDNN: [slots, heads, longest, width] with overlapping slots."""
+    """Describe [cells, heads, width] to cuDNN: [slots, heads, longest, width] with overlapping slots."""
     width = shape.width if width is None else width
     a_cell = heads * width
     return {"dim": [shape.slots, heads, shape.longest, width], "stride": [shape.longest * a_cell, width, a_cell, 1]}

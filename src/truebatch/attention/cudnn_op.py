@@ -1,10 +1,10 @@
-"""Attention of packed rows through cuDNN's planned kernels, as an operator that compiled models may call.
+"""Attention of packed rows through cached cuDNN plans, as an operator that compiled models can call.
 
-[cells, H, D] + table on the device + bounds on the host -> long samples: a plan of cuDNN, short ones behind them: a kernel
-of ours -> output or gradients
+[cells, H, D] + table on the device + bounds on the host -> long samples: a cuDNN plan, short ones after them: our own
+kernel -> output or gradients
 
-The number of samples and the longest are values of a tensor on the host, as in `fixedtable`: neither compiles anything
-again. Where cuDNN has no kernel for a shape, torch's own takes the whole call.
+The number of samples and the longest length are values of a host tensor, as in `varlen_static`, so neither causes a
+recompile. Where cuDNN has no kernel for a shape, torch's own kernel takes the whole call.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from truebatch.batch.segments import Bounds
 
 _LOG = logging.getLogger(__name__)
 HEAD_STEP = 8
-"""Kernels want heads as wide as a multiple of this."""
+"""Kernels need a head size that is a multiple of this."""
 LEAST_SHORT_WORK = 2**17
-"""Cells of short samples times heads from which on kernels of their own are worth their launch: they save the card about
-a nanosecond each, and take the host a fifth of a millisecond."""
+"""From this many cells of short samples times heads on, a separate kernel is worth its launch: it saves about a
+nanosecond each on the GPU, and costs the host a fifth of a millisecond."""
 
 
 def attend_by_plan(
@@ -65,15 +65,15 @@ def attend_by_plan(
 def attend_rows_by_plan(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, bounds: Bounds, *, causal: bool, scale: float
 ) -> Tensor:
-    """The same for [B, H, T, D], as written: torch's dispatcher and a node of autograd for every view would take the
-    host longer than all the kernels of a call, and a small model waits for its host."""
+    """The same for [B, H, T, D] in eager mode: the dispatcher and an autograd node per view would take the host longer
+    than the kernels of a call, and a small model is host-bound."""
     found: Tensor = _AsWritten.apply(query, key, value, starts, bounds, causal, scale)  # type: ignore[no-untyped-call]
     return found
 
 
 def can_attend_rows(*parts: Tensor) -> bool:
-    """Whether `attend_rows_by_plan` takes these: plain tensors of one precision and width, and nobody who traces or counts
-    operations, who has to see one operator."""
+    """True if `attend_rows_by_plan` accepts these: plain tensors of one dtype and head size, and no tracer or dispatch
+    mode active, which must see one operator."""
     width, dtype = parts[0].shape[-1], parts[0].dtype
     is_plain = all(type(part) is Tensor and part.shape[-1] == width and part.dtype == dtype for part in parts)
     is_watched = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
@@ -99,7 +99,8 @@ class _AsWritten(torch.autograd.Function):
 
 
 def _lying(part: Tensor) -> Tensor:
-    """[B, H, T, D] whose memory is [B, T, H, D], as projections make it and kernels take it; copied if it is not."""
+    """[B, H, T, D] whose memory is [B, T, H, D], as projections produce it and kernels expect it; copied if it is
+    not."""
     rows, heads, cells, width = part.shape
     a_row, *inside = part.stride()
     if inside == [width, heads * width, 1] and (rows == 1 or a_row == cells * heads * width):
@@ -118,13 +119,13 @@ def _lying_like(part: Tensor, flat: Tensor) -> Tensor:
 
 
 class _AttentionCall(NamedTuple):
-    """One call, taken apart."""
+    """The arguments of one call."""
 
     cells: int
     used: int
     longest: int
     long: int
-    """Samples at the front that cuDNN serves; all of them where short ones are not worth a kernel of their own."""
+    """Leading samples that cuDNN computes; all of them where the short ones are not worth a separate kernel."""
     long_cells: int
     causal: bool
     scale: float
@@ -136,7 +137,7 @@ class _AttentionCall(NamedTuple):
 
     @property
     def rule(self) -> dict[str, Any]:
-        """As keywords."""
+        """As keyword arguments."""
         return {"causal": self.causal, "scale": self.scale}
 
     def for_torch(self, starts: Tensor) -> KernelCall:
@@ -224,7 +225,7 @@ def _cut(parts: Parts, cells: slice) -> Parts:
 
 
 def _on_device_of(part: Tensor) -> AbstractContextManager[Any]:
-    """Kernels are launched on the current card, whichever holds the tensors."""
+    """Kernels are launched on the current GPU, not on the one that holds the tensors."""
     if not part.is_cuda or part.device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(part.device)
@@ -261,7 +262,7 @@ _attend_operator = define_attention("attend_by_plan", _forward, _backward, shape
 
 @functools.cache
 def _short_kernels(device: torch.device) -> Any:
-    """The kernels for short samples; None where there is no Triton, or none that compiles for this card."""
+    """The kernels for short samples; None where there is no Triton, or none that compiles for this GPU."""
     if importlib.util.find_spec("triton") is None:
         return None
     try:
@@ -270,9 +271,9 @@ def _short_kernels(device: torch.device) -> Any:
             kernels.try_out(device)
     except torch.OutOfMemoryError:
         raise  # says nothing of Triton
-    except Exception as error:  # it wants a C compiler, a driver that knows it, a folder to write to
+    except Exception as error:  # Triton needs a C compiler, a matching driver and a writable folder
         _LOG.warning(
-            "short samples take the attention kernels of long ones, which is slower: Triton does not work here (%s: %s)",
+            "short samples use the attention kernel for long ones, which is slower: Triton does not work here (%s: %s)",
             type(error).__name__, error,
         )  # fmt: skip
         return None
@@ -282,7 +283,7 @@ def _short_kernels(device: torch.device) -> Any:
 def _planned_call(
     half: str, query: Tensor, key: Tensor, starts: Tensor, call: _AttentionCall
 ) -> tuple[CudnnGraph | None, Any]:
-    """The plan for the long samples, and where they lie as it takes it; None where there are none, or cuDNN has no
+    """The plan for the long samples, and their slot table; None where there are none, or cuDNN has no
     kernel for them."""
     if not call.long:
         return None, None
@@ -299,14 +300,14 @@ def _planned_call(
 
 
 def _table(plan: CudnnGraph, starts: Tensor, call: _AttentionCall, parts: Parts) -> SlotTable:
-    """Where the long samples lie: the same for both halves."""
+    """Slot table of the long samples; forward and backward share it."""
     heads = tuple((part.shape[1], part.shape[-1]) for part in parts)
     found: SlotTable = _once_a_table(starts, ("table", call.long, heads), lambda: table_of(plan, starts, call.long))
     return found
 
 
 def _span(starts: Tensor, call: _AttentionCall) -> Any:
-    """Where the samples of the cells behind the long ones lie, counted from there."""
+    """Spans of the short samples after the long ones, counted from there."""
 
     def make() -> Any:
         here = starts[call.long : call.used + 1] - call.long_cells
@@ -316,13 +317,13 @@ def _span(starts: Tensor, call: _AttentionCall) -> Any:
 
 
 _made: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Table -> (its state, what was made of it), as long as its tensor lives: every layer asks for the same."""
+"""Table -> (its state, what was derived from it), as long as its tensor lives: every layer needs the same."""
 
 
 def _once_a_table(starts: Tensor, name: tuple[Any, ...], make: Callable[[], Any]) -> Any:
-    """Made anew when the table was changed in place; only what is changed through `.data` goes unnoticed."""
+    """Recomputed when the table was changed in place; only changes through `.data` go unnoticed."""
     if starts.is_inference() or (starts.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return make()  # no version tells whether it was changed; or a recorded run would lack the making
+        return make()  # there is no version counter, or a captured CUDA graph would miss this computation
     stream = current_stream(starts.device.index) if starts.is_cuda else 0
     now = (starts._version, starts.data_ptr(), stream)
     state, made = _made.get(starts, (None, {}))  # type: ignore[no-untyped-call]

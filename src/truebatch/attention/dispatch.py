@@ -1,4 +1,4 @@
-"""Which attention kernel serves a call: one table, one pure function, so that any card can be simulated in a test."""
+"""Which attention kernel serves a call: one table and one pure function, so that tests can simulate any GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAIRS_PER_CALL = 2**20
 
 
 class Facts(NamedTuple):
-    """All that the choice of a kernel depends on; made for every call, so it must be made quickly."""
+    """Everything the choice of a kernel depends on; created for every call, so it must be cheap."""
 
     device: str
     """Device type: cpu, cuda, mps, ..."""
@@ -38,24 +38,24 @@ class Facts(NamedTuple):
     dense_pairs: int = 1
     """B*T*T: what one call over whole rows computes."""
     rows_are_samples: bool = False
-    """One sample a row from the first cell on: padding, if any, lies on the right."""
+    """One sample per row, starting at the first cell: any padding is on the right."""
     has_padding: bool = False
     compiling: bool = False
-    """Inside torch.compile, where a loop over host lengths would compile again for every micro-batch."""
+    """Inside torch.compile, where a loop over host lengths would recompile for every micro-batch."""
     varlen_in_torch: bool = True
     varlen_has_window: bool = True
     plans_in_cudnn: bool = False
-    """cuDNN's Python package is installed, so that plans of its kernels can be kept."""
+    """cuDNN's Python package is installed, so that its plans can be cached."""
 
 
 def choose_kernel(facts: Facts) -> Kernel:
-    """The first row of the table that fits; the last one always does.
+    """Choose the first row of the table that matches; the last one always does.
 
-    planned      no mask, no wasted pair, no dropout, no bias, no window: cuDNN's kernel on Hopper and newer
+    planned      no mask, no wasted pairs, no dropout, no bias, no window: cuDNN's kernel on Hopper and newer
     varlen       the same with windows and wider heads: torch's own kernel, Ampere and newer in half precision
     plain        one SDPA call without a mask: full rows, or right padding under a causal rule with little of it
     block        one call with a dense mask: static shapes under torch.compile, or very many short segments on a GPU
-    per_segment  one SDPA call a sample (equal lengths together): everything else, on any device
+    per_segment  one SDPA call per sample (equal lengths together): everything else, on any device
     """
     if _varlen_fits(facts):
         return "planned" if _plan_fits(facts) else "varlen"

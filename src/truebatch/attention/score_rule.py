@@ -15,7 +15,7 @@ from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
 
 _TRIED = 83
-"""Cells of the sample that `plans_confuse_layouts` tries: a length for which nobody has a plan yet."""
+"""Cells of the sample that `plans_confuse_layouts` tries: a length no call has made a plan for yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -72,16 +72,16 @@ def softmax_attention(
 
 @contextmanager
 def without_cudnn_sdpa(device: torch.device) -> Iterator[None]:
-    """While open, on a card: only kernels of SDPA that need no plan for every new shape, as those do that cuDNN gives torch.
+    """Context in which SDPA on a GPU uses no kernel that needs a plan for every new shape, as cuDNN's do.
 
-    A plan takes tens of milliseconds, and ragged data have new shapes all the time. Worse, torch finds a plan by the layout
-    of query, key and value alone: where the gradient of the output lies otherwise than in the first call of that shape, all
-    gradients are wrong, and nobody is told (see `plans_confuse_layouts`). And of a row with a mask and 64 cells more than a
-    multiple of 128 they may be NaN (pytorch#196678).
+    A plan takes tens of milliseconds, and variable-length data keep bringing new shapes. Worse, torch looks up a plan
+    by the layout of query, key and value alone: if the gradient of the output has another layout than in the first call
+    of that shape, all gradients are silently wrong (see `plans_confuse_layouts`). And for a row with a mask and 64
+    cells more than a multiple of 128 they may be NaN (pytorch#196678).
 
-    Two things it cannot do: code that was compiled outside keeps the kernels it was compiled with, and who has switched all
-    other kernels off keeps those with plans. The switch belongs to the process: the first one in switches off, the last one
-    out on again.
+    It has two limits: code compiled outside keeps the kernels it was compiled with, and if all other kernels are
+    disabled, those with plans stay. The switch is per process: the first to enter turns it off, the last to leave turns
+    it on again.
     """
     if device.type != "cuda":
         yield
@@ -111,7 +111,7 @@ def _switch_plans(more: int) -> None:
 
 
 def plans_confuse_layouts(device: torch.device) -> bool:
-    """Whether SDPA gives other gradients on this card once the gradient of its output lies otherwise than at first."""
+    """True if SDPA on this GPU gives other gradients once the gradient of its output changes its layout."""
     chance = torch.Generator().manual_seed(0)
     parts = [torch.randn(1, _TRIED, 2, 64, generator=chance).to(device, torch.bfloat16) for _ in range(4)]
     *leaves, grad = [part.transpose(1, 2) for part in parts]
@@ -127,10 +127,10 @@ def plans_confuse_layouts(device: torch.device) -> bool:
 
 
 def recorded_for_bias(part: Tensor, bias: Tensor | None) -> Tensor:
-    """`part`, recorded by autograd where only the bias would be.
+    """`part`, made to require grad where otherwise only the bias would.
 
-    On a card, torch before 2.13 keeps what the gradient of a bias needs only if query, key or value have one too
-    (pytorch#148476); without, the backward pass of a frozen model's first layer raises or reads foreign memory.
+    On a GPU, torch before 2.13 saves what the gradient of a bias needs only if query, key or value need one too
+    (pytorch#148476); without, the backward pass of a frozen model's first layer raises or reads unrelated memory.
     """
     is_alone = bias is not None and bias.requires_grad and not part.requires_grad
     if not (is_alone and part.is_cuda and torch.is_grad_enabled()) or torch.compiler.is_compiling():
@@ -139,7 +139,7 @@ def recorded_for_bias(part: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def written_out_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, rule: Rule) -> Tensor:
-    """Softmax attention in plain operations: the only way with a softcap or sinks.
+    """Softmax attention in plain operations: the only option with a softcap or sinks.
 
     A query that may see nothing gets equal weights instead of NaN, which would spread through the next layer.
     """

@@ -1,10 +1,10 @@
-"""Attention of many short samples on a card: neighbours share tiles, where other kernels give each sample its own.
+"""Attention of many short samples on a GPU: neighbours share tiles, where other kernels give each sample its own.
 
-[cells, H, D] + where the sample of each cell begins and ends -> output and statistics, or gradients
+[cells, H, D] + start and end of each cell's sample -> output and statistics, or gradients
 
-A tile of queries looks at the cells from the first one of its first sample to the last one of its last. Kernels made for
+A tile of queries reads the cells from the start of its first sample to the end of its last. Kernels made for
 long samples begin a tile with every sample instead, and what they compute before and behind the tiles is as long as the
-longest sample for all of them. Written in Triton, which torch brings along on cards; needs no other package.
+longest sample for all of them. Written in Triton, which torch's CUDA builds include; needs no other package.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from truebatch.attention.cudnn_graph import Parts
 
 TILE = 64
 WARPS, STAGES = 4, 2
-"""Of the sizes that were tried on a Hopper card, these were the fastest, or nearly so, forward and backward."""
+"""Of the sizes tried on a Hopper GPU, these were the fastest, or nearly so, forward and backward."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
 class Span(NamedTuple):
-    """Where the sample of every cell lies: [cells] int32 each."""
+    """Start and end of every cell's sample: [cells] int32 each."""
 
     first: Tensor
     """The first cell of the sample."""
     end: Tensor
-    """The one behind its last."""
+    """One past its last cell."""
 
 
 def span_of_cells(starts: Tensor, cells: int) -> Span:
-    """From the first cells of the samples [S + 1], which begin with 0 and end with `cells`; never waits for a device.
+    """Spans from the sample starts [S + 1], which begin with 0 and end with `cells`; without a device sync.
 
     >>> import torch
     >>> [part.tolist() for part in span_of_cells(torch.tensor([0, 2, 3, 3]), 3)]
@@ -56,7 +56,8 @@ def attend_short(parts: Parts, span: Span, *, causal: bool, scale: float, out: T
 def differentiate_short(
     grad: Tensor, parts: Parts, span: Span, *, causal: bool, scale: float, out: Tensor, stats: Tensor, grads: Parts
 ) -> None:
-    """Fill `grads`, the gradients of query, key and value. A tile is written by one program: the same bits every time."""
+    """Fill `grads`, the gradients of query, key and value. One program writes each tile, so the bits are the same every
+    time."""
     query, key, _ = parts
     delta = torch.empty_like(stats)
     number, sizes = triton.cdiv(len(query), TILE), _sizes(query, key, causal)
@@ -69,7 +70,7 @@ def differentiate_short(
 
 
 def try_out(device: torch.device) -> None:
-    """Run all kernels once, on next to nothing; raises what Triton raises where it cannot compile."""
+    """Run all kernels once on tiny tensors; Triton's error is raised where it cannot compile."""
     parts = [torch.zeros(1, 1, 16, device=device, dtype=torch.bfloat16) for _ in range(3)]
     span = span_of_cells(torch.tensor([0, 1], device=device), 1)
     rule: dict[str, Any] = {"causal": True, "scale": 1.0}
@@ -87,12 +88,12 @@ def _ways() -> dict[str, Any]:
     return {"num_warps": WARPS, "num_stages": STAGES}
 
 
-# Shapes inside the kernels: a tile has T cells of one head. DEEP is the width of a head rounded up to a power of two.
-# Nothing that lies in one sample may reach another, NaN neither: where a product has zeros for the cells of other
+# Shapes inside the kernels: a tile has T cells of one head. DEEP is the head size rounded up to a power of two.
+# Nothing in one sample may reach another, not even NaN: where a product has zeros for the cells of other
 # samples, those cells are cleaned first, since zero times NaN is NaN.
 
 
-# What changes from row to row (cells, where the statistics begin) is not specialised: nothing is compiled again for it.
+# What changes from row to row (cells, start of the statistics) is not specialised, so it never causes a recompile.
 
 
 @triton.jit(do_not_specialize=["cells"], do_not_specialize_on_alignment=["Stats"])
@@ -123,7 +124,7 @@ def _attend(
         score = tl.dot(query, tl.trans(key)) * (scale * LOG2_E) + _spoils(value)[None, :]
         score = tl.where(is_seen, score, float("-inf"))
         above = tl.maximum(most, tl.max(score, 1))
-        calm = tl.where(above == float("-inf"), 0.0, above)  # nothing seen yet: no infinity minus infinity
+        calm = tl.where(above == float("-inf"), 0.0, above)  # nothing seen yet: avoid infinity minus infinity
         weight = tl.exp2(score - calm[:, None])
         shrink = tl.exp2(most - calm)
         total = total * shrink + tl.sum(weight, 1)
@@ -136,7 +137,7 @@ def _attend(
 
 @triton.jit
 def _sees(End, q_cell, begin, cells, is_there, CAUSAL: tl.constexpr, T: tl.constexpr):
-    """The cell before which each query stops looking, and the one before which all of the tile do."""
+    """The end (exclusive) of what each query sees, and of what the whole tile sees."""
     last = tl.minimum(begin + T, cells)
     if CAUSAL:
         end = tl.where(is_there, q_cell + 1, 0)
@@ -149,13 +150,14 @@ def _sees(End, q_cell, begin, cells, is_there, CAUSAL: tl.constexpr, T: tl.const
 
 @triton.jit
 def _clean(tile):
-    """The tile with zeros for what is not finite."""
+    """The tile with non-finite values replaced by zeros."""
     return tl.where(tl.abs(tile.to(tl.float32)) < float("inf"), tile, 0.0).to(tile.dtype)
 
 
 @triton.jit
 def _spoils(tile):
-    """[T] 0 for finite rows of a tile, NaN for others: added to the scores, it reaches those who look there."""
+    """[T] 0 for finite rows of a tile, NaN for others: added to the scores, it reaches the queries that see those
+    rows."""
     return tl.sum(tl.where(tl.abs(tile.to(tl.float32)) < float("inf"), 0.0, float("nan")), 1)
 
 
@@ -201,7 +203,7 @@ def _differentiate_keys(
     H: tl.constexpr, SHARE: tl.constexpr, WIDTH: tl.constexpr, DEEP: tl.constexpr, CAUSAL: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
-    """A program has a tile of keys and goes through the queries that see it, of all the heads that share it."""
+    """Each program owns a tile of keys and loops over the queries that see it, in all heads that share it."""
     k_head, begin = tl.program_id(1), tl.program_id(0) * T
     k_cell = begin + tl.arange(0, T)
     column = tl.arange(0, DEEP)

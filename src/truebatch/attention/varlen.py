@@ -1,4 +1,4 @@
-"""Variable-length attention behind one signature, whatever the installed torch calls its options."""
+"""Variable-length attention behind one signature for all torch versions."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from truebatch.attention.varlen_static import attend_fixed_table
 from truebatch.errors import AttentionError
 
 INSTALLED = frozenset(inspect.signature(varlen_attn).parameters)
-"""Option names of the installed kernel, read once: a compiled model cannot look at signatures."""
+"""Option names of the installed kernel, read once, because a compiled model cannot inspect signatures."""
 
 
 def varlen_in_torch() -> bool:
-    """True when this build of torch carries the kernel (ROCm builds name the function, but are untried here)."""
+    """True when this torch build has the kernel (ROCm builds have the function too, but are untested here)."""
     return torch.version.cuda is not None
 
 
@@ -45,8 +45,8 @@ def call_varlen(
 ) -> Tensor:
     """[cells, H, D] attention inside each segment of `starts`; key and value keep their own (fewer) heads.
 
-    The kernel wants equal head sizes in steps of eight: zeros are added and cut off again, which changes nothing.
-    `max_length` may be `Segments.bounds_tensor`, for compiled models and tables with empty entries. `planned`:
+    The kernel needs equal head sizes that are multiples of eight: zeros are appended and removed, which changes
+    nothing. `max_length` may be `Segments.bounds_tensor`, for compiled models and tables with empty entries. `planned`:
     through cuDNN instead of torch's own kernel.
     """
     width, out_width = query.shape[-1], value.shape[-1]
@@ -60,7 +60,7 @@ def call_varlen(
                 seen=f"{query.dtype}, {key.dtype}, {value.dtype}",
                 do="cast them to one, or use autocast",
             )
-        number, cells = len(starts) - 1, len(query)  # of a bare length it is not known which samples are short
+        number, cells = len(starts) - 1, len(query)  # a bare length does not tell which samples are short
         bounds = max_length if isinstance(max_length, Tensor) else torch.tensor([number, max_length, number, cells])
         query, key, value = (_widen(part, padded) for part in (query, key, value))
         return attend_by_plan(query, key, value, starts, bounds, causal=causal, scale=scale)[..., :out_width]
@@ -82,7 +82,7 @@ def call_varlen(
 
 
 def spell_options(names: frozenset[str], *, causal: bool, window: int | None, grouped: bool) -> dict[str, Any]:
-    """Keyword arguments in the words of the installed kernel; `window` counts the query's own cell."""
+    """Keyword arguments as the installed kernel names them; `window` counts the query's own cell."""
     options: dict[str, Any] = {}
     left = -1 if window is None else window - 1
     if "window_size" in names:

@@ -1,9 +1,9 @@
-"""Attention inside the segments of a table that lies on the host, as an operator that compiled models may call on a CPU.
+"""Attention inside the segments of a host table, as an operator that compiled models can call on a CPU.
 
 [cells, H, D] + table -> one call of torch's kernel for neighbours of one length -> output and statistics, or gradients
 
-A compiled model cannot walk through lengths that change from row to row: it would compile again for each of them, or look
-at all pairs of a row through a mask. Inside an operator it walks, by the kernel that is called as written too.
+A compiled model cannot loop over lengths that change from row to row: it would recompile for each of them, or compute
+all pairs of a row under a mask. The operator runs the loop, with the kernel that eager mode calls too.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from torch import Tensor
 
 from truebatch.attention.varlen_static import define_attention, keep_keys
 
-SHARES_HEADS = torch.__version__ >= "2.13"  # compared as versions, not as texts
-"""Whether torch's kernel takes keys with fewer heads than queries have; given to an older one they would be read wrongly."""
+SHARES_HEADS = torch.__version__ >= "2.13"  # compared as versions, not as strings
+"""True if torch's kernel accepts fewer key heads than query heads; an older one would misread them."""
 KINDS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""What torch's kernel takes."""
+"""Dtypes torch's kernel accepts."""
 
 
 def attend_on_host(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *, causal: bool, scale: float
 ) -> Tensor:  # fmt: skip
     """[cells, H, D] attention inside each segment; heads of keys and values divide those of queries."""
-    bounds = starts[:1]  # read by nobody: the table says all, since it lies on the host
+    bounds = starts[:1]  # unused: the table is on the host and has the lengths
     return _attend(query, key, value, starts, bounds, float(causal), scale)
 
 
 def can_attend_on_host(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether torch has a kernel for these."""
+    """True if torch has a kernel for these tensors."""
     is_there = all(part.device.type == "cpu" and part.dtype == query.dtype for part in (query, key, value))
     return is_there and query.dtype in KINDS and query.shape[-1] == value.shape[-1]
 
 
 class _Run(NamedTuple):
-    """Segments of one length that lie side by side."""
+    """Adjacent segments of one length."""
 
     first: int
     number: int
@@ -49,7 +49,7 @@ class _Run(NamedTuple):
         return part[self.cells].view(self.number, self.length, *part.shape[1:]).transpose(1, 2)
 
     def put(self, part: Tensor, found: Tensor) -> None:
-        """The way back, into `part`."""
+        """The inverse: write back into `part`."""
         part[self.cells].view(self.number, self.length, *part.shape[1:]).copy_(found.transpose(1, 2))
 
     @property
@@ -58,8 +58,8 @@ class _Run(NamedTuple):
 
 
 def _runs(starts: Tensor, wholes: Sequence[Tensor]) -> Iterator[_Run]:
-    """The segments of a table; rows have their longest samples first, so that those of one length are neighbours. Cells of
-    `wholes` that it leaves out become zero."""
+    """The segments of a table; rows have their longest samples first, so that those of one length are neighbours. Cells
+    of `wholes` that it leaves out become zero."""
     bounds = starts.tolist()
     for whole in wholes:
         whole[: bounds[0]] = 0
@@ -71,19 +71,19 @@ def _runs(starts: Tensor, wholes: Sequence[Tensor]) -> Iterator[_Run]:
 
 
 def _in_a_row(*parts: Tensor) -> list[Tensor]:
-    """[cells, H, D] whose D numbers follow each other: the kernel takes that for granted and does not look."""
+    """[cells, H, D] with a dense last dimension: the kernel assumes that and does not check."""
     return [part if part.stride(-1) == 1 else part.contiguous() for part in parts]
 
 
 def _for_all_heads(part: Tensor, heads: int) -> Tensor:
-    """[cells, Hkv, D] -> [cells, H, D], where the kernel wants as many heads of keys as of queries."""
+    """[cells, Hkv, D] -> [cells, H, D], where the kernel needs as many key heads as query heads."""
     if SHARES_HEADS or part.shape[1] == heads:
         return part
     return part.repeat_interleave(heads // part.shape[1], dim=1)
 
 
 def _of_own_heads(grad: Tensor, part: Tensor) -> Tensor:
-    """The way back for gradients: those of heads that share a key are added up."""
+    """The inverse for gradients: those of heads that share a key are summed."""
     cells, heads, width = part.shape
     return grad if grad.shape[1] == heads else grad.view(cells, heads, -1, width).sum(2)
 

@@ -1,10 +1,10 @@
 """Variable-length attention with a segment table of fixed shape, for compiled models.
 
-table on the device + bounds on the host -> one call of the kernel, for the segments that are there -> [cells, H, D]
+table on the device + bounds on the host -> one kernel call for the segments that exist -> [cells, H, D]
 
-How many segments a row has and how long the longest is stand in a tensor on the host: a compiled model guards its shape
-and never its values, so that neither compiles anything again. The operator cuts the table to the segments that are
-there, because the kernel starts a block of work for every piece of the longest segment in every segment, empty or not.
+The number of segments and the longest length are in a host tensor: a compiled model guards its shape but not its
+values, so neither causes a recompile. The operator cuts the table to the segments that exist, because the kernel starts
+a block of work for every piece of the longest segment in every segment, empty or not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from truebatch.batch.segments import Bounds
 
 
 def read_bounds(bounds: Tensor) -> Bounds:
-    """The numbers of `Segments.bounds_tensor`."""
+    """The values of `Segments.bounds_tensor`."""
     return Bounds(*bounds.tolist())
 
 
@@ -38,8 +38,9 @@ _kept: list[tuple[Tensor, Tensor]] | None = None
 
 @contextmanager
 def kept_keys() -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """While open, the keys and values [cells, H, D] of every call, in order: compiled layers fill no cache."""
-    global _kept  # noqa: PLW0603 (operators are called by compiled code, which hands nothing else through)
+    """Context that collects the keys and values [cells, H, D] of every call, in order: compiled layers fill no
+    cache."""
+    global _kept  # noqa: PLW0603 (compiled code calls the operators and can pass nothing else)
     _kept = []
     try:
         yield _kept
@@ -49,7 +50,7 @@ def kept_keys() -> Iterator[list[tuple[Tensor, Tensor]]]:
 
 @contextmanager
 def no_kept_keys() -> Iterator[None]:
-    """While open, calls are not noted: those of another part of the model, such as the one that sees images."""
+    """Context in which calls are not recorded, for another part of the model such as the vision tower."""
     global _kept  # noqa: PLW0603
     outer, _kept = _kept, None
     try:
@@ -64,7 +65,7 @@ def keys_are_kept() -> bool:
 
 
 def keep_keys(key: Tensor, value: Tensor) -> None:
-    """Note a call's keys and values, copied: compiled code uses their memory again."""
+    """Record a copy of a call's keys and values: compiled code reuses their memory."""
     if _kept is not None:
         _kept.append((key.clone(), value.clone()))
 
@@ -103,11 +104,11 @@ def _gradient_shapes(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_
 def define_attention(
     name: str, forward: Callable[..., Any], backward: Callable[..., Any], *, shapes: Callable[..., Any]
 ) -> Callable[..., Tensor]:
-    """Attention (query, key, value, starts, bounds, *rule) -> output as two operators, it and its gradients; table,
-    bounds and rule have none.
+    """Register attention (query, key, value, starts, bounds, *rule) -> output as two operators, forward and backward;
+    table, bounds and rule get no gradient.
 
-    What ties them together is a function of autograd, which a compiler takes apart: a gradient that is registered with
-    an operator makes torch go through Python once more in every call, compiled or not.
+    An autograd function connects them, which a compiler can trace: a gradient registered with the operator would make
+    torch enter Python once more in every call, compiled or not.
     """
     parts, table = "Tensor query, Tensor key, Tensor value", "Tensor starts, Tensor bounds, float[] rule"
     attend = define_operator(f"{name}({parts}, {table}) -> (Tensor, Tensor)", forward, shapes=shapes)
@@ -139,7 +140,7 @@ _attend = define_attention("attend_fixed_table", _forward, _backward, shapes=_fo
 
 
 class KernelCall(NamedTuple):
-    """What one call of the kernel needs beside its tensors."""
+    """What one kernel call needs besides its tensors."""
 
     starts: Tensor
     """First cells of the segments, and the end."""
@@ -154,7 +155,7 @@ class KernelCall(NamedTuple):
 def _call(starts: Tensor, bounds: Tensor, rule: Sequence[float]) -> KernelCall:
     used, longest, *_ = read_bounds(bounds)
     left, right, scale = int(rule[0]), int(rule[1]), rule[2]
-    # A bound of 1 would take the kernel's way for generation, with other layouts.
+    # A bound of 1 would select the kernel's decoding path, with other layouts.
     return KernelCall(starts[: used + 1], max(longest, 2), (left, right) == (-1, 0), left, right, scale)
 
 

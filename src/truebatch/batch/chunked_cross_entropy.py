@@ -1,4 +1,4 @@
-"""Cross entropy from hidden states and the weight of an output layer, a chunk of cells at a time.
+"""Cross entropy from hidden states and the output layer's weight, one chunk of cells at a time.
 
 hidden [n, D] -> cells with a label -> chunk -> logits [c, V] -> loss and both gradients -> the logits are gone -> next
 
@@ -23,21 +23,21 @@ from truebatch.errors import BatchError
 LOGITS_AT_ONCE = 2**28
 """Logits of one chunk at most; a chunk holds a power of two of cells, so that its shape is one of few."""
 IGNORE = -100
-"""Labels that count for nothing."""
+"""The label of cells that do not count."""
 MOST_PICKED = 7 / 8
-"""Where more than this share of the cells has a label, picking them costs more than it saves."""
+"""When a larger share of cells has a label, selecting them costs more than it saves."""
 VOCABULARY_STEP = 8
-"""Matrix products in half precision run at full speed for a number of columns that is a multiple of this."""
+"""Matrix products in half precision run at full speed when the number of columns is a multiple of this."""
 
 _ChunkLoss = Callable[[Tensor, Tensor, float | None], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogitRule:
-    """What a model does to the product of hidden states and weight before it calls it logits."""
+    """What a model does to hidden states times weight before the result is logits."""
 
     scale: float = 1.0
-    """A factor on the logits."""
+    """A factor applied to the logits."""
     softcap: float | None = None
     """logits -> softcap * tanh(logits / softcap)."""
 
@@ -56,16 +56,16 @@ def chunked_nll(
     """The negative log likelihood of `labels` [n], summed over those that are not -100; a number in fp32.
 
     Equal to cross entropy over `rule(hidden [n, D] @ weight[V, D].T + bias)`, with the softmax in fp32 and the gradient
-    of the weight added up in fp32. The gradients are made in the forward pass, so the logits are computed once.
-    `cells` [m]: those whose label is not -100, where they are known without waiting for a device (`MicroBatch.filled_cells`):
-    where they are few enough, no logits are made of the others. Whatever lies in cells without a label, NaN too, reaches
-    neither the sum nor a gradient. `compiled` runs what happens to the logits of a chunk on a card as few compiled kernels.
+    of the weight added up in fp32. The gradients are made in the forward pass, so the logits are computed once. `cells`
+    [m]: those whose label is not -100, if known without a device sync (`MicroBatch.filled_cells`): if they are few
+    enough, no logits are computed for the others. Values in cells without a label, even NaN, reach neither the sum nor
+    a gradient. `compiled` fuses what is done to a chunk's logits on a GPU into a few compiled kernels.
     """
     if labels.shape != hidden.shape[:1]:
         raise BatchError(
-            "every cell must have a label, -100 where none is learned",
+            "every cell needs a label; -100 where there is none",
             seen=f"hidden states {tuple(hidden.shape)}, labels {tuple(labels.shape)}",
-            do="lay the labels along the same cells as the model's output",
+            do="give the labels the same cells as the model's output",
         )
     hidden, weight, bias = _in_one_dtype(hidden, weight, bias)
     if cells is not None and len(cells) > MOST_PICKED * len(hidden):
@@ -81,7 +81,7 @@ def chunked_nll(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _LossCall:
-    """What one call is made with beside its tensors."""
+    """The arguments of one call other than tensors."""
 
     rule: LogitRule
     chunk: int
@@ -91,7 +91,7 @@ class _LossCall:
 
 
 def _in_one_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What autocast does for a linear layer; the gradients come back in the dtype of each."""
+    """Cast as autocast does for a linear layer; each gradient has the dtype of its input."""
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -103,9 +103,9 @@ def _cells_of_chunk(cells: int, vocabulary: int, logits_at_once: int) -> int:
 
 
 def _wide_vocabulary(weight: Tensor, bias: Tensor | None, rule: LogitRule) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias with further words up to a multiple of `VOCABULARY_STEP`, which nothing is ever likely to be.
+    """Weight and bias padded to a multiple of `VOCABULARY_STEP`, with tokens of zero probability.
 
-    A vocabulary of 50257 or 30522 words takes matrix products several times as long as one of a few words more.
+    Matrix products for a vocabulary of 50257 or 30522 tokens take several times as long as for one a few tokens larger.
     """
     missing = -weight.shape[0] % VOCABULARY_STEP
     if not missing or not _is_worth_widening(weight) or rule.softcap is not None or rule.scale <= 0:
@@ -137,7 +137,7 @@ class _ChunkedNll(torch.autograd.Function):
             hidden, labels = hidden.index_select(0, cells), labels.index_select(0, cells)
         else:
             hidden = hidden.masked_fill((labels == IGNORE)[:, None], 0.0)
-        if weight.shape[0] > words:  # a label that is no word must stay none, and be refused as ever
+        if weight.shape[0] > words:  # a label outside the vocabulary must stay outside, and be rejected as before
             labels = torch.where(labels < words, labels, labels + VOCABULARY_STEP)
         needs = [wants and call.wants_grad for wants in ctx.needs_input_grad[:3]]
         grads = _Grads.like(hidden, weight, bias, needs)
@@ -151,7 +151,7 @@ class _ChunkedNll(torch.autograd.Function):
                 part, grad = chunk_loss(logits, labels[begin:end], rule.softcap)
                 total += part
                 grads.add(grad if rule.scale == 1.0 else grad * rule.scale, hidden, weight, begin, end)
-                del logits, grad  # or the next chunk would be made beside this one
+                del logits, grad  # or two chunks would be in memory at once
         of_weight, of_bias = (None if part is None else part[:words] for part in (grads.weight, grads.bias))
         ctx.save_for_backward(grads.hidden, of_weight, of_bias, cells)
         return total
@@ -169,7 +169,7 @@ class _ChunkedNll(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _Grads:
-    """The gradients of one call, None where nobody asks for them."""
+    """The gradients of one call, None where they are not needed."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -204,7 +204,7 @@ def _chunk_loss(logits: Tensor, labels: Tensor, softcap: float | None) -> tuple[
     counts = labels != IGNORE
     at = torch.where(counts, labels, 0)[:, None]
     total = -torch.where(counts, log_p.gather(1, at)[:, 0], 0).sum()
-    # In place: a chunk of logits is large, and nobody needs what is written over.
+    # In place: a chunk of logits is large, and the overwritten values are not needed.
     grad = log_p.exp_().scatter_add_(1, at, torch.full_like(log_p[:, :1], -1.0)).mul_(counts[:, None])
     grad = grad if slope is None else grad.mul_(slope)
     return total, grad.to(logits.dtype)
@@ -223,7 +223,7 @@ def _compiled_chunk_loss() -> _ChunkLoss:
 
 
 def _compiled_for_any_number(logits: Tensor, labels: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """For chunks whose number of cells changes from row to row: one compilation serves all of them."""
+    """Compiled once for chunks of any number of cells."""
     for part in (logits, labels):
         torch._dynamo.maybe_mark_dynamic(part, 0)
     return _compiled_any_chunk_loss()(logits, labels, softcap)
@@ -239,7 +239,7 @@ def _compiled_any_chunk_loss() -> _ChunkLoss:
 
 
 def _fused_chunk_loss(logits: Tensor, labels: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """The same as `_chunk_loss`, written without a scatter, so that a compiler makes few passes over the logits."""
+    """The same as `_chunk_loss`, written without a scatter, so that the compiler needs few passes over the logits."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     scores = logits.to(wide)
     slope: Tensor | float = 1.0

@@ -36,7 +36,7 @@ def collate(
     slots: int | None = None,
     counts: Mapping[str, int] | None = None,
 ) -> MicroBatch:
-    """Write each sample into its row. Nothing is cut, and no value depends on the neighbours.
+    """Write each sample into its row. Nothing is truncated, and no value depends on the other samples.
 
     Args:
         samples: in the order of `rows.ids`; each maps field names to lists, arrays or tensors.
@@ -67,9 +67,9 @@ def collate(
 def _check_number(samples: Sequence[Any], rows: Rows) -> None:
     if len(samples) != rows.num_samples:
         raise BatchError(
-            "as many samples are needed as the rows name",
+            "the number of samples does not match the rows",
             seen=f"{len(samples)} samples, rows for {rows.num_samples}",
-            do="pass the samples in the order of rows.ids, one each",
+            do="pass one sample per entry of rows.ids, in that order",
         )
 
 
@@ -90,7 +90,7 @@ def _read_all(samples: Sequence[Mapping[str, Any]], rows: Rows, fields: Sequence
 
 
 def _build_axes(values: Values, rows: Rows, fields: Sequence[Field], side: Side, slots: int | None) -> dict[str, Axis]:
-    """Every axis once, from the lengths its fields agree on; nested axes first the outer, then the inner."""
+    """Every axis once, from the lengths its fields agree on; nested axes outer level first, then inner."""
     axes: dict[str, Axis] = {}
     for name, (first, lengths) in _agreed_lengths(values, rows, fields).items():
         if first.kind == "flat":
@@ -104,7 +104,7 @@ def _build_axes(values: Values, rows: Rows, fields: Sequence[Field], side: Side,
 
 
 def _widened(rows: Rows, fields: Sequence[Field]) -> Rows:
-    """Padded rows as wide as the fields ask for at least."""
+    """Padded rows widened to what the fields require."""
     least = max(f.least_cells for f in fields)
     return replace(rows, width=least) if rows.layout == "padded" and least > rows.width else rows
 
@@ -162,7 +162,7 @@ def _row_axis(lengths: Ints, rows: Rows, side: Side, slots: int | None, *, is_pl
     width = rows.width if is_planned else int(used.max(initial=0))
     if is_planned:
         _check_width(lengths, used, rows)
-    number = np.diff(rows.starts)  # samples a row
+    number = np.diff(rows.starts)  # samples per row
     row_of = np.repeat(np.arange(rows.num_rows), number)
     before = total[:-1]
     offset = before - np.repeat(total[rows.starts[:-1]], number)  # cells before it in its row
@@ -199,7 +199,7 @@ def _check_width(lengths: Ints, used: Ints, rows: Rows) -> None:
         at = int(over[0])
         raise BatchError(
             f"sample {int(rows.ids[at])} is longer than its row",
-            seen=f"{lengths[at]} tokens, planned for rows of {rows.width} cells",
+            seen=f"{lengths[at]} tokens, but the planned rows have {rows.width} cells",
             do="measure and plan again: the dataset changed since it was measured, or it is measured in another unit",
         )
     if len(over):
@@ -229,7 +229,7 @@ def _write(field: Field, values: list[Any], axes: Mapping[str, Axis], ids: Seque
 def _blank_of(field: Field, blank: float, values: Tensor) -> float:
     if values.ndim > 2:
         raise BatchError(
-            f"field {field.name!r} has blank entries, so that an entry must be one number",
+            f"field {field.name!r} declares `blank`, so each of its entries must be one number",
             seen=f"entries of shape {tuple(values.shape[2:])}",
             do="leave `blank` out for it",
         )

@@ -1,7 +1,7 @@
-"""Operators of ours that compiled models may call.
+"""Custom operators that compiled models can call.
 
-`torch.library.custom_op` does the same and wraps every call in Python, which takes the host of a small model as long as
-the operator itself: here nothing stands between torch's dispatcher and the function.
+`torch.library.custom_op` does the same but wraps every call in Python, which takes as long as the operator itself for a
+small model: here torch's dispatcher calls the function directly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 
 def define_operator(schema: str, run: Callable[..., Any], *, shapes: Callable[..., Any]) -> Any:
-    """The operator of a schema, which changes no argument and returns none; `shapes` is what a compiler sees of it."""
+    """Register an operator that neither changes nor returns an argument; `shapes` is its fake implementation."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=_TAGS)  # type: ignore[no-untyped-call]
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]

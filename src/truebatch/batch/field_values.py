@@ -1,4 +1,4 @@
-"""Read the value of a field from a sample, whatever it came as, and refuse what contradicts the declaration."""
+"""Read a field's value from a sample, whatever type it has, and reject what contradicts the declaration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from truebatch.errors import BatchError
 Value = NDArray[Any] | Tensor
 
 _UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-"""Torch stores these and computes with none of them, so they become int64."""
+"""Torch can store these but not compute with them, so they become int64."""
 _LARGEST_BYTES = 8
 _WIDER = {np.dtype(np.uint16): np.int64, np.dtype(np.uint32): np.int64, np.dtype(np.uint64): np.int64}
 
@@ -35,12 +35,12 @@ def read_value(value: Any, field: Field, sample_id: int) -> Value:
 
 
 def read_nested(value: Any, field: Field, sample_id: int) -> list[Value]:
-    """The inner values of a nested field. An empty set has no meaning for attention and is refused."""
+    """The inner values of a nested field. An empty set has no meaning for attention and is rejected."""
     if not isinstance(value, Sequence | np.ndarray | Tensor) or isinstance(value, str):
         raise BatchError(
             f"field {field.name!r} of sample {sample_id} is not nested",
             seen=f"{type(value).__name__}, declared kind='nested'",
-            do="return a list of lists (or of arrays), one a set",
+            do="return a list of lists (or of arrays), one per set",
         )
     out = [read_value(inner, field, sample_id) for inner in value]
     empty = next((at for at, inner in enumerate(out) if len(inner) == 0), None)
@@ -54,9 +54,9 @@ def read_nested(value: Any, field: Field, sample_id: int) -> list[Value]:
 
 
 def tokens_of(values: list[Value], field: Field, owners: Sequence[int] | None = None) -> Tensor:
-    """[n, ...]: all values one after the other, in one dtype, with equal trailing shapes.
+    """[n, ...]: all values concatenated, in one dtype, with equal trailing shapes.
 
-    `owners` are the ids of the samples they belong to, for messages; without them, their places.
+    `owners` are the ids of the samples they belong to, for messages; by default their positions.
     """
     owners = range(len(values)) if owners is None else owners
     # An empty list says nothing about dimensions or dtype.
@@ -68,9 +68,9 @@ def tokens_of(values: list[Value], field: Field, owners: Sequence[int] | None = 
 
 
 def shift_tokens(tokens: Tensor, lengths: Sequence[int], field: Field) -> Tensor:
-    """[n, ...]: entry t of a sample becomes its entry t + shift; what would come from behind its end is the pad value.
+    """[n, ...]: entry t of a sample becomes its entry t + shift; entries past its end get the pad value.
 
-    In the final dtype: the pad value must fit that one, not the one the data happens to be stored in.
+    In the final dtype: the pad value must fit that, not the dtype the data is stored in.
     """
     ends = np.repeat(np.cumsum(lengths), lengths)
     over = np.flatnonzero(np.arange(len(tokens)) + field.shift >= ends)
@@ -79,7 +79,7 @@ def shift_tokens(tokens: Tensor, lengths: Sequence[int], field: Field) -> Tensor
 
 
 def stack_values(values: list[Value], field: Field, owners: Sequence[int] | None = None) -> Tensor:
-    """[N, ...]: one entry a sample; `owners` as in `tokens_of`."""
+    """[N, ...]: one entry per sample; `owners` as in `tokens_of`."""
     owners = range(len(values)) if owners is None else owners
     if not values:
         return torch.zeros(0, dtype=_dtype(field) or torch.int64)
@@ -104,11 +104,13 @@ def _as_array(value: Any, field: Field, sample_id: int) -> Value:
     if out.dtype.kind not in "biuf" or out.dtype.itemsize > _LARGEST_BYTES or _overflows(out):
         raise _unreadable(field, sample_id, f"{value!r:.60} ({out.dtype})")
     if not out.dtype.isnative:
-        out = out.astype(out.dtype.newbyteorder("="))  # files written on other machines; torch reads its own order only
+        out = out.astype(
+            out.dtype.newbyteorder("=")
+        )  # files written on other machines; torch reads native byte order only
     if isinstance(value, list | tuple | float) and out.dtype == np.float64:
         out = out.astype(np.float32)  # Python's own numbers, as torch.tensor reads them
     if isinstance(value, list | tuple) and not len(value):
-        out = out.astype(np.int64)  # nothing says otherwise; a declared dtype still applies
+        out = out.astype(np.int64)  # the default; a declared dtype still applies
     return out.astype(_WIDER[out.dtype]) if out.dtype in _WIDER else out
 
 
@@ -120,20 +122,20 @@ def _unreadable(field: Field, sample_id: int, seen: str) -> BatchError:
     return BatchError(
         f"field {field.name!r} of sample {sample_id} is not an array of numbers",
         seen=seen,
-        do="return equally long inner lists of numbers, or declare kind='nested' for two ragged levels",
+        do="return equally long inner lists of numbers, or declare kind='nested' for two levels of variable length",
     )
 
 
 def _check_alike(telling: list[tuple[Any, Value, int]], field: Field) -> None:
-    """Refuse values of different shapes or, if no dtype is declared, of different dtypes; (shape, value, sample)."""
+    """Reject values of different shapes or, if no dtype is declared, of different dtypes; (shape, value, sample)."""
     shape, _, first = telling[0]
     for other, _, owner in telling:
         if tuple(other) != tuple(shape):
             raise BatchError(
                 f"field {field.name!r} has different shapes in one micro-batch",
                 seen=f"{tuple(shape)} in sample {first} and {tuple(other)} in sample {owner}"
-                + (" after the ragged axis" if field.kind != "once" else ""),
-                do="make these dimensions equal in every sample, or declare the ragged one as the first",
+                + (" after the first axis" if field.kind != "once" else ""),
+                do="make these dimensions equal in every sample; only the first may vary",
             )
     kinds: dict[str, int] = {}
     for _, value, owner in telling:
@@ -143,7 +145,7 @@ def _check_alike(telling: list[tuple[Any, Value, int]], field: Field) -> None:
         raise BatchError(
             f"field {field.name!r} has different dtypes in one micro-batch",
             seen=" and ".join(f"{kind} in sample {owner}" for kind, owner in sorted(kinds.items())),
-            do="declare its dtype, for example Field(dtype='float32'): what a sample becomes must not depend on others",
+            do="declare its dtype, for example Field(dtype='float32'): the result for a sample must not depend on others",
         )
 
 

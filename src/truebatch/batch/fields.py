@@ -1,4 +1,4 @@
-"""What a sample is made of, declared once: what is ragged, along which axis, and what fills the empty cells."""
+"""The fields of a sample, declared once: which vary in length, along which axis, and what fills the empty cells."""
 
 from __future__ import annotations
 
@@ -31,28 +31,30 @@ class Field:
     name: str
     """The name in the micro-batch, and in the sample unless `source` says otherwise."""
     kind: Kind = "along"
-    """along: laid in rows; flat: concatenated with offsets; once: stacked, one a sample; nested: two ragged levels."""
+    """along: laid out in rows; flat: concatenated with offsets; once: stacked, one per sample; nested: two
+    variable-length levels."""
     axis: str = "cells"
     """Fields that name the same axis have the same length in every sample. `cells` is the planned one."""
     inner: str = ""
-    """The second ragged level of a nested field."""
+    """The inner level of a nested field."""
     pad: float = 0
     """Written into cells that hold no token."""
     marks_empty: bool = False
-    """True if the model itself tells empty cells by the pad value (an id it looks for); `verify` then keeps it."""
+    """True if the model itself recognises empty cells by the pad value (a special id); `verify` then keeps it."""
     blank: float | None = None
-    """Entries of this value say nothing, such as labels that are not learned; `MicroBatch.filled_cells` gives the cells of
-    the others, found on the host, so that nobody has to wait for a device to find them. `pad` must have the same value."""
+    """Entries with this value carry no information, such as labels to ignore; `MicroBatch.filled_cells` gives the cells
+    of the others, found on the host, so that no device sync is needed. `pad` must have the same value."""
     dtype: str = "keep"
     """`keep` takes the dtype of the data."""
     source: str = ""
     """The sample's key to read, if it is not `name`."""
     shift: int = 0
-    """Cell t holds entry t + shift of the same sample (teacher forcing: 1); what runs over the end holds `pad`."""
+    """Cell t holds entry t + shift of the same sample (teacher forcing: 1); cells past the end hold `pad`."""
     least_cells: int = 0
-    """Padded rows along `cells` are at least this wide: shapes that do not change, for empty cells that cost time."""
+    """Padded rows along `cells` are at least this wide: fixed shapes in exchange for empty cells that cost time."""
     host: bool = False
-    """Stays on the host when the micro-batch moves: numbers that decide shapes, so that no forward waits for them."""
+    """Stays on the host when the micro-batch moves: numbers that decide shapes, so that forward needs no device
+    sync."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -73,19 +75,19 @@ class Field:
             )
         if self.blank is not None and (self.kind != "along" or self.pad != self.blank):
             raise ConfigError(
-                f"field {self.name!r} cannot have such blank entries",
+                f"field {self.name!r} cannot have this `blank`",
                 seen=f"blank={self.blank}, pad={self.pad}, kind={self.kind!r}",
                 do="give `blank` only to a field of kind 'along', and `pad` the same value",
             )
         if self.least_cells < 0 or (self.least_cells and (self.kind, self.axis) != ("along", "cells")):
             raise ConfigError(
-                f"field {self.name!r} cannot ask for a width of its rows",
+                f"field {self.name!r} cannot set a width for its rows",
                 seen=f"least_cells={self.least_cells}, kind={self.kind!r}, axis={self.axis!r}",
                 do="give 0 or more, and only to a field of kind 'along' whose axis is 'cells'",
             )
         if (self.kind == "nested") != bool(self.inner):
             raise ConfigError(
-                f"field {self.name!r}: `inner` names the second level of a nested field, and only of one",
+                f"field {self.name!r}: `inner` is for nested fields, which need it",
                 seen=f"kind={self.kind!r}, inner={self.inner!r}",
                 do="set kind='nested' together with inner='...', or neither",
             )
@@ -99,12 +101,12 @@ class Field:
 
     @property
     def key(self) -> str:
-        """Where the value stands in a sample."""
+        """The key of the value in a sample."""
         return self.source or self.name
 
 
 def check_fields(fields: Sequence[Field]) -> None:
-    """Refuse declarations that contradict each other: a name twice, or an axis used in two ways."""
+    """Reject contradictory declarations: a repeated name, or an axis used in two ways."""
     names = [f.name for f in fields]
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice or not fields:

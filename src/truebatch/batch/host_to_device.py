@@ -1,11 +1,11 @@
-"""Small tensors of one kind in one piece of page-locked memory: a card gets them all by one copy.
+"""Coalesce small host tensors in pinned memory, so that they reach a GPU in one copy.
 
-tensors of the host -> pieces of memory, and each of them in its piece -> the pieces on the card, and each of them there
+host tensors -> pinned buffers with views of them -> the buffers on the GPU, with the same views
 
-A copy takes the host some fifty microseconds, however small it is, and of a micro-batch's tensors most say something of
-every cell in int64. What shares a piece shares its memory and nothing else: see `Piece`.
+A copy takes the host some fifty microseconds, however small it is, and most of a micro-batch's tensors hold one int64
+per cell. Tensors in one buffer share its memory and nothing else: see `PinnedBuffer`.
 
-Tensors of the host laid end to end on a device, without waiting for what the device still does.
+Host tensors can also be concatenated on a device without waiting for its queued work.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 
 MOST_BYTES = 2**20
-"""Larger tensors are copied by themselves: laid together they would have to find room as one."""
+"""Larger tensors are copied separately: together they would need one large allocation."""
 LEAST_SHARE = 8
-"""A tensor that is so many times smaller than the largest of its kind is copied by itself too: whoever keeps it, such as one
-number a sample, would keep the memory of all."""
+"""A tensor this many times smaller than the largest of its dtype is copied separately too: a reference to it (one
+number per sample, say) would keep the whole buffer alive."""
 ALIGNED = 128
-"""Bytes: every tensor begins at a multiple, as kernels that read many at a time like it."""
+"""Bytes: every tensor starts at a multiple of this, for vectorised kernels."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PinnedBuffer:
-    """Tensors that lie in one memory. Each counts its own writes: of views of one tensor, a write into one would count as a
-    write into all. Whoever keeps one of them keeps the memory of all."""
+    """Tensors in one buffer. Each has its own version counter, which views of one tensor would share. A reference to
+    one of them keeps the whole buffer alive."""
 
     memory: Tensor
     """One-dimensional."""
@@ -36,25 +36,25 @@ class PinnedBuffer:
 
 
 class MovedTensors:
-    """Tensors in their new place, by the tensors they were. Those are kept until it is forgotten: what knows an object by
-    its number has to keep it."""
+    """Moved tensors by their originals. The originals are kept alive, because they are looked up by
+    id()."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[Tensor, Tensor]] = {}
 
     def put(self, old: Tensor, new: Tensor) -> None:
-        """`new` is what `old` became."""
+        """Record that `old` was moved to `new`."""
         self._found[id(old)] = old, new
 
     def take(self, old: Tensor) -> Tensor | None:
-        """What it became, and None if it was not moved, or was asked for before: two places never get one tensor."""
+        """The moved tensor; None if it was not moved or was already taken, so that two places never share a tensor."""
         found = self._found.pop(id(old), None)
         return None if found is None else found[1]
 
 
 def coalesce_pinned(tensors: Iterable[Tensor], *, pin: bool = True) -> tuple[tuple[PinnedBuffer, ...], MovedTensors]:
-    """Those of the tensors that are small and plain, copied into page-locked pieces; a kind of which there is only one is
-    left out. Without `pin` it is plain memory, of machines without a card."""
+    """Copy the small, plain tensors into pinned buffers; a dtype with only one is left out. Without `pin` the memory is
+    pageable, for machines without a GPU."""
     kinds: dict[torch.dtype, dict[int, Tensor]] = {}
     for tensor in tensors:
         if _is_small(tensor):
@@ -82,8 +82,8 @@ def coalesce_pinned(tensors: Iterable[Tensor], *, pin: bool = True) -> tuple[tup
 def send_together(
     pieces: Sequence[PinnedBuffer], device: torch.device, *, non_blocking: bool
 ) -> tuple[tuple[PinnedBuffer, ...], MovedTensors]:
-    """The pieces on a device, and each of their members there. One that was made something else since, such as a leaf with
-    a gradient, is left out."""
+    """Move the buffers to a device, with views of their tensors there. A tensor that has changed since, such as a leaf
+    with a gradient, is left out."""
     there, moved = [], MovedTensors()
     for piece in pieces:
         memory = piece.memory.to(device, non_blocking=non_blocking)
@@ -115,8 +115,8 @@ def _lies_in(member: Tensor, memory: Tensor) -> bool:
 def send(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """`torch.cat(parts)` on `device`.
 
-    From the host to a card it goes through page-locked memory: a copy out of other memory waits until the card has done
-    all it was asked for before.
+    From the host to a GPU it goes through pinned memory: a copy from pageable memory waits until the GPU has finished
+    its queued work.
     """
     if device.type != "cuda" or any(part.device.type != "cpu" for part in parts):
         return torch.cat([part.to(device) for part in parts])

@@ -1,7 +1,8 @@
-"""Noise that belongs to a sample: a function of (seed, epoch, sample id, purpose, place), never of a library's stream.
+"""Random numbers keyed by sample: a function of (seed, epoch, sample id, purpose, position), not of a generator's
+state.
 
 The same sample gets the same noise in any micro-batch, on any rank, with any number of workers, and after a restart.
-Whole-number arithmetic only, so every device gives the same bits.
+Integer arithmetic only, so every device gives the same bits.
 """
 
 from __future__ import annotations
@@ -29,29 +30,29 @@ _FIRST, _SECOND, _STRIDE = (
     -0x40A7B892E31B1A47,
     -0x6B2FB644ECCEEE15,
     -0x61C8864680B583EB,
-)  # splitmix64, as signed numbers
+)  # splitmix64, as signed integers
 _NUMBER_BITS = 24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NoiseKeys:
-    """The samples of the micro-batch that is being run, and the key of each."""
+    """The samples of the current micro-batch, and the key of each."""
 
     batch: MicroBatch
     keys: Tensor
-    """[N] int64, one a sample."""
+    """[N] int64, one per sample."""
     known: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Axis -> the key and the place of every entry, worked out once a micro-batch."""
+    """Axis -> key and position of every entry, computed once per micro-batch."""
 
 
 _current: ContextVar[NoiseKeys | None] = ContextVar("truebatch_noise", default=None)
 _open: list[tuple[int, NoiseKeys]] = []
-"""Of all threads, the innermost last: a card's backward pass runs in a thread of torch's own, which has no context."""
+"""Of all threads, the innermost last: on a GPU, backward runs in a thread of torch's, which has no context."""
 
 
 @contextmanager
 def noise_for(batch: MicroBatch, *, seed: int, epoch: int = 0) -> Iterator[NoiseKeys]:
-    """While open, keyed noise belongs to the samples of `batch`. Keep it open around backward (recomputation)."""
+    """Context in which keyed noise belongs to the samples of `batch`. Keep it open during backward (recomputation)."""
     ids = np.asarray(batch.sample_ids, dtype=np.int64)
     bits = keyed_hash(seed, epoch, "noise", ids).view(np.int64)
     device = next((t.device for k, t in batch.fields.items() if k not in batch.host), torch.device("cpu"))
@@ -66,11 +67,11 @@ def noise_for(batch: MicroBatch, *, seed: int, epoch: int = 0) -> Iterator[Noise
 
 
 def current_noise() -> NoiseKeys:
-    """The samples noise is drawn for; an error outside `noise_for`."""
+    """The samples noise is drawn for; raises outside `noise_for`."""
     found = _current.get() or _of_backward()
     if found is None:
         raise BatchError(
-            "keyed noise was asked for outside a micro-batch",
+            "keyed noise is only available inside a micro-batch",
             seen="no `noise_for` context is open",
             do="run the forward (and backward) inside `with noise_for(batch, seed=..., epoch=...)`; train() does",
         )
@@ -78,8 +79,8 @@ def current_noise() -> NoiseKeys:
 
 
 def _of_backward() -> NoiseKeys | None:
-    """What is open around a backward pass that recomputes layers in a thread of torch's own: Python knows such a thread by no
-    name. None where several threads have opened some; a thread of Python's has to open its own."""
+    """The open context, for a backward pass that recomputes layers in one of torch's own threads, which Python did not
+    start. None where several threads have one open; a Python thread has to open its own."""
     is_torchs = isinstance(threading.current_thread(), threading._DummyThread)
     is_inside = is_torchs and torch._C._current_graph_task_id() != -1
     return _open[-1][1] if is_inside and len({thread for thread, _ in _open}) == 1 else None
@@ -88,7 +89,8 @@ def _of_backward() -> NoiseKeys | None:
 def keyed_uniform(
     width: tuple[int, ...], purpose: str, *, axis: str = CELLS, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Uniform numbers in [0, 1): [B, T, *width] along a row axis, [n, *width] along a flat one, [N, *width] a sample."""
+    """Uniform numbers in [0, 1): [B, T, *width] along a row axis, [n, *width] along a flat one, [N, *width] per
+    sample."""
     return _numbers(width, _word(purpose), axis).to(torch.float32).mul_(2.0**-_NUMBER_BITS).to(dtype)
 
 
@@ -103,19 +105,19 @@ def keyed_normal(
 
 @functools.lru_cache(maxsize=4096)
 def _word(purpose: str) -> int:
-    """What tells the numbers of one purpose from those of another."""
+    """The hash of a purpose, so that two purposes get different numbers."""
     return int.from_bytes(hashlib.blake2b(purpose.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def _numbers(width: tuple[int, ...], word: int, axis: str) -> Tensor:
-    """Whole numbers (int64) of 24 bits, every one equally likely; exact in fp32."""
-    keys, places = _keys_and_places(current_noise(), axis)  # the key and the place of every entry
+    """Uniform 24-bit integers (int64); exact in fp32."""
+    keys, places = _keys_and_places(current_noise(), axis)  # the key and the position of every entry
     entries = torch.arange(int(np.prod(width, dtype=np.int64)), device=keys.device)
-    # counter = place * entries + entry; multiplied by the stride in two parts, of which neither is full-sized.
+    # counter = place * entries + entry; multiplied by the stride in two halves, so that neither overflows.
     first = _mix(keys ^ word) + places * max(entries.numel(), 1) * _STRIDE
     bits = _mix_in_place(first.view(*keys.shape, *(1,) * len(width)) + (entries * _STRIDE).view(width))
     bits >>= 64 - _NUMBER_BITS
-    bits &= (1 << _NUMBER_BITS) - 1  # The shift drags the sign along.
+    bits &= (1 << _NUMBER_BITS) - 1  # The shift extends the sign.
     return bits
 
 
@@ -143,7 +145,7 @@ def _find_keys_and_places(noise: NoiseKeys, axis: str) -> tuple[Tensor, Tensor]:
 
 
 def _set_keys(noise: NoiseKeys, outer: str) -> Tensor:
-    """The inner level of a nested field: a key for every set of every sample, from its place in the sample."""
+    """The inner level of a nested field: a key for every set of every sample, from its position in the sample."""
     rows = noise.batch.rows(outer)
     sizes = torch.tensor(rows.lengths, dtype=torch.int64).to(noise.keys.device, non_blocking=True)
     owner = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes, output_size=sum(rows.lengths))
@@ -157,7 +159,7 @@ def keyed_bits(keys: Tensor, counters: Tensor) -> Tensor:
 
 
 def _mix(value: Tensor) -> Tensor:
-    """The splitmix64 finaliser; the shift must not drag the sign along."""
+    """The splitmix64 finaliser; the shift must not extend the sign."""
     value = (value ^ _shift(value, 30)) * _FIRST
     value = (value ^ _shift(value, 27)) * _SECOND
     return value ^ _shift(value, 31)
@@ -168,7 +170,7 @@ def _shift(value: Tensor, by: int) -> Tensor:
 
 
 def _mix_in_place(value: Tensor) -> Tensor:
-    """`_mix`, written over its argument: numbers for every entry of a layer are many, and dropout runs all the time."""
+    """`_mix` in place: a layer needs many numbers, and dropout runs all the time."""
     for by, factor in ((30, _FIRST), (27, _SECOND), (31, None)):
         shifted = value >> by
         shifted &= (1 << (64 - by)) - 1
@@ -179,16 +181,16 @@ def _mix_in_place(value: Tensor) -> Tensor:
 
 
 def _is_kept(x: Tensor, word: int, axis: str, p: float) -> Tensor:
-    """Bool, like `x`: True in all but the share `p`."""
+    """Bool in the shape of `x`: False with probability `p`, else True."""
     shape = _keys_and_places(current_noise(), axis)[0].shape
     if x.shape[: len(shape)] != shape:
         raise BatchError(
-            f"what is dropped out does not lie along {axis!r}",
+            f"the input of the dropout has no axis {axis!r}",
             seen=f"shape {tuple(x.shape)}, expected to begin with {tuple(shape)}",
             do="give KeyedDropout the axis that its input has",
         )
     numbers = _numbers(tuple(x.shape[len(shape) :]), word, axis)
-    # As `keyed_uniform(...) >= p` in fp32, without the way through floating point.
+    # As `keyed_uniform(...) >= p` in fp32, without converting to floating point.
     return numbers.ge(math.ceil(float(np.float32(p)) * 2**_NUMBER_BITS))
 
 
@@ -197,14 +199,14 @@ _kept_operator = define_operator(
     lambda x, word, axis, p: _is_kept(x, int(word), axis, p),
     shapes=lambda x, _word, _axis, _p: x.new_empty(x.shape, dtype=torch.bool),
 )
-"""The same for compiled layers, which cannot ask whose noise it is: the operator does when it is called."""
+"""The same for compiled layers, which cannot look up the current samples: the operator does when called."""
 
 
 class KeyedDropout(nn.Module):
     """Dropout whose mask belongs to the sample, so that cutting a step differently does not change it.
 
-    Input [B, T, ...] along a row axis, [n, ...] along a flat one or [N, ...] with axis="samples". In eval mode, and with
-    p=0, it does nothing.
+    Input [B, T, ...] along a row axis, [n, ...] along a flat one or [N, ...] with axis="samples". In eval mode, and
+    with p=0, it does nothing.
 
     >>> import torch
     >>> from truebatch import KeyedDropout
@@ -220,24 +222,24 @@ class KeyedDropout(nn.Module):
 
     @property
     def purpose(self) -> str:
-        """What its masks are for: those of two purposes have nothing in common."""
+        """The purpose its masks are keyed by: masks of two purposes are independent."""
         return self._purpose
 
     @purpose.setter
     def purpose(self, purpose: str) -> None:
         self._purpose = purpose
-        # Of a number every layer would be compiled by itself, of a tensor the values do not count.
+        # With a number every layer would be compiled separately; a tensor's values are not guarded.
         self._word = torch.tensor(_word(purpose or "dropout"), device="cpu")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also that of a model which was saved whole before `purpose` was a property."""
+        """Also of a model pickled before `purpose` was a property."""
         purpose = state.pop("purpose", None)
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if purpose is not None:
             self.purpose = purpose
 
     def forward(self, x: Tensor) -> Tensor:
-        """Zero entries at the rate `p` and scale the others up."""
+        """Zero entries with probability `p` and scale up the others."""
         if not self.training or self.p == 0:
             return x
         if torch.compiler.is_compiling():
@@ -253,7 +255,7 @@ class KeyedDropout(nn.Module):
 
 
 def name_purposes(model: nn.Module) -> None:
-    """Give every KeyedDropout without a purpose of its own its place in the model, so that no two share a mask."""
+    """Set the purpose of every KeyedDropout without one to its module name, so that no two share a mask."""
     for name, module in model.named_modules():
         if isinstance(module, KeyedDropout) and not module.purpose:
             module.purpose = name

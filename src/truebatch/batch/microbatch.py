@@ -1,6 +1,6 @@
 """One micro-batch as tensors: what a forward pass and its loss need travels together.
 
-Shapes: B rows, T cells a row, N samples, n tokens of all samples.
+Shapes: B rows, T cells per row, N samples, n tokens of all samples.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ SAMPLES = "samples"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowAxis:
-    """A ragged axis laid in rows: [B, T]."""
+    """A variable-length axis laid out in rows: [B, T]."""
 
     segments: Segments
-    """Where every sample lies, for attention."""
+    """The position of every sample, for attention."""
     segment_ids: Tensor
     """[B, T] int64: 0 in empty cells, k in the cells of the k-th sample of the row."""
     positions: Tensor
-    """[B, T] int64: place within its own sample, 0 in empty cells."""
+    """[B, T] int64: position within its own sample, 0 in empty cells."""
     cell_of_token: Tensor
-    """[n] int64: the flattened cell of every token, sample after sample. The way into the rows and back out."""
+    """[n] int64: the flattened cell of every token, sample after sample. Used to scatter into the rows and gather
+    back."""
     lengths: tuple[int, ...]
-    """Tokens of every sample, in the order of the micro-batch; host numbers."""
+    """Tokens of every sample, in the order of the micro-batch; Python ints."""
     row_starts: tuple[int, ...]
-    """B + 1 host numbers: samples row_starts[r] to row_starts[r + 1] lie in row r. No cell tells where one without tokens
-    lies."""
+    """B + 1 Python ints: samples row_starts[r] to row_starts[r + 1] are in row r. Needed for samples without tokens,
+    which have no cell."""
     outer: str = ""
-    """Of the inner level of a nested field: the axis whose tokens are the rows of this one, in order."""
+    """For the inner level of a nested field: the axis whose tokens are the rows of this one, in order."""
 
     @property
     def is_real(self) -> Tensor:
@@ -60,7 +61,7 @@ class RowAxis:
         return values.flatten(0, 1)[self.cell_of_token]
 
     def put_tokens(self, tokens: Tensor, *, pad: float = 0) -> Tensor:
-        """[n, ...] -> [B, T, ...]: the way back into the rows."""
+        """[n, ...] -> [B, T, ...]: the inverse, back into the rows."""
         B, T = self.shape
         rows = tokens.new_full((B * T, *tokens.shape[1:]), pad)
         return rows.index_copy(0, self.cell_of_token, tokens).view(B, T, *tokens.shape[1:])
@@ -68,14 +69,14 @@ class RowAxis:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatAxis:
-    """A ragged axis whose entries lie one after the other: [n]."""
+    """A variable-length axis whose entries are concatenated: [n]."""
 
     starts: Tensor
     """[N + 1] int64: entries starts[i] to starts[i + 1] belong to the i-th sample."""
     owner: Tensor
     """[n] int64: which sample of the micro-batch each entry belongs to."""
     lengths: tuple[int, ...]
-    """Entries of every sample; host numbers."""
+    """Entries of every sample; Python ints."""
 
 
 Axis = RowAxis | FlatAxis
@@ -83,13 +84,13 @@ Axis = RowAxis | FlatAxis
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Filled:
-    """Where a field on a device holds something else than its `blank`, as the host found it before it was moved there."""
+    """The non-blank cells of a field on a device, found on the host before the move."""
 
     cells: Tensor
     """[m] int64: flattened cells, in order."""
     values: Tensor
-    """The field, and its version: it counts no more once another one is in its place, or was written into. Only what is
-    written through `.data`, or past torch, goes unnoticed."""
+    """The field and its version: invalid once the field is replaced or written to. Only writes through `.data`, or
+    outside torch, go unnoticed."""
     version: int
 
 
@@ -113,12 +114,12 @@ class MicroBatch:
     host: frozenset[str] = frozenset()
     """Fields that stay on the host, whatever device the micro-batch is on."""
     blanks: Mapping[str, float] = field(default_factory=dict)
-    """Of every field that has one: its `blank`."""
+    """The `blank` of every field that has one."""
     filled: Mapping[str, Filled] = field(default_factory=dict)
-    """Of those that lie on a device: what `filled_cells` gives."""
+    """What `filled_cells` gives for fields on a device."""
     pieces: tuple[PinnedBuffer, ...] = ()
-    """Memory that several of its small tensors share, once it was pinned: they go to a device by one copy. Whoever keeps one
-    of them for long should keep a clone."""
+    """Memory that its small tensors share once pinned: they go to a device in one copy. To keep one of them for long,
+    keep a clone."""
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.fields:
@@ -130,7 +131,7 @@ class MicroBatch:
         return self.fields[name]
 
     def rows(self, axis: str = CELLS) -> RowAxis:
-        """A ragged axis that is laid in rows."""
+        """A variable-length axis that is laid out in rows."""
         found = self.axes.get(axis)
         if not isinstance(found, RowAxis):
             raise BatchError(
@@ -141,7 +142,7 @@ class MicroBatch:
         return found
 
     def flat(self, axis: str) -> FlatAxis:
-        """A ragged axis whose entries lie one after the other."""
+        """A variable-length axis whose entries are concatenated."""
         found = self.axes.get(axis)
         if not isinstance(found, FlatAxis):
             raise BatchError(
@@ -158,12 +159,12 @@ class MicroBatch:
 
     @property
     def segments(self) -> Segments:
-        """Where every sample lies along `cells`, for attention."""
+        """The position of every sample along `cells`, for attention."""
         return self.rows().segments
 
     @property
     def positions(self) -> Tensor:
-        """[B, T] int64: place within its own sample."""
+        """[B, T] int64: position within its own sample."""
         return self.rows().positions
 
     @property
@@ -172,9 +173,9 @@ class MicroBatch:
         return self.rows().is_real
 
     def filled_cells(self, name: str, *, blank: float | None = None) -> Tensor | None:
-        """[m] int64: the flattened cells whose entry of this field is not blank, in order; nobody waits for a device.
+        """[m] int64: the flattened cells whose entry of this field is not blank, in order; without a device sync.
 
-        None where that is not known: the field has no `blank`, or another than the given one, or was changed on a device.
+        None if that is not known: the field has no `blank`, or a different one, or was changed on a device.
 
         >>> import numpy as np
         >>> from truebatch import Field, collate
@@ -194,10 +195,10 @@ class MicroBatch:
         return found.cells
 
     def per_sample(self, values: Tensor, axis: str = CELLS) -> list[Tensor]:
-        """Take a result apart again, one tensor a sample, in the order of `sample_ids`.
+        """Split a result into one tensor per sample, in the order of `sample_ids`.
 
         `axis` names what the leading dimensions of `values` are: a row axis [B, T, ...], a flat axis [n, ...],
-        or "samples" [N, ...]. The inner axis of a nested field gives one tensor a set.
+        or "samples" [N, ...]. The inner axis of a nested field gives one tensor per set.
         """
         if axis == SAMPLES:
             return list(_checked(values, (self.num_samples,), axis).unbind())
@@ -219,7 +220,7 @@ class MicroBatch:
         return replace(_map(self, laid, lambda t: t.pin_memory()), pieces=pieces)
 
     def __getstate__(self) -> list[Any]:
-        """What is saved or sent: every tensor by itself, none with the memory of its neighbours."""
+        """What is pickled: every tensor with memory of its own, not the shared buffer."""
         whole = _map(self, MovedTensors(), _apart) if self.pieces else self
         return [() if part.name == "pieces" else getattr(whole, part.name) for part in dataclass_fields(self)]
 
@@ -231,9 +232,9 @@ class MicroBatch:
 def _checked(values: Tensor, leading: tuple[int, ...], axis: str) -> Tensor:
     if tuple(values.shape[: len(leading)]) != leading:
         raise BatchError(
-            f"a result does not lie along {axis!r}",
+            f"a result has no axis {axis!r}",
             seen=f"shape {tuple(values.shape)}, expected to begin with {leading}",
-            do="name the axis the result has, or 'samples' for one result a sample",
+            do="name the axis the result has, or 'samples' for one result per sample",
         )
     return values
 
@@ -244,17 +245,17 @@ def _apart(values: Tensor) -> Tensor:
 
 def _cells_other_than(values: Tensor, blank: float) -> Tensor | None:
     if detect_fake_mode() is not None:
-        return None  # shapes stand for values, and numpy would look behind a null pointer
+        return None  # a fake or meta tensor has no data, and numpy would dereference a null pointer
     if values.is_floating_point() or type(values) is not Tensor:
         is_filled = values.reshape(-1) != blank
-        has_values = type(is_filled) is Tensor  # shapes alone, for an estimate of memory, have none
+        has_values = type(is_filled) is Tensor  # meta tensors, for a memory estimate, have none
         return torch.from_numpy(np.flatnonzero(is_filled.numpy())) if has_values else None
     whole = int(blank) if float(blank).is_integer() else blank
-    return torch.from_numpy(np.flatnonzero(values.numpy() != whole))  # in a third of the time
+    return torch.from_numpy(np.flatnonzero(values.numpy() != whole))  # three times as fast
 
 
 def _tensors(batch: MicroBatch) -> Iterator[Tensor]:
-    """All that `_map` moves, but what it finds on the way."""
+    """All tensors that `_map` moves, except those it computes."""
     for axis in batch.axes.values():
         if isinstance(axis, FlatAxis):
             yield from (axis.starts, axis.owner)
@@ -265,7 +266,7 @@ def _tensors(batch: MicroBatch) -> Iterator[Tensor]:
 
 
 def _map(batch: MicroBatch, moved: MovedTensors, move: _Move) -> MicroBatch:
-    """The same with every tensor moved; some have been, together."""
+    """Move every tensor; some have been moved together already."""
 
     def to(tensor: Tensor) -> Tensor:
         found = moved.take(tensor)
@@ -289,14 +290,14 @@ def _map(batch: MicroBatch, moved: MovedTensors, move: _Move) -> MicroBatch:
 
 
 def _moved_filled(batch: MicroBatch, fields: Mapping[str, Tensor], move: _Move) -> dict[str, Filled]:
-    """On the host it is always looked for anew, so that nothing is kept there that might no longer be so."""
+    """On the host it is always computed again, so that nothing stale is kept."""
     filled = {}
     for name in batch.blanks.keys() & fields.keys():
         values = fields[name]
-        is_kept = values.device.type != "cpu" and not values.is_inference()  # whose writes nobody counts
+        is_kept = values.device.type != "cpu" and not values.is_inference()  # without a version counter
         cells = batch.filled_cells(name) if is_kept else None
         if cells is not None:
-            # Page-locked like the field itself: a copy from other memory would wait for all the device has to do.
+            # Page-locked like the field itself: a copy from pageable memory would wait for the device's queued work.
             cells = cells.pin_memory() if batch.fields[name].is_pinned() else cells
             filled[name] = Filled(move(cells), values, values._version)
     return filled

@@ -1,9 +1,9 @@
-"""Where samples lie in the rows of one ragged axis.
+"""The segment table: where samples are in the rows of one variable-length axis.
 
-lengths -> one table over the flattened [B*T] cells: sample, padding, sample, ... -> attention, positions, the way back
+lengths -> one table over the flattened [B*T] cells: sample, padding, sample, ... -> attention, positions, unpacking
 
 Padding is always a segment of its own, so that no attention kernel leaves a cell unwritten. A long tail of padding is
-several short segments: attention costs the square of a segment, and nobody reads what it computes there.
+several short segments: attention costs the square of a segment, and the output there is never read.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Side = Literal["right", "left"]
 Lengths = Sequence[int] | npt.NDArray[np.integer] | Tensor
 
 PADDING_PIECE = 256
-"""Cells of one padding segment at least (where there are so many), so that short samples do not make a long table."""
+"""Minimum length of a padding segment (where there is that much), so that short samples do not make a long table."""
 
 
 SHORT = 256
-"""Samples of up to so many cells are short: kernels for long ones give each of them tiles that it does not fill."""
+"""Samples of up to this many cells are short: kernels for long ones give each of them tiles it does not fill."""
 
 
 class Bounds(NamedTuple):
@@ -39,11 +39,11 @@ class Bounds(NamedTuple):
     """Segments that are not empty; they come first."""
     longest: int
     long: int
-    """Of them, those up to the last sample that is not short. What follows is short samples and padding."""
+    """The number up to the last sample that is not short; after it come short samples and padding."""
     long_cells: int
 
 
-@functools.lru_cache(maxsize=64)  # asked by every layer
+@functools.lru_cache(maxsize=64)  # needed by every layer
 def _bounds(lengths: tuple[int, ...], is_sample: tuple[bool, ...]) -> Bounds:
     used = long = long_cells = cells = 0
     for length, is_real in zip(lengths, is_sample, strict=True):
@@ -58,28 +58,28 @@ class Segments:
     """The samples (and the padding) of a micro-batch as consecutive spans of its [B*T] cells."""
 
     starts: Tensor
-    """[S+1] int32: the s-th segment that has cells covers starts[s] to starts[s+1]; repeated ends are empty slots, and
+    """[S+1] int32: the s-th nonempty segment covers starts[s] to starts[s+1]; repeated ends are empty slots, and
     samples without cells are among them."""
     lengths: tuple[int, ...]
-    """Cells of every segment, padding included, empty slots not: host numbers, so that no loop waits for a device."""
+    """Cells of every segment, including padding but not empty slots: Python ints, so that loops need no device sync."""
     is_sample: tuple[bool, ...]
     """True where the segment of `lengths` is a sample, False where it is padding."""
     max_length: int
-    """No segment is longer; a host number. May be a constant bound when shapes must be static."""
+    """Upper bound of segment lengths; a Python int. May be a constant when shapes must be static."""
     is_real: Tensor
     """[B, T] bool: True where a cell belongs to a sample."""
     layout: Layout
-    """`padded`: one sample a row. `packed`: samples end to end."""
+    """`padded`: one sample per row. `packed`: samples end to end."""
     side: Side = "right"
-    """Where the padding of a row lies."""
+    """The side of a row that has the padding."""
     bounds_tensor: Tensor = field(init=False, repr=False)
-    """[4] int32, always on the host: `bounds` for compiled models, which guard the shape of a tensor and never its values."""
+    """[4] int32, always on the host: `bounds` for compiled models, which guard a tensor's shape but not its values."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bounds_tensor", torch.tensor(self.bounds, dtype=torch.int32, device="cpu"))
 
     def __getstate__(self) -> list[Any]:
-        """All that is not made anew: every tensor that goes from process to process takes time."""
+        """Everything that is not recomputed: every tensor sent between processes takes time."""
         return [getattr(self, part.name) for part in fields(self) if part.init]
 
     def __setstate__(self, state: list[Any]) -> None:
@@ -94,7 +94,7 @@ class Segments:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(B, T): rows and cells a row."""
+        """(B, T): rows, and cells per row."""
         return self.is_real.shape[0], self.is_real.shape[1]
 
     @property
@@ -142,7 +142,7 @@ def packed_segments(
         raise BatchError(
             f"{len(sizes)} samples do not fit one packed row",
             seen=f"{used:,} tokens, cells={width:,}",
-            do=f"raise cells to {used:,} or put fewer samples into the row; they are never cut here",
+            do=f"raise cells to {used:,} or put fewer samples into the row; they are never truncated here",
         )
     padding = _pieces(width - used, _piece_bound(sizes, max_length))
     is_sample = [True] * len(sizes) + [False] * len(padding)
@@ -158,23 +158,23 @@ def packed_segments(
 
 
 def most_segments(lengths: Lengths, cells: int) -> int:
-    """Segments that a packed row of `cells` cells has at most, whichever of these samples lie in it."""
+    """Maximum number of segments in a packed row of `cells` cells, whichever of these samples it holds."""
     shortest_first = np.cumsum(np.sort(_checked_lengths(lengths)))
     return int(np.searchsorted(shortest_first, cells, side="right")) + cells // PADDING_PIECE + 1
 
 
 def padded_segments(lengths: Lengths, width: int | None = None, side: Side = "right") -> Segments:
-    """One sample a row [B, width], padded on `side`; `width` defaults to the longest sample."""
+    """One sample per row [B, width], padded on `side`; `width` defaults to the longest sample."""
     sizes = _checked_lengths(lengths)
     if side not in ("right", "left"):
-        raise BatchError("padding lies on the right or on the left", seen=f"side={side!r}", do="say 'right' or 'left'")
+        raise BatchError("the padding side is not known", seen=f"side={side!r}", do="use 'right' or 'left'")
     longest = max(sizes, default=0)
     width = longest if width is None else width
     if longest > width:
         raise BatchError(
             "a sample is longer than its row",
             seen=f"sample {sizes.index(longest)} has {longest:,} cells, width={width:,}",
-            do=f"raise width to {longest:,} or shorten the sample before batching; it is never cut here",
+            do=f"raise width to {longest:,} or shorten the sample before batching; it is never truncated here",
         )
     table: list[tuple[int, bool]] = []
     for size in sizes:
@@ -194,11 +194,12 @@ def padded_segments(lengths: Lengths, width: int | None = None, side: Side = "ri
 def table_segments(
     starts: Tensor, *, shape: tuple[int, int], max_length: int, lengths: tuple[int, ...] | None = None
 ) -> Segments:
-    """Packed rows from a bare table, every segment taken for a sample; `starts` is read back unless `lengths` come."""
+    """Packed rows from starts alone, treating every segment as a sample; `starts` is copied back unless `lengths` is
+    given."""
     if lengths is None:
         found = starts.diff().tolist()
         lengths = tuple(length for length in found if length)
-        if any(found[len(lengths) :]):  # empty segments among the others: kernels are given as many as are not empty
+        if any(found[len(lengths) :]):  # there may be empty segments: kernels get the number of nonempty ones
             starts = _starts(list(lengths), len(found)).to(starts.device)
     if sum(lengths) != shape[0] * shape[1] or min(lengths, default=0) < 0 or max(lengths, default=0) > max_length:
         raise AttentionError(
@@ -219,20 +220,20 @@ def table_segments(
 
 
 def segment_of_cell(segments: Segments) -> Tensor:
-    """[B, T] int64: the number of the segment that holds each cell; made on the device, without waiting for it."""
+    """[B, T] int64: the number of the segment that holds each cell; computed on the device, without a sync."""
     return owner_of_cells(segments.starts, segments.shape)
 
 
 def owner_of_cells(starts: Tensor, shape: tuple[int, int]) -> Tensor:
-    """[B, T] int64: the same from the bare table, for code that has no `Segments`."""
+    """[B, T] int64: the same from starts alone, for code that has no `Segments`."""
     cells = torch.arange(shape[0] * shape[1], device=starts.device, dtype=starts.dtype)
     return torch.bucketize(cells, starts[1:], right=True).view(shape)
 
 
 def cell_positions(segments: Segments) -> Tensor:
-    """[B, T] int64: 0, 1, 2, ... from the first cell of every sample, on every layout and side.
+    """[B, T] int64: 0, 1, 2, ... from the first cell of every sample, for every layout and side.
 
-    Padding gets 0, so that no position lies outside a table of positions that holds the samples.
+    Padding gets 0, so that no position is outside a position table that covers the samples.
     """
     first = segments.starts[segment_of_cell(segments)].long()  # [B, T]
     cells = torch.arange(segments.num_cells, device=segments.starts.device).view(segments.shape)
@@ -245,7 +246,7 @@ def _checked_lengths(lengths: Lengths) -> list[int]:
         return []
     if values.ndim != 1 or values.dtype.kind not in "iu":
         raise BatchError(
-            "lengths are whole numbers, one a sample",
+            "lengths must be integers, one per sample",
             seen=f"shape {values.shape}, dtype {values.dtype}",
             do="give a flat list of integers",
         )
@@ -288,7 +289,7 @@ def _starts(sizes: list[int], slots: int | None) -> Tensor:
             seen=f"{len(sizes)} segments (padding included), slots={slots}",
             do=f"raise slots to {len(sizes)} or put fewer samples into the row",
         )
-    filled = [size for size in sizes if size]  # whoever counts them finds them all at the front
+    filled = [size for size in sizes if size]  # so that all empty slots are at the front
     empty = (len(sizes) if slots is None else slots) - len(filled)
     ends = np.cumsum([0, *filled, *[0] * empty], dtype=np.int64)
     return torch.from_numpy(ends.astype(np.int32))  # [S+1]

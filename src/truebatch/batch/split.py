@@ -22,9 +22,9 @@ Sample = dict[str, Any]
 
 
 def cells_of(batch: MicroBatch) -> int:
-    """What a micro-batch takes, as one number that falls with every cut: cells and entries of all its axes.
+    """The size of a micro-batch as one number that shrinks with every cut: cells and entries of all its axes.
 
-    Samples, where no field is ragged.
+    The number of samples if no field has variable length.
     """
     sizes = [len(a.owner) if isinstance(a, FlatAxis) else a.segments.num_cells for a in batch.axes.values()]
     return sum(sizes) or batch.num_samples
@@ -33,8 +33,8 @@ def cells_of(batch: MicroBatch) -> int:
 def halve_microbatch(batch: MicroBatch, fields: Sequence[Field]) -> list[MicroBatch]:
     """Two micro-batches with about half the tokens each, in the same order; a single sample stays as it is.
 
-    Several packed rows are parted between rows; one is parted between samples, and its parts have as many cells as
-    tokens. What the plan declared as counts belongs to the whole and is not handed on.
+    Several packed rows are split between rows; a single one between samples, and its parts have as many cells as
+    tokens. The plan's counts belong to the whole micro-batch and are not passed on.
     """
     if batch.num_samples < 2:
         return [batch]
@@ -56,7 +56,7 @@ def split_microbatch(
 
 
 def leave_out(batch: MicroBatch, fields: Sequence[Field], *, ids: frozenset[int]) -> list[MicroBatch]:
-    """The micro-batch without these samples; none at all if nothing is left of it."""
+    """The micro-batch without these samples; an empty list if nothing is left."""
     kept = [at for at, sample_id in enumerate(batch.sample_ids) if sample_id not in ids]
     if len(kept) == batch.num_samples:
         return [batch]
@@ -64,7 +64,8 @@ def leave_out(batch: MicroBatch, fields: Sequence[Field], *, ids: frozenset[int]
 
 
 def take_samples(batch: MicroBatch, fields: Sequence[Field], places: Sequence[int]) -> list[MicroBatch]:
-    """The samples at these places as one micro-batch, rows as narrow as they can be; no places, no micro-batch."""
+    """The samples at these positions as one micro-batch with rows as narrow as possible; an empty list for no
+    positions."""
     if not places:
         return []
     samples, lengths = samples_of(batch, fields), _lengths(batch, fields)[list(places)]
@@ -108,7 +109,7 @@ def _maker(batch: MicroBatch, fields: Sequence[Field]) -> Callable[[Sequence[Map
 
 
 def rows_of_batch(batch: MicroBatch, fields: Sequence[Field]) -> Rows:
-    """Which sample lies in which row, as the micro-batch remembers it."""
+    """Which sample is in which row, as the micro-batch records it."""
     axis = _outer_axis(batch, fields)
     ids = np.asarray(batch.sample_ids, dtype=np.int64)
     if axis is None:
@@ -126,7 +127,7 @@ def _outer_axis(batch: MicroBatch, fields: Sequence[Field]) -> RowAxis | None:
 
 
 def _slots(batch: MicroBatch) -> int | None:
-    """Entries of the segment table of one packed row, where they were fixed."""
+    """Entries of the segment table of one packed row, if it was fixed."""
     axis = batch.axes.get(CELLS)
     if not isinstance(axis, RowAxis) or axis.segments.layout != "packed":
         return None

@@ -1,4 +1,4 @@
-"""Compile the repeated layers of a model: one compilation serves all of them, and every row of one shape."""
+"""Compile the repeated layers of a model: one compilation serves all of them for each row shape."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import nn
 from truebatch.errors import ConfigError
 
 BACKEND = "inductor"
-"""The compiler of torch that is used unless another is named."""
+"""The default torch.compile backend."""
 
 
 def compile_layers(model: nn.Module, *, backend: str | None = None) -> int:
-    """Compile every layer of the model's lists of layers, in place, for fixed shapes; how many layers that is.
+    """Compile the model's repeated layers in place for fixed shapes; returns their number.
 
-    Layers alike share one compilation, so it takes a small part of the time a whole model takes. What lies around them
-    (embeddings, masks, the output layer) stays as it is.
+    Identical layers share one compilation, so it takes a fraction of the time of a whole model. The rest (embeddings,
+    masks, the output layer) stays eager.
     """
     layers = list(repeated_layers(model))
     if not layers:
@@ -33,14 +33,14 @@ def compile_layers(model: nn.Module, *, backend: str | None = None) -> int:
 
 
 def uncompile_layers(model: nn.Module) -> None:
-    """Run the layers as written again."""
+    """Undo `compile_layers`: run the layers in eager mode."""
     for layer in repeated_layers(model):
         layer._compiled_call_impl = None
 
 
 @contextmanager
 def force_eager() -> Iterator[None]:
-    """While open, compiled layers run as written, for rows of other shapes than they were compiled for."""
+    """Context in which compiled layers run in eager mode, for rows of shapes they were not compiled for."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
@@ -53,7 +53,7 @@ def has_compiled_layers(model: nn.Module) -> bool:
 def repeated_layers(model: nn.Module) -> Iterator[nn.Module]:
     """The members of the outermost module lists that hold two or more modules of one class."""
     seen = set()
-    for child in model._modules.values():  # not `children`: this is asked for every micro-batch
+    for child in model._modules.values():  # not `children`: this runs for every micro-batch
         if child is None or id(child) in seen:
             continue
         seen.add(id(child))

@@ -1,7 +1,7 @@
-"""The command line: `truebatch COMMAND`. Errors of the user are three lines, faults of ours say where to report.
+"""The command line: `truebatch COMMAND`. User errors are three lines; internal errors say where to report them.
 
-Exit codes: 0 done; 1 a check failed; 2 usage or configuration; 3 some samples failed; 70 a fault of ours;
-75 interrupted, run it again to go on.
+Exit codes: 0 done; 1 a check failed; 2 usage or configuration; 3 some samples failed; 70 internal error; 75
+interrupted, run it again to resume.
 """
 
 from __future__ import annotations
@@ -68,19 +68,21 @@ add_system_commands(app)
 app.command("plan", short_help="Show how samples would be grouped.")(show_plan)
 app.command("verify", short_help="Prove that a batch equals one by one, or name where it does not.")(show_verify)
 app.command("census", short_help="Every Hugging Face architecture: equal, fell back, refused or wrong.")(show_census)
-app.command("train", short_help="Train a system or your Hugging Face model; the same command goes on.")(show_train)
+app.command("train", short_help="Train a system or your Hugging Face model; the same command resumes it.")(show_train)
 app.command("fit", short_help="Measure memory and speed on your samples; the largest safe budget.")(show_fit)
 app.command("evaluate", short_help="The figures of a trained run on held-out samples.")(show_evaluate)
 app.command("show", short_help="Pictures of what a trained run does, for its report.")(show_pictures)
 app.command("generate", short_help="Text from a trained run, for prompts or in a dialogue.")(show_generate)
-app.command("score", short_help="Judge or generate for every sample of a file; the same command goes on.")(show_score)
+app.command("score", short_help="Score or generate for every sample of a file; the same command resumes.")(show_score)
 app.add_typer(run_app, name="run", short_help="Look at a scoring run, export it, retry its failures.")
-app.command("report", short_help="One HTML file about a run, or about several beside each other.")(show_report)
+app.command("report", short_help="One HTML file about a run, or about several side by side.")(show_report)
 app.command("init", short_help="Write the starting files of a system.")(show_init)
 app.command("doctor", short_help="Check this machine; with --drill, kill a small run everywhere and see it recover.")(
     show_doctor
 )
-app.add_typer(config_app, name="config", short_help="Settings: show them with their origin, check them, their schema.")
+app.add_typer(
+    config_app, name="config", short_help="Settings: show them with their origin, check them, print their schema."
+)
 app.command("env", short_help="Describe this machine for a bug report.")(show_environment)
 
 
@@ -95,7 +97,9 @@ def _global(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_print_version)
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error; anywhere.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error; works in any position.")
+    ] = False,
 ) -> None:
     """Run PyTorch models in true batches, proven equal to one sample at a time."""
 
@@ -108,7 +112,7 @@ def main() -> None:
             # A terminal in GBK or ASCII must not turn a message into an encoding error.
             stream.reconfigure(errors="replace")
     if COMPLETING in os.environ:
-        app(prog_name="truebatch")  # A shell asks what could stand at the cursor; this ends the process.
+        app(prog_name="truebatch")  # A shell requests completions; this ends the process.
     code = run(sys.argv[1:])
     finished(code)
     _flush()
@@ -116,7 +120,7 @@ def main() -> None:
 
 
 def _flush() -> None:
-    """A terminal that is gone would turn the exit code into 120, when Python closes what was written to it."""
+    """A closed terminal would change the exit code to 120 when Python flushes its output."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -166,7 +170,7 @@ def _invoke(arguments: list[str], commands: typer.Typer, name: str) -> int:
 
 @cache
 def _command(commands: typer.Typer, words: Language) -> Any:
-    """The commands as typer builds them; once a process, since it takes a fifth of a second."""
+    """The commands as built by typer; cached, because it takes a fifth of a second."""
     command = typer.main.get_command(commands)
     if words == "zh":
         translate_help(command)
@@ -220,7 +224,7 @@ def _who_asked(error: BaseException) -> str:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """As the system or torch says it; the latter is asked only where it was loaded, which takes a second."""
+    """True if memory ran out, according to the system or torch; torch is checked only if it was imported."""
     if isinstance(error, RuntimeError) and "cannot allocate memory" in str(error).lower():
         return True
     if isinstance(error, ImportError) and "failed to map segment" in str(error):
@@ -243,13 +247,13 @@ def _report_usage(error: Any, arguments: list[str]) -> int:
 
 
 def _as_setting(error: Any, context: Any) -> str:
-    """What to write for an option that is a setting here, such as --batch_size; empty if it is none."""
+    """A hint for an option that is a setting here, such as --batch_size; empty if it is not one."""
     wanted = str(getattr(error, "option_name", "") or "").lstrip("-").replace("-", "_")
     known = {option for one in getattr(getattr(context, "command", None), "params", ()) for option in one.opts}
     if not wanted or "--set" not in known:
         return ""
     if wanted == "batch_size" and "--samples" in known:
-        return "write --samples N: most samples of one forward pass"
+        return "write --samples N: maximum number of samples per forward pass"
     if wanted in ("output_dir", "out_dir", "default_root_dir") and "--out" in known:
         return "write --out FOLDER"
     name = FOREIGN.get(wanted, wanted)

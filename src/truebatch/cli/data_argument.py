@@ -1,4 +1,4 @@
-"""What stands for DATA on the command line: a data file, a .npy of lengths, or something in the user's code."""
+"""The DATA argument of a command: a data file, a .npy of lengths, or an object in the user's code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def read_lengths(path: Path) -> Measured:
         with path.open("rb") as file:
             lengths = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError, SyntaxError, TokenError, MemoryError, RecursionError) as error:
-        # A header that lies about the size, or is no header, fails in all of these ways.
+        # A header with a wrong size, or an invalid one, fails in all of these ways.
         raise DataError(
             f"{path} is not a .npy file of numbers",
             seen=str(error)[:120],
@@ -62,7 +62,7 @@ def measured_lengths(lengths: Any, name: str) -> Measured:
     whole = lengths.dtype.kind in "iu" and lengths.ndim == 1
     if not whole or (lengths.dtype == np.uint64 and len(lengths) and lengths.max() >= 2**63):
         raise DataError(
-            f"{name} must hold one whole number a sample",
+            f"{name} must hold one integer per sample",
             seen=f"dtype {lengths.dtype}, shape {lengths.shape}",
             do="save lengths as a 1-D array of int64: numpy.save(path, lengths.astype('int64'))",
         )
@@ -78,7 +78,7 @@ def _refuse_options(data: str, field: str | None, tokenizer: Path | None, costs:
         raise ConfigError(
             f"{data} gives lengths already, there is no field to read",
             seen=", ".join(given),
-            do="leave that option away, or name the data file itself",
+            do="omit that option, or name the data file itself",
         )
 
 
@@ -88,7 +88,7 @@ def _refuse_plain_name(data: str) -> None:
         resolve_target(data)  # says that it is the full-width colon
     if path.suffix == ".py" and path.is_file():
         raise ConfigError(
-            f"{data} is a Python file: say which name in it",
+            f"{data} is a Python file: give the name in it",
             seen=repr(data),
             do=f"write {data}:NAME, where NAME is a sequence or a function that returns one",
         )

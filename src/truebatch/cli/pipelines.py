@@ -1,4 +1,5 @@
-"""Scoring pipelines of several stages that systems bring: what `truebatch score NAME` and `truebatch run` do with them."""
+"""Scoring pipelines of several stages that systems bring: what `truebatch score NAME` and `truebatch run` do with
+them."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class ScoringPipeline:
     score: Callable[[Path | None, list[str] | None], int]
     """Run all stages with a settings file and overrides; gives the exit code."""
     is_run: Callable[[Path], bool]
-    """Whether a folder is a run of this pipeline."""
+    """True if a folder is a run of this pipeline."""
     stage_folders: Callable[[Path], list[Path]]
     """The scoring runs inside of a run that have begun, in order."""
     export: ExportRows
@@ -42,7 +43,7 @@ def pipeline_named(name: str) -> ScoringPipeline | None:
 
 
 def is_pipeline_run(run: Path) -> bool:
-    """Whether a folder is a run of a pipeline; a plain scoring run is none."""
+    """True if a folder is a run of a pipeline; a plain scoring run is not."""
     return _pipeline_of(run) is not None
 
 
@@ -68,5 +69,5 @@ def _pipeline_of(run: Path) -> ScoringPipeline | None:
 
 def _owner(run: Path) -> ScoringPipeline:
     found = _pipeline_of(run)
-    assert found is not None  # whoever calls has asked `is_pipeline_run`
+    assert found is not None  # callers have checked `is_pipeline_run`
     return found

@@ -1,4 +1,4 @@
-"""Run folders as commands read them: what a folder may name, what it reads elsewhere, and where is written in it."""
+"""Open run folders for commands: what a folder may name, what it reads elsewhere, where to write in it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_ENTRIES = 100_000
 
 
 def open_named(run: Path, overrides: list[str], named: str | None) -> Trained:
-    """The model of a run; what its settings read outside of the folder goes to standard error first."""
+    """The model of a run; paths its settings read outside the folder are first listed on stderr."""
     from truebatch.training.load_trained import open_trained
 
     open_named_settings(run, overrides, named)
@@ -41,7 +41,7 @@ def open_named_settings(run: Path, overrides: list[str], named: str | None) -> t
     system, config = open_settings(run, overrides, named=named)
     recorded = differing_system(run, named) if named is not None else None
     if recorded is not None:
-        say(f"the run says its system is {recorded!r}; {named} is used, as you say", file=sys.stderr)
+        say(f"the run says its system is {recorded!r}; {named} is used, as you asked", file=sys.stderr)
     read = [f"{name}={place}" for name, place in read_places(config)]
     if read:
         say(f"by its settings, {run} reads {', '.join(read)}", file=sys.stderr)
@@ -59,7 +59,7 @@ def read_places(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def own_folder(run: Path, name: str) -> Path:
-    """A folder inside of a run to write into. Links in it are refused: they could lead a write to any file."""
+    """A folder inside a run to write into. Links in it are rejected: they could redirect a write to any file."""
     folder = run / name
     folder.mkdir(exist_ok=True)
     for number, path in enumerate((folder, *folder.rglob("*"))):
@@ -69,6 +69,6 @@ def own_folder(run: Path, name: str) -> Path:
                 seen=f"{path} is a link to {path.readlink()}"
                 if path.is_symlink()
                 else f"over {number:,} entries in it",
-                do="move that away, if you did not put it there; nothing was written",
+                do="move it away if you did not put it there; nothing was written",
             )
     return folder

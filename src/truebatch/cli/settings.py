@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from truebatch.training.system import System
 
 RUNS = Path("runs")
-"""Where run folders lie unless --out says otherwise."""
+"""The default parent folder of runs."""
 
 
 def read_settings(file: Path | None, overrides: list[str], given: dict[tuple[str, ...], Any]) -> Document:
-    """The settings of a command before they are checked: of the file, then of --set, then of options of their own."""
+    """The unchecked settings of a command: from the file, then --set, then dedicated options."""
     from truebatch.config.load import apply_override, read_document
 
     document = read_document(file)
@@ -30,13 +30,13 @@ def read_settings(file: Path | None, overrides: list[str], given: dict[tuple[str
 
 
 def settle(document: Document, folder: Path, *, fresh: bool) -> bool:
-    """Fill in what the surroundings say; whether the layout is still open."""
+    """Fill in settings from the environment; returns True if the layout is still open."""
     from truebatch.training.distributed.launcher import ranks_around
     from truebatch.training.run_dir.run_dir import kept_layout
 
     train = document.values.setdefault("train", {})
     if not isinstance(train, dict):
-        return False  # Checking the settings will say what is wrong with it.
+        return False  # The settings check will report what is wrong.
     around = ranks_around()
     if around is not None:
         train.setdefault("devices", around)

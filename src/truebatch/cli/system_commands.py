@@ -1,4 +1,4 @@
-"""Commands that systems bring: found by name, imported when the command line is built, and light to import."""
+"""Commands provided by systems: found by name, imported when the command line is built, and cheap to import."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SystemCommand:
 
 
 def add_system_commands(app: typer.Typer) -> None:
-    """Add the commands of all systems. One that cannot be imported is named on standard error and left out."""
+    """Add the commands of all systems. One that cannot be imported is reported on stderr and left out."""
     for name, target in commands().items():
         try:
             command: SystemCommand = load_plugin(target)

@@ -1,4 +1,4 @@
-"""Rules that settings are checked by where they are made: a number inside limits, a word that is known."""
+"""Checks for settings: a number within limits, a value among choices; and names of settings in other programs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ FOREIGN = {
     "report_to": "track", "logger": "track", "dataloader_num_workers": "workers", "num_workers": "workers",
     "num_gpus": "devices", "n_gpu": "devices",
 }  # fmt: skip
-"""What settings are called in the Hugging Face Trainer, Lightning and many scripts -> what they are called here."""
+"""Names of settings in the Hugging Face Trainer, Lightning and many scripts -> their names here."""
 
 
 def check_range(
     config: Any, *names: str, above: float = -math.inf, below: float = math.inf, most: float = math.inf
 ) -> None:
-    """Numbers are finite, 0 or more, and inside the given limits."""
+    """Raise unless the values are finite, 0 or more, and within the given limits."""
     for name in names:
         value = getattr(config, name)
         if not (math.isfinite(value) and value >= 0 and above < value < below and value <= most):
@@ -40,7 +40,7 @@ def check_range(
 
 
 def check_choice(config: Any, name: str, choices: Any) -> None:
-    """The value is one of the choices, a `Literal`; else the nearest one is named."""
+    """Raise unless the value is one of the choices of a `Literal`; the error names the nearest one."""
     value = getattr(config, name)
     if value not in get_args(choices):
         raise ConfigError(

@@ -1,6 +1,6 @@
 """Settings: a YAML file and `key=value` overrides become one validated dataclass.
 
-YAML file -> + overrides -> unknown keys refused -> pydantic checks types -> the dataclass checks itself
+YAML file -> + overrides -> unknown keys rejected -> pydantic checks types -> the dataclass checks itself
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from truebatch.io.text_encoding import nearest
 
 T = TypeVar("T")
 _SHOWN = 200
-"""Characters of a wrong value that a message repeats."""
+"""Maximum characters of a wrong value shown in a message."""
 
 
 def load_config(
@@ -36,7 +36,7 @@ def load_config(
 ) -> T:
     """One checked `kind` (a dataclass) from `defaults`, then a YAML file, then `key=value` overrides.
 
-    The later wins. Unknown keys, wrong types and values out of range raise `ConfigError`, which names the
+    Later ones win. Unknown keys, wrong types and values out of range raise `ConfigError`, which names the
     key, the value and the file and line it came from.
     """
     document = read_document(path, defaults=defaults)
@@ -46,7 +46,7 @@ def load_config(
 
 
 def read_document(path: Path | None, *, defaults: Mapping[str, Any] | None = None) -> Document:
-    """What a YAML file says, over the defaults; with no file just the defaults."""
+    """Read a YAML file on top of the defaults; without a file, just the defaults."""
     read = read_yaml(Path(path)) if path is not None else Document({})
     return Document({**(defaults or {}), **read.values}, read.places)
 
@@ -77,7 +77,7 @@ def apply_override(document: Document, override: str) -> None:
 
 
 def check_config(kind: type[T], document: Document) -> T:
-    """The document as a checked `kind`; raises `ConfigError` otherwise."""
+    """Convert the document to a checked `kind`; raises `ConfigError` if it is invalid."""
     _refuse_unknown(kind, document, ())
     try:
         config = _adapter(kind).validate_python(document.values)
@@ -88,7 +88,7 @@ def check_config(kind: type[T], document: Document) -> T:
 
 
 def config_schema(kind: type[Any]) -> dict[str, Any]:
-    """The JSON schema of a configuration dataclass, for editors and other tools; each setting says what it means."""
+    """The JSON schema of a configuration dataclass, for editors and other tools; each setting has its description."""
     schema = dict(_adapter(kind).json_schema())
     kinds = {None: kind} | {inner.__name__: inner for inner in _inner_dataclasses(kind)}
     for name, part in ((None, schema), *schema.get("$defs", {}).items()):
@@ -105,7 +105,7 @@ def _inner_dataclasses(kind: type[Any]) -> list[type[Any]]:
 
 
 def field_notes(kind: type[Any]) -> dict[str, str]:
-    """What the docstring under each field of a dataclass says, with those of its bases; nothing where there is none."""
+    """Docstrings under the fields of a dataclass and its bases, by field name."""
     notes: dict[str, str] = {}
     for owner in reversed(kind.__mro__):
         if dataclasses.is_dataclass(owner) and owner.__module__ != "types":
@@ -116,7 +116,7 @@ def field_notes(kind: type[Any]) -> dict[str, str]:
 def _own_notes(kind: type[Any]) -> dict[str, str]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-    except (OSError, TypeError):  # made by make_dataclass, or in a session: there is no source to read
+    except (OSError, TypeError):  # made by make_dataclass, or in an interactive session: there is no source
         return {}
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
     return {
@@ -133,7 +133,7 @@ def dump_config(config: Any) -> str:
 
 
 def plain_value(value: Any) -> Any:
-    """A setting as YAML and JSON write it: dataclasses become mappings, paths text."""
+    """Convert a setting for YAML and JSON: dataclasses become mappings, paths strings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
             field.name: plain_value(getattr(value, field.name)) for field in dataclasses.fields(value) if field.init
@@ -161,7 +161,7 @@ def _refuse_unknown(kind: type[Any], document: Document, path: tuple[str, ...]) 
         inner = _inner_dataclass(hints[key])
         if inner is None or not isinstance(value, dict):
             continue
-        # A mapping of settings by name (`prompts: {cats: {...}}`) has names of the user's own at this level.
+        # A mapping of settings by name (`prompts: {cats: {...}}`) has the user's own keys at this level.
         is_by_name = get_origin(hints[key]) in (dict, Mapping)
         named = [(*path, key, name) for name, one in value.items() if isinstance(one, dict)]
         for inside in named if is_by_name else [(*path, key)]:
@@ -174,7 +174,7 @@ def _inner_dataclass(hint: Any) -> type[Any] | None:
 
 
 def _meant(kind: type[Any], key: str, known: list[str]) -> str:
-    """Words for the setting a key may have meant: by another program's name, one level deeper, or spelt nearly so."""
+    """Suggest the setting an unknown key may mean: another program's name, one level deeper, or a misspelling."""
     name = FOREIGN.get(key, key)
     inside = [
         f"{outer}.{name}"
@@ -247,7 +247,7 @@ def _words(first: ErrorDetails) -> str:
 
 
 def _refuse_bool_numbers(config: Any, values: Any, document: Document, path: tuple[str, ...]) -> None:
-    # pydantic reads true as 1; a user who wrote `samples: true` did not mean one sample.
+    # pydantic converts true to 1, but a user who wrote `samples: true` did not mean one sample.
     for key, value in values.items():
         got = getattr(config, key) if dataclasses.is_dataclass(config) else config[key]
         if isinstance(value, bool) and not isinstance(got, bool):

@@ -1,6 +1,6 @@
-"""YAML as people write it: safe, with the line of every key, and with the usual traps named.
+"""Safe YAML for settings: knows the line of every key and explains common mistakes.
 
-text -> nodes -> plain values + where each key stands
+text -> nodes -> plain values + the line of each key
 
 Plain scalars follow YAML 1.2, so `1e-4` is a number, `on` and `no` are words and `012` is twelve.
 """
@@ -29,7 +29,7 @@ _FLOAT = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]
 _WORDS: dict[str, Any] = {"": None, "~": None, "null": None, "true": True, "false": False}
 _WORDS |= {".inf": float("inf"), "-.inf": float("-inf"), ".nan": float("nan")}
 _PLAIN_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "map", "seq")}
-# What the resolver of YAML 1.1 makes of plain text; read here as text instead.
+# What the YAML 1.1 resolver converts; read as text here.
 _PLAIN_TAGS |= {"tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value"}
 _LONGEST_NUMBER = 400
 _WIDE = {"：": ":", "，": ",", "　": "a space", "“": '"', "”": '"', "‘": "'", "’": "'", "＃": "#", "－": "-"}
@@ -39,7 +39,7 @@ _WIDE_NUMBER = re.compile(r"[-+.eE0-9０-９．－＋]*[０-９．－＋][-+.eE0
 
 @dataclass(slots=True)
 class Document:
-    """Plain values and, for error messages, the place each key was read from."""
+    """Plain values and, for error messages, where each key was read from."""
 
     values: dict[str, Any]
     places: dict[KeyPath, str] = field(default_factory=dict)
@@ -52,12 +52,12 @@ class Document:
 
 
 def read_yaml(path: Path) -> Document:
-    """The mapping a YAML file holds. Never runs code, never grows beyond a fixed number of values."""
+    """Read the mapping in a YAML file. Never runs code, never exceeds a fixed number of values."""
     return parse_yaml(read_text(path, max_bytes=MAX_BYTES), name=str(path))
 
 
 def parse_yaml(text: str, *, name: str) -> Document:
-    """Like `read_yaml`, for text that is already at hand; `name` stands in the messages."""
+    """Like `read_yaml`, for text already in memory; messages refer to it as `name`."""
     root = _compose(text, name)
     if root is None or (isinstance(root, ScalarNode) and root.value == ""):
         return Document({})
@@ -75,7 +75,7 @@ def parse_yaml(text: str, *, name: str) -> Document:
 
 
 def parse_value(text: str) -> Any:
-    """One value as YAML reads it (for `key=value`); what is not YAML is plain text."""
+    """One value as YAML reads it (for `key=value`); invalid YAML is taken as plain text."""
     try:
         node = _Loader(text).get_single_node()
     except ConfigError:
@@ -91,7 +91,7 @@ def write_yaml(values: dict[str, Any]) -> str:
 
 
 class _QuotingDumper(yaml.SafeDumper):
-    """Quotes text that would be read as something else."""
+    """Quotes text that would otherwise be read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -106,7 +106,7 @@ _QuotingDumper.add_representer(str, _write_text)
 
 
 class _Loader(yaml.SafeLoader):
-    """Stops at the most values and levels a file may hold: composing all of a megabyte takes half a minute."""
+    """Stops at the maximum number of values and levels: composing a whole megabyte takes half a minute."""
 
     composed = 0
     depth = 0
@@ -119,7 +119,7 @@ class _Loader(yaml.SafeLoader):
                 seen=f"more than {MAX_NODES:,} by line {self.line + 1}",
                 do="check that this is a file of settings",
             )
-        if self.depth > MAX_DEPTH + 1:  # the file itself is the first
+        if self.depth > MAX_DEPTH + 1:  # the file itself is the first level
             raise ConfigError(
                 f"{self.name}:{self.line + 1} is nested too deeply",
                 seen=f"more than {MAX_DEPTH} levels",
@@ -150,9 +150,9 @@ def _compose(text: str, name: str) -> Node | None:
     except yaml.MarkedYAMLError as error:
         _blame_wide(text, name)
         _blame_yaml(text, name, error)
-    except ValueError as error:  # an escape such as "\U00110000" asks for what is no character
+    except ValueError as error:  # an escape such as "\U00110000" is not a character
         raise ConfigError(
-            f"{name}:{loader.line + 1 if loader else 1} not readable as YAML: an escape that is no character",
+            f"{name}:{loader.line + 1 if loader else 1} not readable as YAML: an escape that is not a character",
             seen=str(error),
             do="write the character itself, or an escape up to \\U0010ffff",
         ) from error
@@ -196,7 +196,7 @@ def _excerpt(node: Node) -> str:
 
 
 class _NodeReader:
-    """Turns nodes into values, counting each time one is used: an alias costs what it expands to."""
+    """Converts nodes to values and counts every use: an alias costs what it expands to."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -215,7 +215,13 @@ class _NodeReader:
             )
         if node.tag not in _PLAIN_TAGS:
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
-            _fail(self.name, node, "tags are not read", seen=f"tag {tag!r}", do="write the plain value without it")
+            _fail(
+                self.name,
+                node,
+                "YAML tags are not supported",
+                seen=f"tag {tag!r}",
+                do="write the plain value without it",
+            )
         if isinstance(node, MappingNode):
             return self.mapping(node, path)
         if isinstance(node, SequenceNode):

@@ -1,4 +1,4 @@
-"""Read the samples of one micro-batch from a dataset and collate them: the same in the main process and in a worker."""
+"""Fetch the samples of one micro-batch from a dataset and collate them, in the main process or in a worker."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ global one: then the result depends neither on workers, nor on ranks, nor on whe
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Recipe:
-    """How every sample of a run becomes part of a micro-batch."""
+    """How the samples of a run become micro-batches."""
 
     dataset: Dataset
     fields: Sequence[Field]
@@ -47,32 +47,32 @@ class LoadTask:
     """One micro-batch to make."""
 
     number: int
-    """Its place in the sequence of this rank."""
+    """Its position in the sequence of this rank."""
     step: int
     index: int
-    """Its place in the step."""
+    """Its position in the step."""
     rows: Rows
     lengths: Ints | None = None
     """[N] the planned length of every sample."""
     measured: Ints | None = None
-    """[N] its length in the dataset, where the plan cuts samples; what is longer than planned is cut, nothing else."""
+    """[N] its length in the dataset, where the plan cuts samples; only what is longer than planned is cut."""
     counts: Mapping[str, int] | None = None
 
 
-def read_microbatch(recipe: Recipe, task: LoadTask, *, tell: Callable[[int], None]) -> MicroBatch:
+def read_microbatch(recipe: Recipe, task: LoadTask, *, report: Callable[[int], None]) -> MicroBatch:
     """Load, transform and collate. `tell` hears each sample id before that sample is touched, and -1 before collate."""
     samples = []
     for at, sample_id in enumerate(task.rows.ids.tolist()):
-        tell(sample_id)
+        report(sample_id)
         samples.append(_cut_sample(read_sample(recipe, sample_id), at, task, recipe.fields))
-    tell(-1)
+    report(-1)
     batch = collate(samples, task.rows, recipe.fields, side=recipe.side, slots=recipe.slots, counts=task.counts)
     _check_lengths(batch, task)
     return batch
 
 
 def read_sample(recipe: Recipe, sample_id: int) -> Sample:
-    """One sample, transformed. Whatever the dataset raises comes back as a LoaderError that names the sample."""
+    """One sample, transformed. Any exception of the dataset becomes a LoaderError that names the sample."""
     try:
         sample = recipe.dataset[sample_id]
         sample = sample if recipe.transform is None else recipe.transform(sample, sample_id, recipe.epoch)
@@ -82,7 +82,7 @@ def read_sample(recipe: Recipe, sample_id: int) -> Sample:
         raise LoaderError(
             f"sample {sample_id} could not be loaded",
             seen=_describe(error),
-            do=f"see the traceback; call dataset[{sample_id}] (and the transform) alone to see it again",
+            do=f"see the traceback; call dataset[{sample_id}] (and the transform) alone to reproduce it",
         ) from error
     if not isinstance(sample, Mapping):
         raise DataError(

@@ -1,6 +1,6 @@
-"""Load the steps of a plan: dataset, worker processes, pinned memory, prefetch.
+"""Load the steps of a plan, with worker processes, pinned memory and prefetch.
 
-plan -> tasks, a bounded number ahead -> workers (or this process) -> micro-batches in order -> steps
+plan -> tasks, a bounded number in flight -> workers (or this process) -> micro-batches in order -> steps
 """
 
 from __future__ import annotations
@@ -29,26 +29,28 @@ StartMethod = Literal["default", "fork", "spawn", "forkserver"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderConfig:
-    """How micro-batches are made; nothing here changes what is in them except `side`."""
+    """Loader options; only `side` changes the content of micro-batches."""
 
     workers: int = 0
-    """Processes that load; 0 loads in this one (where a hanging dataset cannot be noticed)."""
+    """Number of worker processes; 0 loads in this process (where a hanging dataset cannot be detected)."""
     prefetch: int = 2
-    """Micro-batches each worker may be ahead."""
+    """Micro-batches that each worker prefetches."""
     pin_memory: bool = False
-    """Page-locked memory, so that copies to a CUDA device can run beside the computation."""
+    """Page-locked memory, so that copies to a CUDA device can overlap with computation."""
     timeout_seconds: float = 300.0
     """A worker that spends longer than this on one sample is reported as hanging."""
     restarts: int = 0
-    """How many workers that died or hung are replaced; the next one is reported, and a sample that ends two is too."""
+    """How many workers that died or hung are replaced; the next one is an error, and so is a sample that kills two
+    workers."""
     start_method: StartMethod = "default"
-    """How processes are made; `default` is the platform's."""
+    """The multiprocessing start method; `default` is the platform's."""
     side: Side = "right"
-    """Where padded rows have their padding."""
+    """The side on which rows are padded."""
     slots: int | None = None
     """Entries of the segment table of packed rows, for shapes that never change."""
     row_cells: int | None = None
-    """Cells of every packed row, for shapes that never change; as many as its samples need, or the plan says."""
+    """Cells of every packed row, for shapes that never change; by default what its samples need, or what the plan
+    says."""
 
     def __post_init__(self) -> None:
         for name, least in (("workers", 0), ("prefetch", 1), ("restarts", 0)):
@@ -57,7 +59,7 @@ class LoaderConfig:
             raise ConfigError(
                 "timeout_seconds must be a number of seconds above 0",
                 seen=f"timeout_seconds={self.timeout_seconds!r}",
-                do="give the longest time one sample may take to load, for example 300",
+                do="give the maximum time for loading one sample, for example 300",
             )
         _check_choice("start_method", self.start_method, ("default", "fork", "spawn", "forkserver"))
         _check_choice("side", self.side, ("left", "right"))
@@ -68,11 +70,11 @@ class LoadedStep:
     """This rank's part of one step."""
 
     number: int
-    """The number of the step; loading can start again at `number + 1` once it is done."""
+    """The number of the step; loading can resume at `number + 1` once it is done."""
     batches: tuple[MicroBatch, ...]
-    """The same number on every rank; a rank with nothing to do has empty ones."""
+    """The same number on every rank; a rank with no samples gets empty ones."""
     counts: Mapping[str, int]
-    """What the loss terms are divided by: of the whole step, over all ranks."""
+    """What the loss terms are divided by: the counts of the whole step, over all ranks."""
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return iter(self.batches)
@@ -92,15 +94,15 @@ def load_steps(
     transform: Transform | None = None,
     config: LoaderConfig | None = None,
 ) -> Generator[LoadedStep, None, None]:
-    """The steps of a plan from `start_step` on, as this rank sees them.
+    """Iterate over this rank's part of the steps of a plan, from `start_step` on.
 
-    The micro-batches are the same, bit for bit and in the same order, for any number of workers. A sample that cannot
-    be loaded, and a worker that dies or hangs, is an error that names the sample. An error about a sample is raised at
-    its own step, a lost worker at once. Closing or dropping the iterator ends the workers.
+    The micro-batches are bit-identical and in the same order for any number of workers. A sample that cannot be loaded,
+    or a worker that dies or hangs, is an error that names the sample. An error about a sample is raised at its own
+    step, a lost worker at once. Closing or dropping the iterator stops the workers.
 
     Args:
         dataset: samples by sample id; each maps field names to lists, arrays or tensors.
-        ranks: read the plan for this number of ranks instead of its own.
+        ranks: use the plan with this number of ranks instead of its own.
         transform: (sample, sample id, epoch) -> sample, run where the sample is loaded. Randomness in it must be keyed
             by these numbers, for example `np.random.default_rng((seed, epoch, sample_id))`.
 
@@ -146,7 +148,7 @@ def _plan_steps(
 
 
 def _lay(plan: Plan, rows: Rows, row_cells: int | None) -> Rows:
-    """Packed rows the longest sample first, as attention kernels like them, and as wide as asked for."""
+    """Sort packed rows longest sample first, which suits attention kernels, and set their width."""
     if rows.layout != "packed" or not rows.num_rows:
         return rows
     laid = longest_first(rows, plan.planned_lengths(rows.ids))
@@ -175,7 +177,7 @@ def _load_here(
     steps: Iterator[_PlannedStep], recipe: Recipe, config: LoaderConfig
 ) -> Generator[LoadedStep, None, None]:
     for step in steps:
-        batches = [read_microbatch(recipe, task, tell=lambda _: None) for task in step.tasks]
+        batches = [read_microbatch(recipe, task, report=lambda _: None) for task in step.tasks]
         yield LoadedStep(step.number, tuple(_pinned(b, config) for b in batches), step.counts)
 
 
@@ -189,9 +191,9 @@ def _load_with_workers(
         restarts=config.restarts,
         start_method=None if config.start_method == "default" else config.start_method,
     )
-    # A program that ends with the iterator open: workers are ended while there still is a whole interpreter to do it.
+    # If the program ends with the iterator open, stop the workers while the interpreter is still intact.
     atexit.register(pool.close)
-    forget = atexit.unregister  # held here: an iterator that is collected at the very end finds no modules any more
+    forget = atexit.unregister  # kept here: an iterator collected at interpreter exit finds no modules any more
     try:
         for_workers, for_us = tee(steps)
         tasks = (task for step in for_workers for task in step.tasks)
@@ -201,7 +203,9 @@ def _load_with_workers(
             batches = []
             for task in step.tasks:
                 batches.append(_pinned(pool.take(task.number, last=step.tasks[-1].number), config))
-                for following in islice(tasks, 1):  # one taken, one more under way: never more ahead than asked for
+                for following in islice(
+                    tasks, 1
+                ):  # one taken, one more submitted: never more in flight than configured
                     pool.submit(following)
             yield LoadedStep(step.number, tuple(batches), step.counts)
     finally:
@@ -214,7 +218,7 @@ def _pinned(batch: MicroBatch, config: LoaderConfig) -> MicroBatch:
 
 
 def check_place(plan: Plan, rank: int, ranks: int | None, start_step: int) -> None:
-    """Refuse a rank or a step the plan does not have."""
+    """Reject a rank or step that the plan does not have."""
     number = plan.ranks if ranks is None else ranks
     if not 0 <= rank < number:
         raise ConfigError(
@@ -224,7 +228,7 @@ def check_place(plan: Plan, rank: int, ranks: int | None, start_step: int) -> No
         )
     if not 0 <= start_step <= plan.num_steps:
         raise ConfigError(
-            "the plan has no such step to start at",
+            "start_step is not a step of the plan",
             seen=f"start_step={start_step}, the plan has {plan.num_steps} steps",
             do=f"give a step from 0 to {plan.num_steps} (the last loads nothing)",
         )
@@ -234,7 +238,7 @@ def _check_dataset(plan: Plan, dataset: Dataset) -> None:
     planned = len(plan.samples.lengths)
     if isinstance(dataset, Sized) and len(dataset) < planned:
         raise DataError(
-            f"the dataset is shorter than the plan: it has no sample {len(dataset)}",
+            f"the dataset is smaller than the plan: it has no sample {len(dataset)}",
             seen=f"{len(dataset):,} samples, {planned:,} when it was measured",
             do="measure and plan again, or give the dataset the plan was made for",
         )
@@ -243,9 +247,9 @@ def _check_dataset(plan: Plan, dataset: Dataset) -> None:
 def _check_pinning(config: LoaderConfig) -> None:
     if config.pin_memory and not torch.cuda.is_available():
         raise ConfigError(
-            "memory can only be pinned for a CUDA device",
+            "pinned memory needs a CUDA device",
             seen="pin_memory=True, torch.cuda.is_available() is False",
-            do="leave pin_memory out on this machine",
+            do="omit pin_memory on this machine",
         )
 
 
@@ -254,7 +258,7 @@ def _check_least(name: str, value: object, least: int) -> None:
         raise ConfigError(
             f"{name} must be a whole number of at least {least}",
             seen=f"{name}={value!r}",
-            do=f"give {name} as an integer from {least} on",
+            do=f"give {name} as an integer of {least} or more",
         )
 
 

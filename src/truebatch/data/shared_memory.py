@@ -1,9 +1,9 @@
-"""Hand tensors from one process to another: one block of shared memory a message.
+"""Send tensors from one process to another, with one block of shared memory per message.
 
-object -> pickle, tensors and arrays beside it -> one unnamed block -> its descriptor over a socket -> views of it
+object -> pickle plus raw tensors and arrays -> one unnamed block -> its descriptor over a socket -> views of it
 
-A message is complete once it is sent: it survives the death of its sender, needs no thread that answers for it, leaves
-no file behind, and is not bounded by the size of /dev/shm. A hung sender therefore cannot block its reader.
+A message is complete once it is sent: it survives the death of its sender, needs no server thread, leaves no file
+behind, and is not bounded by the size of /dev/shm. A hung sender therefore cannot block its reader.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch import Tensor
 _HEADER = struct.Struct("q")
 _DESCRIPTOR = struct.Struct("i")
 _ALIGNED = 64
-"""Every tensor begins at a multiple of this many bytes, which is enough for any dtype and for vector loads."""
+"""Every tensor starts at a multiple of this many bytes, which is enough for any dtype and for vector loads."""
 _CLOSED_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 def send_object(sock: socket.socket, value: Any) -> None:
-    """Send one object. It never waits for the reader as long as few messages are under way."""
+    """Send one object. Does not block as long as few messages are in flight."""
     fd, size = _write_block(value)
     try:
         socket.send_fds(sock, [_HEADER.pack(size)], [fd])
@@ -37,11 +37,11 @@ def send_object(sock: socket.socket, value: Any) -> None:
 
 
 def receive_object(sock: socket.socket, *, wait: bool) -> Any:
-    """The next object; its tensors are views of the shared block, which lives as long as one of them does.
+    """Receive the next object; its tensors are views of the shared block, which lives as long as one of them does.
 
-    Raises EOFError when the other end is closed, BlockingIOError when nothing is there and `wait` is False.
+    Raises EOFError when the other end is closed, BlockingIOError when there is none and `wait` is False.
     """
-    # Not socket.recv_fds: it takes flags and leaves them out of its call.
+    # Not socket.recv_fds: it accepts flags but does not pass them on.
     flags = _CLOSED_ON_EXEC | (0 if wait else socket.MSG_DONTWAIT)
     header, extra, _, _ = sock.recvmsg(_HEADER.size, socket.CMSG_LEN(_DESCRIPTOR.size), flags)
     if len(header) < _HEADER.size or not extra:
@@ -55,7 +55,7 @@ def receive_object(sock: socket.socket, *, wait: bool) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles tensors as raw bytes beside the stream, so that they are copied once."""
+    """Pickles tensors as raw bytes outside the stream, so that they are copied once."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not Tensor:
@@ -65,7 +65,7 @@ class _Pickler(pickle.Pickler):
 
 def _raw_bytes(value: Tensor) -> memoryview:
     if not value.numel():
-        return memoryview(b"")  # strides of nothing are arbitrary, and torch refuses to reinterpret some
+        return memoryview(b"")  # an empty tensor has arbitrary strides, and torch refuses to view some of them
     return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -105,7 +105,7 @@ def _places(sizes: list[int]) -> tuple[list[int], int]:
 
 
 class _Stream:
-    """The least a pickler writes to."""
+    """The minimal file object a pickler needs."""
 
     def __init__(self) -> None:
         self.data = bytearray()
@@ -124,7 +124,9 @@ def _open_block(size: int) -> int:
     try:
         os.ftruncate(fd, size)
         if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, 0, size)  # a full memory is an OSError here, a bus error on the first write
+            os.posix_fallocate(
+                fd, 0, size
+            )  # with no memory left this raises OSError; else the first write is a bus error
     except OSError:
         os.close(fd)
         raise

@@ -1,8 +1,8 @@
-"""A plan inside torch's own DataLoader, for code that has one already.
+"""Use a plan with torch's own DataLoader, for code that already has one.
 
 DataLoader(planned_samples(dataset), batch_sampler=batch_sampler(plan), collate_fn=collate_fn(fields), num_workers=2)
 
-`load_steps` does the same and more: it gives whole steps, names the sample a worker died on, and checks lengths.
+`load_steps` does the same and more: it yields whole steps, names the sample on which a worker died, and checks lengths.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from truebatch.planning.rows import Rows
 
 
 class SampleIds(list[int]):
-    """The sample ids of one micro-batch, in row order; `rows` says in which row each lies."""
+    """The sample ids of one micro-batch, in row order; `rows` says in which row each is."""
 
     def __init__(self, rows: Rows) -> None:
         super().__init__(rows.ids.tolist())
         self.rows = rows
 
     def __reduce__(self) -> tuple[object, ...]:
-        return SampleIds, (self.rows,)  # so that a DataLoader can send it to its workers
+        return SampleIds, (self.rows,)  # so that a DataLoader can pickle it for its workers
 
 
 class _RowSamples(list[Sample]):
@@ -52,14 +52,14 @@ class BatchSampler:
             yield from map(SampleIds, self.plan.step(step, ranks=self.ranks)[self.rank])
 
     def __len__(self) -> int:
-        """How many micro-batches there are; reads the rest of the plan."""
+        """Number of micro-batches; computes the rest of the plan."""
         steps = range(self.start_step, self.plan.num_steps)
         return sum(len(self.plan.step(step, ranks=self.ranks)[self.rank]) for step in steps)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedSamples:
-    """A dataset that a DataLoader asks for a whole micro-batch at a time, so that its rows are not lost on the way."""
+    """A dataset that is indexed with a whole micro-batch at a time, so that its rows are kept."""
 
     recipe: Recipe
 
@@ -74,14 +74,14 @@ class PlannedSamples:
 
 
 def batch_sampler(plan: Plan, *, rank: int = 0, ranks: int | None = None, start_step: int = 0) -> BatchSampler:
-    """Lists of sample ids, one a micro-batch, for `DataLoader(batch_sampler=...)`.
+    """Lists of sample ids, one per micro-batch, for `DataLoader(batch_sampler=...)`.
 
-    A rank with nothing to do gets empty lists, and from `collate_fn` empty micro-batches.
+    A rank with no samples gets empty lists, and from `collate_fn` empty micro-batches.
     """
     check_place(plan, rank, ranks, start_step)
     if len(plan.samples.cut_ids):
         raise ConfigError(
-            "this plan cuts samples, and a DataLoader would not",
+            "this plan cuts samples, which a DataLoader would not do",
             seen=f"{len(plan.samples.cut_ids)} samples to cut, the first is sample {plan.samples.cut_ids[0]}",
             do="load it with load_steps, or plan with overlong='drop'",
         )
@@ -89,7 +89,7 @@ def batch_sampler(plan: Plan, *, rank: int = 0, ranks: int | None = None, start_
 
 
 def planned_samples(dataset: Dataset, *, transform: Transform | None = None, epoch: int = 0) -> PlannedSamples:
-    """The dataset as `DataLoader(dataset)` needs it beside `batch_sampler` and `collate_fn`."""
+    """Wrap the dataset for `DataLoader(dataset)`, to go with `batch_sampler` and `collate_fn`."""
     return PlannedSamples(Recipe(dataset=dataset, fields=(), transform=transform, epoch=epoch))
 
 
@@ -103,7 +103,7 @@ def collate_fn(
 
 @dataclass(frozen=True, slots=True)
 class _Collate:
-    """A function that can be pickled for workers that are spawned."""
+    """A picklable collate function, for spawned workers."""
 
     fields: tuple[Field, ...]
     side: Side
@@ -113,7 +113,7 @@ class _Collate:
         rows = getattr(samples, "rows", None)
         if rows is None:
             raise BatchError(
-                "the samples came without their rows",
+                "the samples do not say which rows they belong to",
                 seen=f"a {type(samples).__name__} of {len(samples)} samples",
                 do="pass planned_samples(dataset) and batch_sampler(plan) to the DataLoader, not the dataset alone",
             )

@@ -1,4 +1,4 @@
-"""Inside one worker process: take a task, publish which sample is being loaded, hand the micro-batch back."""
+"""A worker process: take a task, publish which sample is being loaded, send the micro-batch back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from truebatch.errors import LoaderError, TruebatchError
 from truebatch.interrupts import leave_signals_to_parent
 
 Status = Array[c_longlong]
-"""Shared with the main process: [sample id or one of the states below, number of the task, since when in ns]."""
+"""Shared with the main process: [sample id or one of the states below, task number, start time in ns]."""
 
 COLLATING = -1
 IDLE = -2
@@ -31,7 +31,7 @@ STARTING = -3
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailure:
-    """What comes back instead of a micro-batch: an error that names the sample, and the traceback as text."""
+    """Sent back instead of a micro-batch: an error that names the sample, and the traceback as text."""
 
     error: TruebatchError
     text: str
@@ -43,7 +43,7 @@ def new_status(context: BaseContext) -> Status:
 
 
 def run_worker(sock: socket.socket, status: Status, recipe: Recipe) -> None:
-    """Make micro-batches until told to leave, or until the main process is gone."""
+    """Make micro-batches until asked to stop, or until the main process is gone."""
     _settle_in()
     while True:
         _publish(status, IDLE)
@@ -64,7 +64,7 @@ def _answer(sock: socket.socket, task: LoadTask, made: MicroBatch | WorkerFailur
         return  # the main process is gone; the next receive says so
     except Exception as error:
         known = LoaderError(
-            f"step {task.step}, micro-batch {task.index} could not be handed over",
+            f"step {task.step}, micro-batch {task.index} could not be sent to the main process",
             seen=f"{type(error).__name__}: {error}, samples {task.rows.ids[:8].tolist()}",
             do="if memory ran out, use fewer workers, a smaller prefetch or smaller micro-batches; workers=0 needs none of it",
         )
@@ -73,7 +73,7 @@ def _answer(sock: socket.socket, task: LoadTask, made: MicroBatch | WorkerFailur
 
 def _attempt(recipe: Recipe, task: LoadTask, status: Status) -> MicroBatch | WorkerFailure:
     try:
-        return read_microbatch(recipe, task, tell=lambda sample_id: _publish(status, sample_id))
+        return read_microbatch(recipe, task, report=lambda sample_id: _publish(status, sample_id))
     except TruebatchError as error:
         return WorkerFailure(error, traceback.format_exc())
     except Exception as error:
@@ -84,14 +84,14 @@ def _attempt(recipe: Recipe, task: LoadTask, status: Status) -> MicroBatch | Wor
 
 
 def _publish(status: Status, state: int) -> None:
-    # The time first: read between the two, an old sample looks young, never a young one old.
+    # Write the time first: a read in between makes an old sample look new, never a new one old.
     status[2] = time.monotonic_ns()
     status[0] = state
 
 
 def _settle_in() -> None:
     leave_signals_to_parent()
-    torch.set_num_threads(1)  # threads of the parent do not exist in a fork, and workers share the cores
+    torch.set_num_threads(1)  # a fork does not have the parent's threads, and workers share the cores
     threading.Thread(target=_leave_with_parent, daemon=True).start()
 
 

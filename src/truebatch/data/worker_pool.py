@@ -1,9 +1,9 @@
-"""Worker processes that make micro-batches, and the watch over them.
+"""Worker processes that make micro-batches, and their supervision.
 
 task -> socket -> worker: samples, collate -> shared block -> socket -> the main process, in the order of the tasks
 
-Every worker has its own socket and publishes the sample it is on, so a worker that dies or hangs takes nothing else
-with it and the sample can be named.
+Every worker has its own socket and publishes the sample it is on, so a worker that dies or hangs affects no other, and
+the sample can be named.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from truebatch.errors import LoaderError
 logger = logging.getLogger("truebatch")
 
 START_SECONDS = 120.0
-"""A fresh process imports torch and the dataset's module first; until then no shorter timeout applies."""
+"""A new process imports torch and the dataset's module first; until then no shorter timeout applies."""
 _LOOK_SECONDS = 0.5
-"""How often workers are looked at while nothing arrives; a death wakes the main process at once."""
+"""How often workers are checked while nothing arrives; a death wakes the main process at once."""
 _LEAVE_SECONDS = 1.0
-"""How long an idle worker may take to leave before it is killed."""
+"""How long an idle worker may take to exit before it is killed."""
 _DEADLY = 2
-"""A sample that was being loaded in this many deaths is the cause, however many restarts are left."""
+"""A sample on which this many workers died is the cause, however many restarts are left."""
 
 
 class WorkerTraceback(Exception):  # noqa: N818 - it is shown as a traceback
@@ -55,7 +55,7 @@ class _LoaderWorker:
 
 
 class WorkerPool:
-    """Some workers and what they have made. `close` it, whatever happens: it then leaves no process behind."""
+    """A pool of workers and their results. Always `close` it: it then leaves no process behind."""
 
     def __init__(
         self, recipe: Recipe, *, workers: int, timeout_seconds: float, restarts: int, start_method: str | None
@@ -81,7 +81,7 @@ class WorkerPool:
         _give(min(self._workers, key=lambda worker: len(worker.tasks)), task)
 
     def take(self, number: int, *, last: int) -> MicroBatch:
-        """The micro-batch of task `number`, waiting for it; raises if a task up to `last` failed or a worker was lost.
+        """Wait for the micro-batch of task `number`; raises if a task up to `last` failed or a worker was lost.
 
         `last` is the last task of the same step: when one of them failed, the step cannot be completed.
         """
@@ -95,9 +95,9 @@ class WorkerPool:
             self._look()
 
     def close(self) -> None:
-        """End all workers: idle ones leave, busy ones are killed."""
+        """Stop all workers: idle ones exit, busy ones are killed."""
         if os.getpid() != self._owner:
-            return  # a forked copy of this object must not end the processes of the original
+            return  # a forked copy of this object must not stop the original's processes
         for worker in self._workers:
             _dismiss(worker)
         for worker in self._workers:
@@ -108,7 +108,9 @@ class WorkerPool:
         handles: list[Any] = [w.sock for w in self._workers]
         wait([*handles, *(w.process.sentinel for w in self._workers)], _LOOK_SECONDS)
         for worker in list(self._workers):
-            is_alive = worker.process.is_alive()  # asked first: what it sent before it died is then read completely
+            is_alive = (
+                worker.process.is_alive()
+            )  # checked first, so that what it sent before it died is read completely
             self._receive(worker)
             if not is_alive:
                 self._replace(worker, _death(worker))
@@ -120,7 +122,7 @@ class WorkerPool:
             try:
                 number, made = receive_object(worker.sock, wait=False)
             except (BlockingIOError, EOFError, ConnectionError):
-                return  # nothing there yet, or never again: `is_alive` tells which
+                return  # nothing yet, or nothing ever again: `is_alive` tells which
             worker.tasks.pop(number)
             if isinstance(made, WorkerFailure):
                 self._failed[number] = made
@@ -132,14 +134,14 @@ class WorkerPool:
         self._deaths[sample_id] += sample_id >= 0
         if self._deaths[sample_id] >= _DEADLY:
             raise LoaderError(
-                f"sample {sample_id} ended {self._deaths[sample_id]} workers: {error.wrong}",
+                f"sample {sample_id} killed {self._deaths[sample_id]} workers: {error.wrong}",
                 seen=error.seen,
                 do=error.do,
             )
         if self._restarts < 1:
             raise error
         self._restarts -= 1
-        logger.warning("%s\n  (a new worker takes over; %d restarts left)", error, self._restarts)
+        logger.warning("%s\n  (a new worker replaces it; %d restarts left)", error, self._restarts)
         worker.process.kill()
         _end(worker)
         fresh = self._workers[self._workers.index(worker)] = _start(worker.index, self._recipe, self._context)
@@ -173,7 +175,7 @@ def _give(worker: _LoaderWorker, task: LoadTask) -> None:
     try:
         send_object(worker.sock, task)
     except (BrokenPipeError, ConnectionResetError):
-        return  # it died; the next look says so, and the task is still among its tasks
+        return  # it died; the next check finds that, and the task is still in its list
 
 
 def _dismiss(worker: _LoaderWorker) -> None:
@@ -199,7 +201,7 @@ def _is_hung(worker: _LoaderWorker, timeout: float) -> bool:
     if not worker.tasks:
         return False
     sample_id, since_ns = worker.status[0], worker.status[2]
-    # A worker without anything to do is only late from the moment it was given something.
+    # An idle worker's timeout starts when it gets a task.
     since = max(since_ns / 1e9, worker.sent) if sample_id == IDLE else since_ns / 1e9
     return time.monotonic() - since > (max(timeout, START_SECONDS) if sample_id == STARTING else timeout)
 
@@ -219,7 +221,7 @@ def _hang(worker: _LoaderWorker, timeout: float) -> LoaderError:
     return LoaderError(
         f"loader worker {worker.index} hangs while {_doing(worker)}",
         seen=f"no progress for timeout_seconds={timeout:g}, process {worker.process.pid}, {_task(worker)}",
-        do="look for a lock, a network read or a file that never answers; raise timeout_seconds if it is only slow",
+        do="look for a lock, a network read or a file that blocks forever; raise timeout_seconds if it is only slow",
     )
 
 
@@ -249,4 +251,4 @@ def _advice(code: int, sample_id: int) -> str:
     alone = f"call dataset[{sample_id}] alone to see whether it is the cause" if sample_id >= 0 else "see its output"
     if code == -signal.SIGKILL:
         return f"if nobody killed it, memory ran out: use fewer workers or a smaller prefetch; {alone}"
-    return f"{alone}; set workers=0 to debug in this process, restarts=N to replace workers that die"
+    return f"{alone}; set workers=0 to debug in this process, or restarts=N to replace workers that die"

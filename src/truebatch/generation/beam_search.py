@@ -1,6 +1,6 @@
 """Beam search over many prompts at once: the likeliest text by its log-probability over its length.
 
-start -> every beam continued by every token -> the best of each prompt stay -> best text of each prompt
+start -> every beam continued by every token -> the best of each prompt are kept -> best text of each prompt
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from truebatch.generation.stop_criteria import Endings
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A text that is kept."""
+    """A candidate text."""
 
     new: tuple[int, ...]
     log_prob: float
@@ -44,9 +44,9 @@ class _Search:
 def search_beams(
     decoder: Decoder, prompts: Sequence[Prompt], numbers: Sequence[int], endings: Endings
 ) -> Iterator[TokenEvent]:
-    """Give the tokens of each prompt's best text once its search is over; a prompt's beams never meet another's.
+    """Yield the tokens of each prompt's best text once its search is over; beams of different prompts never interact.
 
-    A search is over when no beam that goes on can become better than the best that has ended.
+    A search is over when no active beam can become better than the best finished one.
     """
     logits, session = start_session(decoder, prompts)
     named = enumerate(zip(numbers, prompts, strict=True))
@@ -68,7 +68,7 @@ def _going(search: _Search) -> list[Beam]:
 
 
 def _number_rows(searches: Sequence[_Search]) -> list[_Search]:
-    """Rows are now those of the beams that go on, in order."""
+    """Reorder rows to those of the active beams."""
     row = 0
     out = []
     for search in searches:
@@ -82,7 +82,7 @@ def _number_rows(searches: Sequence[_Search]) -> list[_Search]:
 
 @torch.inference_mode()
 def _extend(searches: Sequence[_Search], logits: Tensor, endings: Endings) -> list[_Search]:
-    """Every beam that goes on is continued by every token; the best stay, ended ones among them."""
+    """Extend every active beam by every token; keep the best, including finished ones."""
     settings = endings.settings
     going = [(search, beam) for search in searches for beam in _going(search)]
     check_logits(logits, [search.number for search, _ in going])
@@ -112,7 +112,7 @@ def _is_over(search: _Search, endings: Endings) -> bool:
     best, going = search.beams[0], _going(search)
     if best.ended is None or not going:
         return not going
-    # A log-probability only falls: at best a beam keeps what it has and gets the kindest length.
+    # A log-probability only falls: at best a beam keeps its value and gets the most favourable length.
     power = endings.settings.length_penalty
     lengths = (len(going[0].new) + 1, endings.room(search.prompt)[0])
     hope = max(beam.log_prob for beam in going) / max(float(length**power) for length in lengths)

@@ -1,4 +1,4 @@
-"""How text is generated: which tokens may come, which one is taken, and when it ends."""
+"""Generation settings: which tokens are allowed, which one is chosen, and when a text ends."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ class Generation:
     temperature: float = 1.0
     """Below 1 prefers likely tokens; 0 always takes the likeliest (greedy)."""
     top_k: int = 0
-    """Only the k likeliest tokens may come; 0 allows all."""
+    """Only the k likeliest tokens are allowed; 0 allows all."""
     top_p: float = 1.0
-    """Only the likeliest tokens that together have this much probability may come; with top_k, both must allow one."""
+    """Only the likeliest tokens that together have this probability are allowed; with top_k, both must allow a
+    token."""
     repetition_penalty: float = 1.0
     """Above 1 makes tokens that were there already less likely."""
     beams: int = 1
-    """Texts kept side by side; above 1 the search is for the likeliest text and nothing is drawn."""
+    """Number of beams; above 1 it searches for the likeliest text without sampling."""
     length_penalty: float = 1.0
     """A beam's score is its log-probability divided by its length to this power."""
     seed: int = 0
@@ -40,9 +41,9 @@ class Generation:
         _check("length_penalty", self.length_penalty, True, "a finite number")
         if self.beams > 1 and self.temperature not in (0, 1):
             raise ConfigError(
-                "a beam search draws nothing, so it has no temperature",
+                "a beam search does not sample, so it has no temperature",
                 seen=f"beams={self.beams}, temperature={self.temperature}",
-                do="leave temperature at 1, or draw with beams=1",
+                do="leave temperature at 1, or sample with beams=1",
             )
         _check("stop", self.stop, all(self.stop), "texts of at least one character")
 

@@ -1,4 +1,4 @@
-"""The loop: many prompts, one token each a forward pass, rows leave when their text ends.
+"""The decoding loop: many prompts, one token each per forward pass; rows leave when their text ends.
 
 prompts -> groups of rows -> start -> choose, give, drop the ended, advance -> pieces as they come
 """
@@ -28,12 +28,12 @@ from truebatch.generation.sampling import check_logits, choose_tokens, penalise,
 from truebatch.generation.stop_criteria import Endings, Read
 
 ROWS = 32
-"""Prompts continued in one forward pass, unless asked for otherwise."""
+"""Default number of prompts per forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """The new tokens of a prompt, and why they end."""
+    """The new tokens of a prompt, and the reason it ended."""
 
     tokens: tuple[int, ...]
     ended: Ended
@@ -47,10 +47,10 @@ def generate_tokens(
     read: Read | None = None,
     rows: int = ROWS,
 ) -> Iterator[TokenEvent]:
-    """Continue every prompt and give each token as it comes; the last piece of a prompt says why it ended.
+    """Continue every prompt and yield each token as it comes; the last piece of a prompt gives the reason it ended.
 
-    What a prompt gets depends on its tokens, its key and the settings: not on other prompts, their order or `rows`. A
-    beam search gives a prompt's tokens at the end of its search. `read` is needed where there are stop texts.
+    The result of a prompt depends on its tokens, its key and the settings: not on other prompts, their order or `rows`.
+    A beam search gives a prompt's tokens at the end of its search. `read` is needed where there are stop texts.
     """
     if rows < 1:
         raise ConfigError("rows is out of range", seen=f"rows={rows}", do="give 1 or more")
@@ -63,7 +63,7 @@ def generate_tokens(
 
 
 def collect(pieces: Iterator[TokenEvent], num_prompts: int) -> list[Continuation]:
-    """All pieces put together, a continuation for every prompt in order."""
+    """Collect all pieces into one continuation per prompt, in order."""
     tokens: list[list[int]] = [[] for _ in range(num_prompts)]
     ended: dict[int, Ended] = {}
     for piece in pieces:
@@ -75,7 +75,7 @@ def collect(pieces: Iterator[TokenEvent], num_prompts: int) -> list[Continuation
 
 @dataclass(slots=True)
 class _Row:
-    """A text that goes on."""
+    """An unfinished text."""
 
     number: int
     prompt: Prompt

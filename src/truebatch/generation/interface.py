@@ -1,4 +1,4 @@
-"""What is continued, what comes out, and what a model must offer so that it can be generated with.
+"""The decoder interface: prompts in, pieces out, and what a model must provide.
 
 Prompt -> Decoder.start -> Session: logits, advance by a token, keep some rows -> Piece
 """
@@ -19,20 +19,21 @@ from truebatch.errors import DataError
 from truebatch.planning.keyed_rng import keyed_hash
 
 Ended = Literal["end", "stop", "length", "room"]
-"""end: the model said so. stop: a stop text came. length: `max_new_tokens` came. room: the model has no more positions."""
+"""end: end-of-text token. stop: a stop text. length: `max_new_tokens` reached. room: the model has no more
+positions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """The tokens a text begins with."""
+    """The tokens of the prompt."""
 
     ids: tuple[int, ...]
     key: int
-    """Draws belong to it, see `key_prompts` and `key_samples`."""
+    """The key of its random draws, see `key_prompts` and `key_samples`."""
     max_new_tokens: int | None = None
-    """Ends this text earlier than the settings do."""
+    """A lower limit than the settings' for this text."""
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
-    """What the model takes beside the tokens, such as pixel values."""
+    """Model inputs other than tokens, such as pixel values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +43,18 @@ class TokenEvent:
     prompt: int
     """Number of the prompt, from 0."""
     token: int | None
-    """None where the model ended the text: the token that says so is not part of it."""
+    """None where the model ended the text: the end token is not part of it."""
     ended: Ended | None = None
 
 
 class Session(Protocol):
-    """Rows that are being continued, with what the model remembers of them."""
+    """Rows being decoded, with the model's state for them."""
 
     def advance(self, tokens: Tensor, /) -> Tensor:
         """Append one token to every row, [B] -> the logits of what follows, [B, V]."""
 
     def select(self, rows: Tensor, /) -> None:
-        """Go on with these rows in this order; one may be named several times, and what is not named is forgotten."""
+        """Keep these rows in this order; a row may occur several times, the others are dropped."""
 
 
 class Decoder(Protocol):
@@ -61,11 +62,11 @@ class Decoder(Protocol):
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Tokens that end a text."""
+        """End-of-text tokens."""
 
     @property
     def max_length(self) -> int | None:
-        """Most tokens of a prompt and its continuation together; None if there is no limit."""
+        """Maximum number of tokens of a prompt and its continuation; None if there is no limit."""
 
     def start(self, prompts: Sequence[Prompt], /) -> tuple[Tensor, Session]:
         """The logits of what follows each prompt, [B, V], and the rows in the same order."""
@@ -78,7 +79,8 @@ def key_samples(seed: int, sample_ids: Sequence[int]) -> list[int]:
 
 
 def key_prompts(seed: int, prompts: Sequence[Sequence[int]]) -> list[int]:
-    """A key for each prompt from its own tokens: the order of prompts does not matter, equal ones get different keys."""
+    """A key for each prompt from its own tokens: the order of prompts does not matter, equal ones get different
+    keys."""
     times: Counter[tuple[int, ...]] = Counter()
     ids = []
     for prompt in prompts:
@@ -90,13 +92,13 @@ def key_prompts(seed: int, prompts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def check_prompts(prompts: Sequence[Prompt], max_length: int | None) -> None:
-    """Refuse a prompt without tokens, and one that leaves no room for a single new one."""
+    """Reject a prompt without tokens, or one that leaves no room for a new one."""
     for number, prompt in enumerate(prompts):
         if prompt.max_new_tokens is not None and prompt.max_new_tokens < 1:
             raise DataError(
-                "a prompt asks for no new tokens",
+                "a prompt allows no new tokens",
                 seen=f"prompt {number}: max_new_tokens={prompt.max_new_tokens}",
-                do="give 1 or more, or leave the prompt out",
+                do="give 1 or more, or omit the prompt",
             )
         if not prompt.ids:
             raise DataError(
@@ -111,14 +113,14 @@ def check_prompts(prompts: Sequence[Prompt], max_length: int | None) -> None:
 
 
 def group_prompts(prompts: Sequence[Prompt], rows: int) -> Iterator[list[int]]:
-    """Numbers of the prompts that run together: at most `rows`, alike in length, so that little is padded."""
+    """Numbers of the prompts that run together: at most `rows`, of similar length, so that there is little padding."""
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number].ids))
     for first in range(0, len(order), rows):
         yield sorted(order[first : first + rows])
 
 
 def pad_left(prompts: Sequence[Prompt], device: torch.device, pad: int = 0) -> tuple[Tensor, Tensor]:
-    """Tokens that end in the last column, [B, T], and where they are real, [B, T] bool."""
+    """Left-padded tokens [B, T], and the mask of real ones, [B, T] bool."""
     longest = max(len(prompt.ids) for prompt in prompts)
     ids = torch.full((len(prompts), longest), pad, dtype=torch.int64)
     is_real = torch.zeros(ids.shape, dtype=torch.bool)
@@ -131,13 +133,14 @@ def pad_left(prompts: Sequence[Prompt], device: torch.device, pad: int = 0) -> t
 
 @torch.inference_mode()
 def start_session(decoder: Decoder, prompts: Sequence[Prompt]) -> tuple[Tensor, Session]:
-    """`decoder.start` without gradients. Around this call only: a generator would leave its caller without them too."""
+    """`decoder.start` without gradients. Only around this call: inside a generator it would turn gradients off for the
+    caller too."""
     return decoder.start(prompts)
 
 
 @torch.inference_mode()
 def advance_session(session: Session, rows: Sequence[int], tokens: Sequence[int], logits: Tensor) -> Tensor:
-    """Keep these rows, where they are not all there are, append a token to each, and give the next logits."""
+    """Keep these rows (unless they are all), append a token to each, and return the next logits."""
     if list(rows) != list(range(logits.shape[0])):
         session.select(torch.tensor(rows, dtype=torch.int64, device=logits.device))
     return session.advance(torch.tensor(tokens, dtype=torch.int64, device=logits.device))

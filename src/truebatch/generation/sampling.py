@@ -1,6 +1,6 @@
 """Which token comes next: penalty, temperature, top-k and top-p, then the likeliest or a keyed draw.
 
-logits -> penalised -> tempered log-probabilities -> those that may come -> one token a row
+logits -> penalised -> tempered log-probabilities -> allowed tokens -> one token per row
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ COLDEST = 1e-4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """Tokens that may come next, for every row."""
+    """Allowed next tokens of every row."""
 
     ids: Tensor
     """[B, K] int64."""
     log_probs: Tensor
-    """[B, K] float32, of the whole distribution; -inf for a token that may not come."""
+    """[B, K] float32, of the whole distribution; -inf for a token that is not allowed."""
 
 
 def choose_tokens(logits: Tensor, settings: Generation, *, keys: Tensor, places: Tensor) -> Tensor:
     """[B] the next token of every row: the likeliest, or one drawn in proportion to its probability.
 
-    A draw is a function of the row's logits, its key and its place (the number of tokens drawn before) alone.
+    A draw is a function only of the row's logits, key and position (the number of tokens drawn before).
     """
     if is_greedy(settings):
         return logits.argmax(dim=-1)
     found = find_candidates(logits, settings)
-    # The largest of log-probability plus Gumbel noise is a draw; a token that may not come stays at -inf.
+    # The largest of log-probability plus Gumbel noise is a draw; a token that is not allowed stays at -inf.
     noise = _gumbel(keys[:, None], places[:, None], found.ids)
     best = (found.log_probs.double() + noise).argmax(dim=-1, keepdim=True)
     return found.ids.gather(1, best).squeeze(1)
 
 
 def is_greedy(settings: Generation) -> bool:
-    """True where nothing is drawn: temperature 0, or so low that it comes to the same."""
+    """True where nothing is drawn: temperature 0, or low enough to be the same."""
     return settings.temperature <= COLDEST
 
 
 def find_candidates(logits: Tensor, settings: Generation) -> Candidates:
     """The tokens that both top-k and top-p allow; of equally likely tokens the one with the lower id comes first.
 
-    top-p takes the likeliest tokens of the whole tempered distribution until they have the probability asked for; the
+    top-p takes the likeliest tokens of the whole tempered distribution until they have the requested probability; the
     likeliest token is always among them.
     """
     log_probs = torch.log_softmax(logits.float() / (1.0 if is_greedy(settings) else settings.temperature), dim=-1)
@@ -69,7 +69,7 @@ def find_candidates(logits: Tensor, settings: Generation) -> Candidates:
 
 
 def penalise(logits: Tensor, is_seen: Tensor | None, penalty: float) -> Tensor:
-    """Logits in which tokens that were there already ([B, V] bool) are less likely: divided, or multiplied if negative."""
+    """Logits in which tokens that occurred before ([B, V] bool) are less likely: divided, or multiplied if negative."""
     if is_seen is None or penalty == 1:
         return logits
     logits = logits.float()
@@ -86,7 +86,7 @@ def seen_tokens(texts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
 
 
 def check_logits(logits: Tensor, numbers: Sequence[int]) -> None:
-    """Refuse rows from which no token can be chosen, naming their prompts."""
+    """Raise for rows from which no token can be chosen; the error names their prompts."""
     is_right = torch.isfinite(logits.amax(dim=-1))
     if bool(is_right.all()):
         return
@@ -94,12 +94,12 @@ def check_logits(logits: Tensor, numbers: Sequence[int]) -> None:
     raise NonFiniteError(
         "the model gives NaN or infinite logits, so no next token can be chosen",
         seen=f"prompts {wrong[:8]}" + (f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""),
-        do="look at the weights: a run that diverged keeps an earlier checkpoint; or run in float32",
+        do="check the weights: a diverged run still has an earlier checkpoint; or run in float32",
     )
 
 
 def _gumbel(keys: Tensor, places: Tensor, ids: Tensor) -> Tensor:
-    """[B, K] float64 noise of each key, place and token."""
+    """[B, K] float64 noise of each key, position and token."""
     bits = keyed_bits(keyed_bits(keys, places), ids)
     # 53 bits: with fewer, the rarest tokens of a large vocabulary would be drawn too often or never.
     uniform = (((bits >> 11) & (2**53 - 1)).double() + 0.5).mul(2.0**-53).clamp_(max=1 - 2.0**-53)

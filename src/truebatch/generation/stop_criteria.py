@@ -1,4 +1,4 @@
-"""When a text ends: the model says so, a stop text came, or there is no more room."""
+"""Stop criteria: an end token, a stop text, or no more room."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from truebatch.generation.config import Generation
 from truebatch.generation.interface import Ended, Prompt
 
 Read = Callable[[Sequence[int]], str]
-"""Tokens -> text; more tokens only ever make it longer, but for a half character at its end."""
+"""Tokens -> text; more tokens only make it longer, except for an incomplete character at its end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,20 +25,20 @@ class Endings:
     def __post_init__(self) -> None:
         if self.settings.stop and self.read is None:
             raise ConfigError(
-                "stop texts need text, and this model was started with tokens only",
+                "stop texts need text, but the caller decodes no tokens",
                 seen=f"stop={self.settings.stop}",
                 do="give `read`, which turns tokens into text",
             )
 
     def room(self, prompt: Prompt) -> tuple[int, Ended]:
-        """Most new tokens of this prompt, and why there can be no more."""
+        """Maximum number of new tokens of this prompt, and the reason for the limit."""
         own = prompt.max_new_tokens
         length = self.settings.max_new_tokens if own is None else min(own, self.settings.max_new_tokens)
         room = length if self.max_length is None else self.max_length - len(prompt.ids)
         return (length, "length") if length <= room else (room, "room")
 
     def after(self, prompt: Prompt, new: Sequence[int]) -> Ended | None:
-        """Why the text ends with the last of these new tokens; None if it goes on."""
+        """Why the text ends with the last of these new tokens; None if it continues."""
         if new[-1] in self.end_ids:
             return "end"
         if self.settings.stop and self.read is not None and find_stop(self.read(new), self.settings.stop) is not None:

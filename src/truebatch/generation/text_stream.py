@@ -1,4 +1,4 @@
-"""Pieces read as text, as they come: what is given out is never taken back.
+"""Decode pieces to text as they come; emitted text is never changed later.
 
 pieces -> tokens of each prompt -> text so far -> the part that is certain -> (prompt, new text)
 """
@@ -17,7 +17,7 @@ HALF = "\ufffd"
 def stream_texts(pieces: Iterable[TokenEvent], read: Read, stops: Sequence[str] = ()) -> Iterator[tuple[int, str]]:
     """(number of the prompt, new text) as it appears; joined, it is the text of all tokens up to the first stop text.
 
-    Held back until it is certain: half a character, and what may be the beginning of a stop text.
+    Held back until certain: incomplete characters, and what may be the beginning of a stop text.
     """
     tokens: dict[int, list[int]] = {}
     given: dict[int, str] = {}
@@ -42,7 +42,7 @@ def join_texts(parts: Iterable[tuple[int, str]], num_prompts: int) -> list[str]:
 
 
 def _certain(text: str, stops: Sequence[str]) -> int:
-    """How much of a text stays whatever comes next."""
+    """How much of a text is final whatever comes next."""
     whole = text.rstrip(HALF)
     begun = [n for stop in stops for n in range(1, len(stop)) if whole.endswith(stop[:n])]
     return len(whole) - max(begun, default=0)

@@ -44,12 +44,12 @@ def check_files(folder: Path) -> None:
         if number >= _MOST_FILES or not (path.is_file() or path.is_dir()):
             what = "a link that leads nowhere" if path.is_symlink() else "a pipe, a device or a socket"
             raise DataError(
-                f"{path} is not a plain file",
+                f"{path} is not a regular file",
                 seen=f"more than {_MOST_FILES:,} entries in the folder" if number >= _MOST_FILES else what,
                 do="take it out of the model folder",
             )
         if path.is_dir() and path.suffix in (*_JSON_SUFFIXES, ".safetensors"):
-            raise DataError(f"{path} is a folder, a file is needed", seen="a folder", do="save the model again")
+            raise DataError(f"{path} is a folder, but a file is needed", seen="a folder", do="save the model again")
         if path.suffix in _JSON_SUFFIXES and path.stat().st_size > MAX_TOKENIZER_BYTES:
             raise DataError(
                 f"{path} is too large for this kind of file",

@@ -1,4 +1,4 @@
-"""Arrays and a few words about them in one file, which is there whole or not at all."""
+"""Arrays and their metadata in one file, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from truebatch.io.atomic_files import atomic_write
 
 
 def write_arrays(file: Path, arrays: Mapping[str, NDArray[Any]], about: Mapping[str, Any]) -> None:
-    """Write both to `file`; readers see the old state or the new one, never a part. Errors of the disk go through."""
+    """Write both to `file` atomically: readers see the old state or the new one. Disk errors are raised."""
     words = np.frombuffer(json.dumps(dict(about)).encode(), dtype=np.uint8)
     file.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(file) as draft:
@@ -23,7 +23,8 @@ def write_arrays(file: Path, arrays: Mapping[str, NDArray[Any]], about: Mapping[
 
 
 def read_arrays(file: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]] | None:
-    """What was written to `file`; None if nothing was, or it is damaged: it is a cache, and can be made again."""
+    """Read what `write_arrays` wrote; None if the file is missing or damaged, because it is a cache and can be
+    rebuilt."""
     if not file.is_file():
         return None
     try:

@@ -1,4 +1,4 @@
-"""Files that survive: a reader sees the old content or the whole new one, whatever happens in between.
+"""Atomic file writes: a reader sees the old content or all of the new, whatever happens in between.
 
 draft in the same folder -> fsync -> rename -> fsync the folder
 """
@@ -32,8 +32,8 @@ _CAUSES = {
     errno.EFBIG: ("a file would become larger than allowed here", "raise the limit (ulimit -f)"),
     errno.EROFS: ("the filesystem can only be read", "mount it for writing or choose another folder"),
     errno.EIO: ("the device reported a fault", "check the device or choose another folder"),
-    errno.EEXIST: ("a file stands where the folder should be", "name another folder, or move that file away"),
-    errno.ENOTDIR: ("a file stands where the folder should be", "name another folder, or move that file away"),
+    errno.EEXIST: ("there is a file where the folder should be", "name another folder, or move that file away"),
+    errno.ENOTDIR: ("there is a file where the folder should be", "name another folder, or move that file away"),
     errno.EACCES: ("writing here is not allowed", "check the permissions of the folder"),
 }
 
@@ -78,7 +78,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         failpoint("write.synced")
         draft.replace(path)
     except BaseException:
-        with suppress(OSError):  # the cause is on its way to the caller; a leftover draft is cleaned at the next start
+        with suppress(OSError):  # the original error is being raised; a leftover draft is removed at the next start
             draft.unlink(missing_ok=True)
         raise
     failpoint("write.renamed")
@@ -125,7 +125,7 @@ def _draft_of(path: Path) -> Path:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a JSON file as a whole. Not-a-number and infinity are refused: they are not JSON."""
+    """Replace a JSON file as a whole. NaN and infinity are rejected because JSON has neither."""
     write_text(path, to_json(value, indent=1) + "\n")
 
 
@@ -143,25 +143,25 @@ def read_json(path: Path, *, max_bytes: int = 1 << 30) -> Any:
         raise CheckpointError(
             f"{path.name} is not JSON",
             seen=f"{path}: {error}",
-            do="bring the file back from a copy, or go back to an earlier checkpoint",
+            do="restore the file from a backup, or go back to an earlier checkpoint",
         ) from error
 
 
 @contextmanager
-def corrupt_file_errors(path: Path, *, do: str = "bring the file back from a copy") -> Iterator[None]:
-    """Around the code that takes the values of a file apart: where they are not what it expects, the file is named."""
+def corrupt_file_errors(path: Path, *, do: str = "restore the file from a backup") -> Iterator[None]:
+    """Wrap code that parses a file's values, so that an unexpected value raises an error that names the file."""
     try:
         yield
     except TruebatchError:
         raise
     except (TypeError, KeyError, ValueError, AttributeError, IndexError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} does not hold what it should", seen=f"{type(error).__name__}: {str(error)[:200]}", do=do
+            f"{path} does not have the expected content", seen=f"{type(error).__name__}: {str(error)[:200]}", do=do
         ) from error
 
 
 def write_chunks(path: Path, chunks: Iterable[Any]) -> FileFacts:
-    """Write a new file of a checkpoint piece by piece, onto the disk, hashing on the way."""
+    """Write a new checkpoint file chunk by chunk, fsync it, and hash it on the way."""
     digest = hashlib.sha256()
     num = 0
     with path.open("xb", buffering=0) as file:
@@ -177,7 +177,7 @@ def write_chunks(path: Path, chunks: Iterable[Any]) -> FileFacts:
 
 
 def _write_all(file: Any, data: memoryview) -> int:
-    # An unbuffered write may take less than it is given: 2 GiB a call is the most on Linux.
+    # An unbuffered write may write less than it is given: Linux takes at most 2 GiB per call.
     done = 0
     while done < len(data):
         done += file.write(data[done:])
@@ -185,7 +185,7 @@ def _write_all(file: Any, data: memoryview) -> int:
 
 
 def hash_file(path: Path) -> FileFacts:
-    """Size and SHA-256 of a file as it is on the disk now."""
+    """Size and SHA-256 of a file on disk."""
     digest = hashlib.sha256()
     num = 0
     with path.open("rb", buffering=0) as file:
@@ -196,7 +196,7 @@ def hash_file(path: Path) -> FileFacts:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the names inside a folder onto the disk, where the system can."""
+    """Fsync a folder, so that its entries are on disk, where the system supports it."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -222,20 +222,20 @@ def require_space(folder: Path, num_bytes: int, *, what: str) -> None:
         raise CheckpointError(
             f"the disk is full: {what} does not fit",
             seen=f"{num_bytes:,} bytes needed, {free:,} free in {folder}",
-            do="free some space, then run the same command again; it goes on from the last checkpoint",
+            do="free some space, then run the same command again; it resumes from the last checkpoint",
         )
 
 
 def storage_error(
     kind: type[TruebatchError], error: OSError, *, what: str, folder: Path, num_bytes: int = 0
 ) -> TruebatchError:
-    """A system error as three parts: what could not be written and why, the bytes needed and free, what to do."""
+    """Turn a system error into three parts: what could not be written and why, bytes needed and free, what to do."""
     why, do = _CAUSES.get(error.errno or 0, ("the system refused", "check the folder and its filesystem"))
     needed = f"; {num_bytes:,} bytes needed, {_free_words(folder)} free" if num_bytes else ""
     return kind(
         f"{what} could not be written: {why}",
         seen=f"{error}{needed}, in {folder}",
-        do=f"{do}, then run the same command again; it goes on from the last checkpoint",
+        do=f"{do}, then run the same command again; it resumes from the last checkpoint",
     )
 
 

@@ -1,9 +1,9 @@
-"""The samples of a data file, one after the other, each with the place it stands at.
+"""Read the samples of a data file one by one, each with its location.
 
-.jsonl .ndjson   one JSON value a line, streamed
+.jsonl .ndjson   one JSON value per line, streamed
 .json            one JSON array
-.csv .tsv        a header line, then one sample a row, streamed
-.parquet         one sample a row, streamed in batches
+.csv .tsv        a header line, then one sample per row, streamed
+.parquet         one sample per row, streamed in batches
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Placed = tuple[str, Any]
 
 
 def is_data_file(name: str) -> bool:
-    """Whether a name ends like a data file that can be measured."""
+    """True if the file extension is one that can be measured."""
     return Path(name).suffix.lower() in FORMATS
 
 
 def read_samples(path: Path, *, columns: Sequence[str] | None = None) -> Iterator[Placed]:
-    """Every sample of a data file with its place ("file:line") in file order.
+    """Every sample of a data file with its location ("file:line"), in file order.
 
     `columns` are the only ones a caller looks at; Parquet reads no others. In Parquet a list of integers
     comes as a `range` of the same length: its entries are not needed to measure it.
@@ -48,7 +48,9 @@ def read_samples(path: Path, *, columns: Sequence[str] | None = None) -> Iterato
     if kind == ".parquet":
         return _read_parquet(path, columns)
     raise DataError(
-        f"{path} is of a kind that is not read", seen=f"its name ends in {kind!r}", do=f"use one of {' '.join(FORMATS)}"
+        f"{path} is in a format that is not supported",
+        seen=f"its name ends in {kind!r}",
+        do=f"use one of {' '.join(FORMATS)}",
     )
 
 
@@ -58,7 +60,7 @@ def _read_jsonl(path: Path) -> Iterator[Placed]:
             continue
         if number == 1 and line.lstrip().startswith("[") and not line.rstrip().endswith("]"):
             raise DataError(
-                f"{path} is a JSON array, not one JSON value a line",
+                f"{path} is a JSON array, not one JSON value per line",
                 seen=f"line 1 begins {line[:40]!r}",
                 do=f"name it {path.stem}.json",
             )
@@ -72,7 +74,7 @@ def _read_jsonl(path: Path) -> Iterator[Placed]:
 
 
 def _is_header(line: str) -> bool:
-    """Names with commas or tabs between them: a CSV file under another name."""
+    """Names separated by commas or tabs: a CSV file with the wrong extension."""
     return _HEADER.fullmatch(line.rstrip()) is not None
 
 
@@ -101,9 +103,9 @@ def _read_json(path: Path) -> Iterator[Placed]:
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
             raise DataError(
-                f"{path}:{error.lineno} goes on after the end of the JSON value",
+                f"{path}:{error.lineno} has more text after the end of the JSON value",
                 seen=repr(text[error.pos : error.pos + 40]),
-                do=f"if it holds one JSON value a line, name it {path.stem}.jsonl",
+                do=f"if it holds one JSON value per line, name it {path.stem}.jsonl",
             ) from error
         _parse_array_error(path, text, error)
     except (RecursionError, ValueError) as error:
@@ -113,7 +115,7 @@ def _read_json(path: Path) -> Iterator[Placed]:
         raise DataError(
             f"{path} must hold a JSON array of samples",
             seen=f"a {type(value).__name__}{keys}",
-            do="write a list [...], or one sample a line as .jsonl",
+            do="write a list [...], or one sample per line as .jsonl",
         )
     for index, sample in enumerate(value):
         yield f"{path} [{index}]", sample
@@ -158,7 +160,7 @@ def _named(header: list[str], row: list[str], place: str) -> dict[str, str]:
 
 @contextmanager
 def _long_cells() -> Iterator[None]:
-    # The csv module refuses cells of more than 128 KiB unless told; a document is easily longer.
+    # The csv module refuses cells of more than 128 KiB by default; a document is easily longer.
     before = csv.field_size_limit(MAX_LINE_BYTES)
     try:
         yield
@@ -190,12 +192,12 @@ def _read_parquet(path: Path, columns: Sequence[str] | None) -> Iterator[Placed]
         raise DataError(
             f"{path} cannot be read as Parquet; it stopped at row {row}",
             seen=next(iter(str(error).splitlines()), type(error).__name__)[:200],
-            do="write or copy the file again, it is damaged or incomplete",
+            do="write or copy the file again; it is damaged or incomplete",
         ) from error
 
 
 def _refuse_long_cells(batch: Any, path: Path, first: int) -> None:
-    """The same limit as a line of text has: compressed, a few bytes can claim any length."""
+    """Apply the limit of a text line: compressed, a few bytes can expand to any length."""
     from pyarrow import compute, types
 
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
@@ -207,7 +209,7 @@ def _refuse_long_cells(batch: Any, path: Path, first: int) -> None:
                 f"{path} holds a text that is too long to be one sample",
                 seen=f"column {name!r}, rows {first:,} to {first + len(column) - 1:,}: {most:,} bytes in one cell, "
                 f"at most {MAX_LINE_BYTES:,}",
-                do="write one sample a row",
+                do="write one sample per row",
             )
 
 

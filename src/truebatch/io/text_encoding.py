@@ -1,4 +1,4 @@
-"""Reading the text files users bring: the encodings they really come in, named by file and line.
+"""Read users' text files in the encodings they really come in; errors name the file and line.
 
 bytes -> (byte order mark?) -> UTF-8 text, whole or line by line
 """
@@ -20,7 +20,7 @@ _UTF16_MARKS = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16", co
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """Words for an error: `; did you mean 'x'?` for the closest known name, or nothing."""
+    """`; did you mean 'x'?` for the closest known name, or an empty string."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -31,15 +31,15 @@ def open_file(path: Path) -> BufferedReader:
         _refuse_missing(path)
     if path.is_dir():
         raise DataError(
-            f"{path} is a folder, a file is needed",
+            f"{path} is a folder, but a file is needed",
             seen=f"it holds {_names(path)}",
-            do="name one file of it",
+            do="give the path of one file in it",
         )
-    if not path.is_file():  # A pipe or a device could be read for ever.
+    if not path.is_file():  # Reading a pipe or a device might never end.
         raise DataError(
-            f"{path} is not a plain file",
+            f"{path} is not a regular file",
             seen="a pipe, a device or a socket",
-            do="write what it gives into a file first, and name that",
+            do="write its content to a file first, and give the path of that file",
         )
     try:
         return path.open("rb")
@@ -48,12 +48,12 @@ def open_file(path: Path) -> BufferedReader:
 
 
 def read_text(path: Path, *, max_bytes: int) -> str:
-    """The whole text of a UTF-8 file of at most `max_bytes` bytes, a byte order mark removed."""
+    """Read a whole UTF-8 file of at most `max_bytes` bytes, without its byte order mark."""
     with open_file(path) as file:
         size = path.stat().st_size
         is_larger = size > max_bytes
-        data = b"" if is_larger else file.read(size + 1)  # as much memory as asked for is taken before anything is read
-        if len(data) > size:  # it grows, or says nothing of its size
+        data = b"" if is_larger else file.read(size + 1)  # read() allocates the requested size up front
+        if len(data) > size:  # it is growing, or its size is not known
             data += file.read(max_bytes + 1 - len(data))
     if is_larger or len(data) > max_bytes:
         raise DataError(
@@ -72,9 +72,9 @@ def read_start(path: Path, *, max_bytes: int) -> str:
 
 
 def bounded_lines(file: BufferedReader, *, most: int = MAX_LINE_BYTES) -> Iterator[bytes | None]:
-    """Every line of an open file, of at most `most` bytes; None in the place of one that is longer.
+    """Every line of an open file; None for a line longer than `most` bytes.
 
-    The pieces of such a line would each pass for a line of their own.
+    Pieces of such a line would each look like a line.
     """
     while line := file.readline(most + 1):
         is_longer = len(line) > most
@@ -85,7 +85,7 @@ def bounded_lines(file: BufferedReader, *, most: int = MAX_LINE_BYTES) -> Iterat
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Every line of a UTF-8 file with its number from 1, holding one line in memory at a time."""
+    """Every line of a UTF-8 file with its number from 1; one line is in memory at a time."""
     with open_file(path) as file:
         number = 0
         while line := file.readline(MAX_LINE_BYTES + 1):
@@ -134,7 +134,7 @@ def _refuse_utf16(path: Path, data: bytes) -> None:
         if data.startswith(mark):
             name = "UTF-32" if data.startswith(codecs.BOM_UTF32_LE) else name
             raise DataError(
-                f"{path} is {name}, UTF-8 is needed",
+                f"{path} is {name}, but UTF-8 is needed",
                 seen=f"it begins with the byte order mark {mark.hex(' ')}",
                 do=_convert(path, name),
             )
@@ -149,7 +149,7 @@ def _refuse_long_line(path: Path, number: int) -> NoReturn:
     raise DataError(
         f"{path}:{number} is too long to be one sample",
         seen=f"more than {MAX_LINE_BYTES:,} bytes without a line end",
-        do="write one JSON object a line; a JSON array belongs into a file named .json",
+        do="write one JSON object per line; a JSON array belongs in a .json file",
     )
 
 

@@ -1,1 +1,1 @@
-"""The planning room."""
+"""Planning: measure samples, form steps, cut them into micro-batches. NumPy only."""

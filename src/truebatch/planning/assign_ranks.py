@@ -1,4 +1,4 @@
-"""Micro-batches and rows that have a step, and how they are shared over ranks.
+"""Assign the micro-batches and rows of each step to ranks.
 
 Units (no rank yet) -> places_of (equal numbers, balanced cost) -> Cut (step -> rank -> micro-batch -> row -> sample)
 """
@@ -32,40 +32,40 @@ class StepLayout:
     """Steps laid out step -> rank -> micro-batch -> row -> sample; ranks have equal numbers of micro-batches."""
 
     order: NDArray[Any]
-    """[N] sample ids in the order they are run."""
+    """[N] sample ids in execution order."""
     micro_starts: NDArray[Any]
-    """[M + 1] where each micro-batch begins: in `row_starts` if there is one, else in `order`."""
+    """[M + 1] start of each micro-batch in `row_starts` if there is one, else in `order`."""
     step_starts: NDArray[Any]
     """[S + 1] the first micro-batch of each step."""
     row_starts: NDArray[Any] | None = None
-    """[R + 1] where each fixed packed row begins in `order`; otherwise rows follow from the layout."""
+    """[R + 1] start of each fixed packed row in `order`; otherwise rows follow from the layout."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Units:
-    """What is dealt to ranks: padded micro-batches, fixed packed rows, or micro-batches of such rows."""
+    """What is assigned to ranks: padded micro-batches, fixed packed rows, or micro-batches of such rows."""
 
     order: Ints
-    """[N] sample ids, unit after unit."""
+    """[N] sample ids, unit by unit."""
     starts: Ints
-    """[U + 1] where each unit begins: in `row_starts` if there is one, else in `order`."""
+    """[U + 1] start of each unit in `row_starts` if there is one, else in `order`."""
     costs: Ints
-    """[U] what each costs a rank."""
+    """[U] cost of each unit."""
     step_starts: Ints
     """[S + 1] the first unit of each step."""
     row_starts: Ints | None = None
-    """[R + 1] where each fixed packed row begins in `order`."""
+    """[R + 1] start of each fixed packed row in `order`."""
 
     @property
     def sample_starts(self) -> Ints:
-        """[U + 1] where each unit begins in `order`."""
+        """[U + 1] start of each unit in `order`."""
         return self.starts if self.row_starts is None else self.row_starts[self.starts]
 
 
 def make_units(
     samples: Samples, order: Ints, starts: Ints, step_starts: Ints, config: PlanConfig, row_starts: Ints | None = None
 ) -> Units:
-    """Units with their costs: rows times the widest (padded), or what the samples take one by one (packed)."""
+    """Units with their costs: rows times the widest (padded), or the sum over the samples (packed)."""
     if row_starts is None:
         widths = segment_maxima(samples.lengths[order], starts)
         costs = np.diff(starts) * balance_cost(widths, config.pair_cost)
@@ -75,7 +75,7 @@ def make_units(
 
 
 def take_units(units: Units, chosen: Ints, step_starts: Ints) -> Units:
-    """The chosen units in that order, as steps that begin at `step_starts`."""
+    """Select units in that order, as steps that begin at `step_starts`."""
     costs = units.costs[chosen]
     if units.row_starts is None:
         order, starts = take_segments(units.order, units.starts, chosen)
@@ -98,10 +98,10 @@ def deal_units(samples: Samples, units: Units, config: PlanConfig, *, ranks: int
 
 
 def places_of(units: Units, ranks: int) -> tuple[Ints, Ints]:
-    """[U] the place of each unit among ranks * ceil(units / ranks) of its step, and where the steps begin."""
+    """[U] the slot of each unit among the ranks * ceil(units / ranks) of its step, and the start of each step."""
     step_of = segment_of(units.step_starts)
     first_ids = units.order[units.sample_starts[:-1]]
-    # Sorted by what the unit is, not by how it came here, so that dealing a step again gives the same.
+    # Sorted by content, not by arrival, so that assigning a step again gives the same result.
     by_cost = np.lexsort((first_ids, -units.costs)).astype(np.int64, copy=False)
     ranking, _ = stable_sort(by_cost, step_of[by_cost], len(units.step_starts) - 1)
     place_of = np.zeros(len(units.costs), dtype=np.int64)
@@ -112,13 +112,13 @@ def places_of(units: Units, ranks: int) -> tuple[Ints, Ints]:
 
 
 def may_join_rows(config: PlanConfig) -> bool:
-    """Whether two rows can ever share a micro-batch."""
+    """True if two rows can ever share a micro-batch."""
     assert config.row_cells is not None
     return config.cells is None or 2 * config.row_cells <= config.cells
 
 
 def join_rows(samples: Samples, order: Ints, row_starts: Ints, shares: Ints, config: PlanConfig) -> Ints:
-    """[R] the micro-batch of each row within its share: rows in turn, while every limit holds."""
+    """[R] the micro-batch of each row within its share: rows in order, while every limit holds."""
     assert config.row_cells is not None
     columns = {name: segment_sums(column[order], row_starts) for name, column in samples.costs.items()}
     lengths = samples.lengths[order].astype(np.int64)
@@ -141,7 +141,7 @@ def join_rows(samples: Samples, order: Ints, row_starts: Ints, shares: Ints, con
 def _join_dealt(
     samples: Samples, dealt: Units, places: Ints, step_starts: Ints, config: PlanConfig, ranks: int
 ) -> StepLayout:
-    """Join neighbouring rows of a rank; all ranks of a step get as many micro-batches as the one that needs most."""
+    """Merge adjacent rows of a rank; all ranks of a step get as many micro-batches as the one that needs most."""
     assert dealt.row_starts is not None
     num_steps = len(step_starts) - 1
     step_of = segment_of(dealt.step_starts)
@@ -157,7 +157,7 @@ def _join_dealt(
 
 
 def units_of_step(samples: Samples, cut: StepLayout, step: int, config: PlanConfig) -> Units:
-    """The units of one step, taken back from how they lie for some number of ranks."""
+    """Recover the units of one step from their assignment to some number of ranks."""
     first, last = int(cut.step_starts[step]), int(cut.step_starts[step + 1])
     starts = np.asarray(cut.micro_starts[first : last + 1], dtype=np.int64)
     starts = starts[np.append(True, np.diff(starts) > 0)]  # without the empty micro-batches

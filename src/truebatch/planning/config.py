@@ -1,4 +1,4 @@
-"""How samples are grouped: the settings of a plan, checked where they are made."""
+"""Settings of a plan: how samples are grouped and what a step is."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class MicroBatchLimits:
     """What one micro-batch may hold at most; `None` means no limit."""
 
     cells: int | None = None
-    """Most cells, padding included."""
+    """Maximum number of cells, including padding."""
     pairs: int | None = None
-    """Most query-key pairs: the sum of squared lengths (packed) or rows times width squared (padded)."""
+    """Maximum number of query-key pairs: the sum of squared lengths (packed) or rows times width squared (padded)."""
     samples: int | None = None
-    """Most samples."""
+    """Maximum number of samples."""
     costs: Mapping[str, int] = field(default_factory=dict)
-    """Most of each named cost, for example image patches."""
+    """Maximum of each named cost, for example image patches."""
 
     def __post_init__(self) -> None:
         for name in ("cells", "pairs", "samples"):
@@ -44,7 +44,7 @@ class MicroBatchLimits:
 
     @property
     def is_unlimited(self) -> bool:
-        """Whether no limit is set at all."""
+        """True if no limit is set."""
         return self.cells is None and self.pairs is None and self.samples is None and not self.costs
 
 
@@ -58,33 +58,33 @@ class PlanConfig:
     """
 
     layout: Layout = "padded"
-    """One sample a row, padded to the longest; or several samples a row, end to end."""
+    """One sample per row, padded to the longest; or several samples per row, end to end."""
     grouping: Grouping = "auto"
-    """How samples come together: `budget`, `fixed` or `bucketed` (padded), `packed` (packed); `auto` takes the first."""
+    """How samples are grouped: `budget`, `fixed` or `bucketed` (padded), `packed` (packed); `auto` takes the first."""
     cells: int | None = None
-    """Most cells (tokens and padding) a micro-batch may hold."""
+    """Maximum number of cells (tokens and padding) in a micro-batch."""
     pairs: int | None = None
-    """Most query-key pairs a micro-batch may hold: what attention costs."""
+    """Maximum number of query-key pairs in a micro-batch: the cost of attention."""
     samples: int | None = None
-    """Most samples a micro-batch may hold; with grouping `fixed` or `bucketed` the number it has."""
+    """Maximum number of samples in a micro-batch; with grouping `fixed` or `bucketed` the exact number."""
     costs: Mapping[str, int] = field(default_factory=dict)
-    """Most of each named cost (for example image patches) a micro-batch may hold."""
+    """Maximum of each named cost (for example image patches) in a micro-batch."""
     bucket_width: int = 16
     """Grouping `bucketed`: lengths with the same `length // bucket_width` share a bucket."""
     samples_per_step: int | None = None
-    """A step is this many samples; 32 when no size of a step is given."""
+    """A step is this many samples; 32 if no step size is given."""
     tokens_per_step: int | None = None
     """A step is as many samples as fit this many tokens."""
     rows_per_step: int | None = None
-    """A step is this many packed rows of `row_cells`, formed over the whole epoch."""
+    """A step is this many packed rows of `row_cells`, packed over the whole epoch."""
     micro_batches_per_step: int | None = None
     """A step is this many micro-batches over all ranks, formed over the whole epoch."""
     row_cells: int | None = None
     """Cells of a fixed packed row; `cells` unless given."""
     seed: int = 0
-    """With the epoch, decides every random choice of the plan."""
+    """Together with the epoch, determines every random choice of the plan."""
     overlong: Overlong = "refuse"
-    """A sample over a limit on its own: an error, left out, or cut to the limit; the last two are counted."""
+    """What to do with a sample that exceeds a limit by itself: raise an error, drop it, or cut it; both are counted."""
     pair_cost: float = 8e-5
     """Cost of a pair relative to a cell, for balancing ranks."""
 
@@ -109,13 +109,13 @@ class PlanConfig:
             object.__setattr__(self, "grouping", known[0])
         if self.grouping not in known:
             raise PlanError(
-                "this grouping does not exist in this layout",
+                "this layout does not support this grouping",
                 seen=f"grouping={self.grouping!r}, layout={self.layout!r}",
                 do=f"with layout={self.layout!r} use grouping={' or '.join(map(repr, known))}",
             )
         if self.grouping in ("fixed", "bucketed") and self.samples is None:
             raise PlanError(
-                f"grouping {self.grouping!r} needs the number of samples of a micro-batch",
+                f"grouping {self.grouping!r} needs the number of samples per micro-batch",
                 seen="samples=None",
                 do="give samples, for example samples=8, or use grouping='budget' with cells",
             )
@@ -141,9 +141,9 @@ class PlanConfig:
         if not self.has_fixed_rows:
             if self.row_cells is not None:
                 raise PlanError(
-                    "row_cells is the capacity of fixed packed rows, and this plan has none",
+                    "row_cells is the capacity of fixed packed rows, but this plan has none",
                     seen=f"row_cells={self.row_cells}, layout={self.layout!r}, step={self.step_size}",
-                    do="leave row_cells out, or use layout='packed' with rows_per_step or micro_batches_per_step",
+                    do="omit row_cells, or use layout='packed' with rows_per_step or micro_batches_per_step",
                 )
             if self.is_epoch_wide and self.limits.is_unlimited:
                 raise PlanError(
@@ -174,27 +174,27 @@ class PlanConfig:
 
     @property
     def is_epoch_wide(self) -> bool:
-        """Whether rows or micro-batches are formed over the whole epoch before they are dealt to steps."""
+        """True if rows or micro-batches are formed over the whole epoch and then assigned to steps."""
         return self.rows_per_step is not None or self.micro_batches_per_step is not None
 
     @property
     def has_fixed_rows(self) -> bool:
-        """Whether rows are packed to a fixed capacity, so that cells may be empty."""
+        """True if rows are packed to a fixed capacity, so that cells may be empty."""
         return self.layout == "packed" and self.is_epoch_wide
 
     @property
     def step_size(self) -> str:
-        """The size of a step as it would be written in a configuration."""
+        """The step size as written in a configuration."""
         return next(f"{name}={getattr(self, name)}" for name in STEP_SIZES if getattr(self, name) is not None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data that makes the same settings again: `PlanConfig(**config.to_dict())`."""
+        """Plain data from which the same settings can be built: `PlanConfig(**config.to_dict())`."""
         values = {name: getattr(self, name) for name in PlanConfig.__dataclass_fields__}
         return values | {"costs": dict(self.costs)}
 
 
 def check_whole(name: str, value: object, *, least: int) -> None:
-    """Refuse anything but an integer of at least `least`."""
+    """Reject anything but an integer of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise PlanError(
             f"{name} must be a whole number of at least {least}",
@@ -210,7 +210,7 @@ def _check_count(name: str, value: object, *, most: int, required: bool = False)
         raise PlanError(
             f"{name} must be a whole number of at least 1",
             seen=f"{name}={value!r}",
-            do=f"give {name} as an integer from 1 to {most:,}" + ("" if required else ", or leave it out"),
+            do=f"give {name} as an integer from 1 to {most:,}" + ("" if required else ", or omit it"),
         )
 
 

@@ -1,4 +1,4 @@
-"""Values that lie in consecutive segments: `values[starts[i]:starts[i + 1]]` is segment i."""
+"""Values in consecutive segments (CSR): `values[starts[i]:starts[i + 1]]` is segment i."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from truebatch.planning.rows import Ints
 
 
 def stable_order(keys: Ints, num_keys: int) -> tuple[Ints, Ints]:
-    """[N] positions sorted by key (equal keys keep their order), and [num_keys + 1] where each key begins."""
+    """[N] positions sorted by key (equal keys keep their order), and [num_keys + 1] the start of each key."""
     return stable_sort(np.arange(len(keys), dtype=np.int64), keys, num_keys)
 
 
 def stable_sort(values: Ints, keys: Ints, num_keys: int) -> tuple[Ints, Ints]:
-    """[N] values sorted by key (equal keys keep their order), and [num_keys + 1] where each key begins."""
+    """[N] values sorted by key (equal keys keep their order), and [num_keys + 1] the start of each key."""
     if jit.is_slow(len(keys)) or num_keys > 4 * len(keys) + 65536:
         return values[np.argsort(keys, kind="stable")], starts_of(np.bincount(keys, minlength=num_keys))
     sorted_values, starts = np.empty(len(keys), dtype=np.int64), np.zeros(num_keys + 1, dtype=np.int64)
@@ -26,19 +26,19 @@ def stable_sort(values: Ints, keys: Ints, num_keys: int) -> tuple[Ints, Ints]:
 
 
 def starts_of(counts: NDArray[Any]) -> Ints:
-    """[num + 1] where each segment begins, from how many values each has."""
+    """[num + 1] the start of each segment, from the segment lengths."""
     starts = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=starts[1:])
     return starts
 
 
 def chunk_starts(num: int, size: int) -> Ints:
-    """Where each chunk of `size` begins; the last may be shorter."""
+    """Start of each chunk of `size`; the last may be shorter."""
     return np.append(np.arange(0, num, size, dtype=np.int64), num)
 
 
 def segment_of(starts: Ints) -> Ints:
-    """[N] the segment each value lies in."""
+    """[N] the segment of each value."""
     return np.repeat(np.arange(len(starts) - 1, dtype=np.int64), np.diff(starts))
 
 

@@ -1,4 +1,4 @@
-"""Steps that are sets of samples, and how each is cut for a number of ranks.
+"""Form steps as sets of samples and cut each for a number of ranks.
 
 keyed order -> steps (form_steps) -> micro-batches (cut_steps) -> ranks
 """
@@ -18,12 +18,12 @@ from truebatch.planning.sample_table import Samples, balance_cost
 
 
 def keyed_sample_order(ids: Ints, config: PlanConfig, epoch: int) -> Ints:
-    """The same samples in the random order of this epoch; an order of two samples never depends on a third."""
+    """Shuffle samples for an epoch; the order of two samples never depends on a third."""
     return keyed_shuffle(ids, config.seed, epoch, "sample order")
 
 
 def form_steps(samples: Samples, ids: Ints, config: PlanConfig) -> Ints:
-    """Where each step begins in `ids`, which are in keyed order: nothing but that order and the size of a step."""
+    """Start of each step in `ids`, which are in keyed order; depends only on that order and the step size."""
     if config.samples_per_step is not None:
         return chunk_starts(len(ids), config.samples_per_step)
     assert config.tokens_per_step is not None
@@ -49,7 +49,7 @@ def cut_steps(samples: Samples, ids: Ints, starts: Ints, config: PlanConfig, *, 
 
 
 def by_bucket(samples: Samples, ids: Ints, stretch: Ints, width: int) -> tuple[Ints, Ints]:
-    """Samples of one stretch sorted by `length // width`, and a number for each bucket of each stretch."""
+    """Sort the samples of each segment by `length // width`, and number the buckets of each segment."""
     bucket = samples.lengths[ids].astype(np.int64) // width
     num = int(bucket.max()) + 1
     key = stretch * num + bucket
@@ -60,7 +60,7 @@ def by_bucket(samples: Samples, ids: Ints, stretch: Ints, width: int) -> tuple[I
 def padded_units(
     samples: Samples, ids: Ints, starts: Ints, buckets: Ints, config: PlanConfig, *, ranks: int, is_even: bool
 ) -> Units:
-    """Neighbours in `ids` put into padded micro-batches under every limit, step by step."""
+    """Group adjacent `ids` into padded micro-batches within every limit, step by step."""
     lengths = samples.lengths[ids].astype(np.int64)
     sizes, limits = padded_table(len(ids), {name: c[ids] for name, c in samples.costs.items()}, config.limits)
     group_of, num_groups = np.zeros(len(ids), dtype=np.int64), np.zeros(len(starts) - 1, dtype=np.int64)
@@ -77,7 +77,7 @@ def padded_units(
 
 
 def _longest_first(samples: Samples, ids: Ints, starts: Ints) -> Ints:
-    """The samples of each step by length, longest first, then by id: an order that only the set decides."""
+    """The samples of each step by length, longest first, then by id: an order that depends only on the set."""
     by_id, _ = stable_order(ids, len(samples.lengths))
     lengths = samples.lengths[ids].astype(np.int64)
     longest = int(lengths.max())

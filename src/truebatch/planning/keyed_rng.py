@@ -1,4 +1,4 @@
-"""Randomness that is a function of (seed, epoch, purpose, counter), never of a library's stream.
+"""Random numbers as a function of (seed, epoch, purpose, counter), not of a generator's state.
 
 seed, epoch, purpose -> one 64-bit key;  key, counter -> 64 random-looking bits, different for different counters
 """
@@ -35,15 +35,15 @@ def keyed_order(num: int, seed: int, epoch: int, purpose: str) -> Ints:
 
 
 def keyed_shuffle(ids: Ints, seed: int, epoch: int, purpose: str, *, values: Ints | None = None) -> Ints:
-    """Distinct ids in the order of their hashes: that of two never depends on a third.
+    """Distinct ids in the order of their hashes: the order of two never depends on a third.
 
-    Where `values` has one value for each id, those are sorted instead, in place.
+    If `values` has one value per id, those are sorted instead, in place.
     """
     bits = keyed_hash(seed, epoch, purpose, ids)
     values = ids.copy() if values is None else values
     if jit.is_slow(len(ids)):
         return values[np.argsort(bits)]
-    bits ^= np.uint64(1 << 63)  # signed numbers in the same order: loops that mix both kinds would turn to floats
+    bits ^= np.uint64(1 << 63)  # signed integers in the same order: mixing signed and unsigned would give floats
     num_bits = max(1, len(ids).bit_length() - 1)
     coarse = max(1, min(11, num_bits - 2))
     counts = np.zeros((1 << coarse) + 1, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""What samples take of the limits of a micro-batch, as flat tables for the loops."""
+"""Flat tables for the loops: how much of each micro-batch limit a sample uses."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from truebatch.planning.sample_table import Columns
 NO_LIMIT = 2**62
 
 Table = tuple[Ints, Ints]
-"""`sizes[i * K + k]`: what i takes of resource k; `limits[k]`: what a micro-batch may hold of it."""
+"""`sizes[i * K + k]`: how much of resource k sample i uses; `limits[k]`: how much a micro-batch may hold."""
 
 
 def packed_table(lengths: NDArray[Any], costs: Columns, limits: MicroBatchLimits) -> Table:
-    """Samples end to end: everything adds up, pairs are squared lengths. Cells come first if they have a limit."""
+    """Samples end to end: all resources add up, pairs are squared lengths. Cells come first if they have a limit."""
     wide = lengths.astype(np.int64)
     columns = [(wide, limits.cells), (wide * wide, limits.pairs), (np.ones_like(wide), limits.samples)]
     return _flat(columns + [(costs[name], limit) for name, limit in limits.costs.items()], len(wide))

@@ -1,6 +1,6 @@
-"""Rows and micro-batches formed over a whole epoch, then dealt to steps at random.
+"""Form rows and micro-batches over a whole epoch, then assign them to steps at random.
 
-fresh random order -> packed rows or padded micro-batches of alike lengths -> steps
+fresh random order -> packed rows or padded micro-batches of similar lengths -> steps
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from truebatch.planning.sample_table import LONGEST, Samples, balance_cost
 _FILLER_SHARE = 7
 """The shortest samples, up to one part in this many of all tokens, are packed last and longest first."""
 _JITTER_BITS = 7
-"""Padded: samples whose lengths differ by less than one part in 2**7 may change places from epoch to epoch."""
+"""Padded: samples whose lengths differ by less than one part in 2**7 may swap places between epochs."""
 _FRACTION_BITS = 6
 _HASH_BITS = 27
 
 
 def form_units(samples: Samples, ids: Ints, config: PlanConfig, epoch: int, *, fullest_first: bool = False) -> Units:
-    """Units of the whole epoch, dealt to steps: at random, or (for streams) the emptiest left for the end."""
+    """Units of the whole epoch assigned to steps: at random, or (for streams) with the emptiest left for the end."""
     units = (
         _form_rows(samples, ids, config, epoch) if config.has_fixed_rows else _form_padded(samples, ids, config, epoch)
     )
@@ -62,12 +62,12 @@ def _form_rows(samples: Samples, ids: Ints, config: PlanConfig, epoch: int) -> U
 
 
 def _pack(samples: Samples, ids: Ints, config: PlanConfig, epoch: int) -> tuple[Ints, Ints]:
-    """Best fit into rows of `row_cells`: the samples row after row, tagged with their lengths, and where rows begin.
+    """Best fit into rows of `row_cells`: the samples row by row, tagged with their lengths, and the row starts.
 
-    Id and length travel in one number, because looking a length up for a random id is what costs most with many samples.
+    Id and length are in one integer, because looking up the length of a random id is the main cost with many samples.
     """
     assert config.row_cells is not None
-    # A row that could hold everything has room for every sample, however much larger it is; its table need not be.
+    # A row that can hold everything has room for every sample, so the table need not be larger than that.
     capacity = min(config.row_cells, int(samples.lengths.sum(dtype=np.int64)))
     tagged = ids << LENGTH_BITS
     tagged |= samples.lengths if len(ids) == len(samples.lengths) else samples.lengths[ids]
@@ -76,7 +76,7 @@ def _pack(samples: Samples, ids: Ints, config: PlanConfig, epoch: int) -> tuple[
     )
     sizes, limits = _extra_table(samples, tagged, config)
     most_rows = len(ids)
-    if not len(limits):  # any two rows together hold more than one row may, else one would not have been opened
+    if not len(limits):  # any two rows together hold more than one row can, else the second would not have been opened
         most_rows = min(most_rows, 2 * int(samples.lengths.sum(dtype=np.int64)) // capacity + 2)
     bases, num_words = _levels(capacity)
     row_of = np.empty(len(ids), dtype=np.int64)
@@ -89,7 +89,7 @@ def _pack(samples: Samples, ids: Ints, config: PlanConfig, epoch: int) -> tuple[
 
 
 def _extra_table(samples: Samples, tagged: Ints, config: PlanConfig) -> Table:
-    """What fixed rows add up besides their cells; nothing at all when only cells have a limit."""
+    """Totals of fixed rows other than cells; nothing if only cells have a limit."""
     if config.pairs is None and config.samples is None and not config.costs:
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
     costs = {name: column[tagged >> LENGTH_BITS] for name, column in samples.costs.items()}
@@ -98,7 +98,7 @@ def _extra_table(samples: Samples, tagged: Ints, config: PlanConfig) -> Table:
 
 
 def _levels(capacity: int) -> tuple[Ints, int]:
-    """Where each level of the table of free spaces begins, 32 entries a word, and the words of all levels."""
+    """Start of each level of the free-space bitmap, 32 entries per word, and the words of all levels."""
     bases, num_words, num = [0], 0, capacity + 2
     while True:
         words = num // 32 + 2
@@ -112,7 +112,7 @@ def _levels(capacity: int) -> tuple[Ints, int]:
 def _filler_last(tagged: Ints, longest_sample: int) -> Ints:
     """Samples in the given random order, except that the shortest come last, roughly longest first.
 
-    They fill what is left of the rows. Sorting all, or these strictly, would bring the same together in every epoch.
+    They fill the remaining space. Sorting all, or these strictly, would group the same samples in every epoch.
     """
     counts = np.zeros(longest_sample + 1, dtype=np.int64)
     jit.call("count_lengths", counts, tagged, num=len(tagged))
@@ -137,14 +137,15 @@ def _form_padded(samples: Samples, ids: Ints, config: PlanConfig, epoch: int) ->
 
 
 def _first_boundary(samples: Samples, ids: Ints, config: PlanConfig, epoch: int) -> int:
-    """Where the first micro-batch ends at the latest: at random, so that all later boundaries move with it."""
+    """A random upper bound for the end of the first micro-batch, so that all later boundaries move with it."""
     shortest = int(samples.lengths[ids[0]])
     most = min(len(ids), config.samples or len(ids), (config.cells or len(ids) * shortest) // shortest)
     return 1 + int(keyed_hash(config.seed, epoch, "first boundary", [0])[0]) % max(1, most)
 
 
 def _alike(samples: Samples, ids: Ints, config: PlanConfig, epoch: int) -> Ints:
-    """Shortest first by a length with a little keyed noise, so that neighbours are alike but new every epoch."""
+    """Sort by length with a little keyed noise, shortest first: neighbours have similar lengths but change every
+    epoch."""
     noise = keyed_hash(config.seed, epoch, "alike", ids)
     key = samples.lengths[ids].astype(np.uint64) << np.uint64(_FRACTION_BITS)
     key += (key * (noise >> np.uint64(48))) >> np.uint64(16 + _JITTER_BITS)
@@ -153,7 +154,7 @@ def _alike(samples: Samples, ids: Ints, config: PlanConfig, epoch: int) -> Ints:
 
 
 def _emptiest_last(samples: Samples, units: Units, chosen: Ints, size: int, config: PlanConfig) -> Ints:
-    """Keep the random order, but move the units that would not fill a step, the emptiest, to the end."""
+    """Keep the random order, but move the emptiest units, which would not fill a step, to the end."""
     tokens = segment_sums(samples.lengths[units.order], units.sample_starts)
     if units.row_starts is not None:
         assert config.row_cells is not None

@@ -37,9 +37,9 @@ def build_plan(
     costs: Mapping[str, ArrayLike] | None = None,
     counts: Mapping[str, ArrayLike] | None = None,
 ) -> Plan:
-    """Plan one epoch: every sample once, no micro-batch over a limit, the same on every rank and machine.
+    """Plan one epoch: every sample once, no micro-batch over a limit, identical on every rank and machine.
 
-    `costs` are the columns that `config.costs` limits; `counts` are columns whose sums a step should know.
+    `costs` are the columns that `config.costs` limits; `counts` are columns to sum per step.
 
     >>> from truebatch import PlanConfig, build_plan
     >>> plan = build_plan([3, 1, 2, 4], PlanConfig(layout="packed", cells=6, samples_per_step=4), epoch=0, ranks=2)
@@ -62,7 +62,7 @@ def build_plan(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """The steps of one epoch. Reading a step costs what the step holds, wherever it lies in the plan.
+    """The steps of one epoch. The cost of reading a step depends only on its size, not on its position.
 
     >>> from truebatch import PlanConfig, build_plan
     >>> plan = build_plan([3, 1, 2, 4], PlanConfig(samples_per_step=2))
@@ -73,23 +73,23 @@ class Plan:
     samples: Samples = field(repr=False)
     """Lengths, costs and counts of the dataset, as they are planned."""
     cut: StepLayout = field(repr=False)
-    """The steps as they lie for `ranks`."""
+    """The steps, cut for `ranks`."""
     config: PlanConfig
     epoch: int
     ranks: int
 
     @property
     def num_steps(self) -> int:
-        """How many steps the epoch has."""
+        """Number of steps in the epoch."""
         return len(self.cut.step_starts) - 1
 
     @property
     def num_samples(self) -> int:
-        """How many samples the epoch runs."""
+        """Number of samples in the epoch."""
         return len(self.cut.order)
 
     def step(self, step: int, *, ranks: int | None = None) -> list[list[Rows]]:
-        """The micro-batches of each rank. Other ranks get the same samples, as a plan built for them would."""
+        """The micro-batches of each rank. Another number of ranks gets the same samples, as in a plan built for it."""
         self._check_step(step)
         if ranks is None or ranks == self.ranks:
             return self._ranks_of(self.cut, step, self.ranks)
@@ -110,7 +110,7 @@ class Plan:
         return {name: int(column[ids].sum()) for name, column in self.samples.counts.items()}
 
     def planned_lengths(self, ids: Ints) -> Ints:
-        """[n] the tokens each sample has in this plan: shorter than the sample itself only where it is cut."""
+        """[n] the length of each sample in this plan: shorter than the sample itself only if it is cut."""
         return self.samples.lengths[ids].astype(np.int64)
 
     @cached_property
@@ -128,15 +128,15 @@ class Plan:
 
     @cached_property
     def statistics(self) -> PlanStatistics:
-        """What the plan came to: fill, waste, micro-batches, balance."""
+        """Statistics of the plan: fill, waste, micro-batches, balance."""
         return measure_plan(self.samples, self.cut, self.config, self.ranks)
 
     def check_lengths(self, lengths: ArrayLike) -> None:
-        """Refuse a dataset that is not the one this plan was made for, naming the first sample that changed."""
+        """Raise if the dataset is not the one this plan was made for; the error names the first sample that changed."""
         now, then = check_lengths(lengths), self._measured_lengths()
         if len(now) != len(then):
             raise DataError(
-                "the dataset has another number of samples than when it was measured",
+                "the number of samples in the dataset changed since it was measured",
                 seen=f"{len(now):,} samples now, {len(then):,} in the plan",
                 do="plan again, or give the dataset the plan was made for",
             )
@@ -207,11 +207,11 @@ class Plan:
             raise PlanError(
                 "this plan has no such step",
                 seen=f"step {step!r}, {self.num_steps:,} steps",
-                do=f"ask for a step from 0 to {self.num_steps - 1:,}",
+                do=f"use a step from 0 to {self.num_steps - 1:,}",
             )
 
 
 def _slim(cut: StepLayout, num: int) -> StepLayout:
-    """Sample ids in 32 bits where they fit: plans of very many samples stay small."""
+    """Store sample ids in 32 bits if they fit, so that plans of very many samples stay small."""
     order = cut.order.astype(np.int32) if num <= 2**31 - 1 else cut.order
     return StepLayout(order, cut.micro_starts, cut.step_starts, cut.row_starts)

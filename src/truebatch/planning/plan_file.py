@@ -1,6 +1,6 @@
-"""Plans as plain files: a safetensors container of arrays, written whole or not at all, opened by memory map.
+"""Plan files: arrays in a safetensors container, written atomically, opened by memory map.
 
-8 bytes: length of the header -> JSON header (dtype, shape, place of each array; settings) -> the arrays
+8 bytes: length of the header -> JSON header (dtype, shape, offset of each array; settings) -> the arrays
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write a plan to one file. A reader sees the old file or the whole new one, never a part.
+    """Write a plan to one file atomically: a reader sees the old file or the whole new one.
 
     >>> from truebatch import PlanConfig, build_plan, save_plan
     >>> save_plan(build_plan([3, 1, 2], PlanConfig(cells=8)), "epoch-0.plan")
@@ -61,7 +61,8 @@ def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
 def load_plan(path: str | os.PathLike[str], *, check: bool = True) -> Plan:
     """Open a plan; its arrays stay on disk until a step needs them.
 
-    `check` compares every array with its checksum, which reads the file once; the shape of the file is always checked.
+    `check` compares every array with its checksum, which reads the file once; the structure of the file is always
+    checked.
 
     >>> from truebatch import PlanConfig, build_plan, load_plan, save_plan
     >>> file = "epoch-0.plan"
@@ -84,7 +85,7 @@ def load_plan(path: str | os.PathLike[str], *, check: bool = True) -> Plan:
     )
     cut = StepLayout(arrays["order"], arrays["micro_starts"], arrays["step_starts"], arrays.get("row_starts"))
     plan = Plan(samples=samples, cut=cut, config=about["config"], epoch=about["epoch"], ranks=about["ranks"])
-    plan.__dict__["fingerprint"] = about["fingerprint"]  # the cached value; computing it would read every length
+    plan.__dict__["fingerprint"] = about["fingerprint"]  # store the cached value; computing it would read every length
     return plan
 
 
@@ -100,7 +101,7 @@ def _arrays_of(plan: Plan) -> Arrays:
     arrays |= {f"count.{name}": column for name, column in samples.counts.items()}
     wide = {name: np.ascontiguousarray(array, dtype="<i8") for name, array in arrays.items()}
     order = np.ascontiguousarray(cut.order, dtype="<i4" if cut.order.dtype.itemsize == 4 else "<i8")
-    # Eight-byte arrays first, so that every array begins at a multiple of its own width.
+    # Eight-byte arrays first, so that every array is aligned to its item size.
     return wide | {"order": order, "lengths": np.ascontiguousarray(samples.lengths, dtype="<i4")}
 
 
@@ -115,7 +116,7 @@ def _write_whole(path: Path, parts: list[Any]) -> None:
                 file.write(part)
     except OSError as error:
         raise DataError(
-            "the plan could not be written", seen=f"{path}: {error}", do="choose a folder that exists and has room"
+            "the plan could not be written", seen=f"{path}: {error}", do="choose an existing folder with enough space"
         ) from error
 
 
@@ -169,7 +170,7 @@ def _parse_about(file: Path, metadata: object) -> dict[str, Any]:
             do="update truebatch, or plan again",
         )
     if about.pop("check", None) != _check_of(about):
-        raise _damaged(file, "settings that do not agree with their checksum")
+        raise _damaged(file, "settings that do not match their checksum")
     try:
         about["config"] = PlanConfig(**about["config"])
     except (TypeError, KeyError, PlanError, AttributeError) as error:
@@ -182,7 +183,7 @@ def _parse_about(file: Path, metadata: object) -> dict[str, Any]:
 
 
 def _map(file: Path, name: str, entry: object, base: int, size: int) -> NDArray[Any]:
-    """One array of the file, after making sure that it lies inside the file."""
+    """Read one array, after checking that it is inside the file."""
     fields = entry if isinstance(entry, Mapping) else {}
     dtype = _DTYPES.get(str(fields.get("dtype")))
     shape, offsets = fields.get("shape"), fields.get("data_offsets")
@@ -200,11 +201,11 @@ def _map(file: Path, name: str, entry: object, base: int, size: int) -> NDArray[
 def _check_sums(file: Path, arrays: Arrays, about: dict[str, Any]) -> None:
     for name, array in arrays.items():
         if zlib.crc32(np.ascontiguousarray(array).data) != about["checks"].get(name):
-            raise _damaged(file, f"array {name!r} does not agree with its checksum")
+            raise _damaged(file, f"array {name!r} does not match its checksum")
 
 
 def _check_starts(file: Path, arrays: Arrays) -> None:
-    """The arrays lead into each other: steps -> micro-batches -> (rows ->) samples, each beginning where it should."""
+    """Check that the arrays are consistent: steps -> micro-batches -> (rows ->) samples."""
     levels = ["step_starts", "micro_starts", *(["row_starts"] if "row_starts" in arrays else [])]
     ends = [len(arrays[name]) - 1 for name in levels[1:]] + [len(arrays["order"])]
     for name, end in zip(levels, ends, strict=True):
@@ -214,4 +215,4 @@ def _check_starts(file: Path, arrays: Arrays) -> None:
 
 
 def _damaged(file: Path, seen: str) -> DataError:
-    return DataError("this plan file is damaged or cut short", seen=f"{file}: {seen}", do="delete it and plan again")
+    return DataError("this plan file is damaged or truncated", seen=f"{file}: {seen}", do="delete it and plan again")

@@ -1,4 +1,4 @@
-"""The samples of one micro-batch and the rows they lie in."""
+"""The samples of one micro-batch and their rows."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Which samples share a forward pass, and in which row each lies.
+    """Which samples share a forward pass, and the row of each.
 
     Row b holds the samples `ids[starts[b]:starts[b + 1]]`, end to end. An empty micro-batch (a rank
-    with nothing to do in a short step) has no rows.
+    without samples in a short step) has no rows.
 
     >>> import numpy as np
     >>> from truebatch import Rows
@@ -26,26 +26,26 @@ class Rows:
     """
 
     ids: Ints
-    """[N] sample ids in row order."""
+    """[N] sample ids, row by row."""
     starts: Ints
-    """[B + 1] where each row begins in `ids`."""
+    """[B + 1] start of each row in `ids`."""
     width: int
-    """Cells a row has, padding included."""
+    """Cells per row, including padding."""
     layout: Layout
 
     @property
     def num_rows(self) -> int:
-        """How many rows the forward pass has."""
+        """Number of rows in the forward pass."""
         return len(self.starts) - 1
 
     @property
     def num_samples(self) -> int:
-        """How many samples the forward pass has."""
+        """Number of samples in the forward pass."""
         return len(self.ids)
 
     @property
     def cells(self) -> int:
-        """Positions of the forward pass, padding included."""
+        """Number of cells in the forward pass, including padding."""
         return self.num_rows * self.width
 
     def row(self, index: int) -> Ints:
@@ -54,7 +54,7 @@ class Rows:
 
 
 def padded_rows(ids: Ints, width: int) -> Rows:
-    """One sample a row, every row `width` cells wide."""
+    """One sample per row, every row `width` cells wide."""
     ids = np.asarray(ids, dtype=np.int64)
     return Rows(ids, np.arange(len(ids) + 1, dtype=np.int64), int(width), "padded")
 
@@ -67,9 +67,9 @@ def packed_row(ids: Ints, width: int) -> Rows:
 
 
 def longest_first(rows: Rows, lengths: Ints) -> Rows:
-    """The same rows with the samples of each in order of falling length, as attention kernels like them.
+    """The same rows with the samples of each sorted longest first, which suits attention kernels.
 
-    `lengths` [N] are those of `rows.ids`. Samples of equal length stay in their order.
+    `lengths` [N] are those of `rows.ids`. Samples of equal length keep their order.
     """
     row_of = np.repeat(np.arange(rows.num_rows), np.diff(rows.starts))
     order = np.lexsort((-np.asarray(lengths, dtype=np.int64), row_of))

@@ -1,4 +1,4 @@
-"""What is known of the samples before any is read: lengths, costs and counts, checked once."""
+"""The sample table: lengths, costs and counts, checked once, before any sample is read."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ Columns = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Samples:
-    """Columns with one entry per sample of the dataset, as they are planned."""
+    """Columns with one entry per sample of the dataset, as planned."""
 
     lengths: NDArray[np.int32]
     """[N] tokens of each sample, after cutting."""
     costs: Columns
-    """[N] each: what a sample takes of every named cost that has a limit."""
+    """[N] each: every named cost that has a limit."""
     counts: Columns
-    """[N] each: what a sample adds to every named count of its step."""
+    """[N] each: every named count that a sample adds to its step."""
     cut_ids: Ints
-    """Samples that are cut to `lengths`, because they were over a limit and the user asked for it."""
+    """Samples cut to `lengths` because they exceeded a limit and the user chose that."""
     cut_from: Ints
-    """Their lengths before."""
+    """Their original lengths."""
     dropped_ids: Ints
-    """Samples left out, because they were over a limit and the user asked for it."""
+    """Samples dropped because they exceeded a limit and the user chose that."""
 
     def cost(self, ids: Ints, pair_cost: float) -> Ints:
         """[n] cells + pairs of each sample in whole cells, so that sums do not depend on their order."""
@@ -44,7 +44,7 @@ class Samples:
 
 
 def balance_cost(lengths: NDArray[Any], pair_cost: float) -> Ints:
-    """What a row of each length costs, in cells: its cells and its pairs, rounded."""
+    """Cost of a row of each length, in cells: its cells and its weighted pairs, rounded."""
     longest = int(lengths.max(initial=0))
     if longest > len(lengths):
         return _cost_of(lengths, pair_cost)
@@ -61,7 +61,8 @@ def _cost_of(lengths: NDArray[Any], pair_cost: float) -> Ints:
 def measure_samples(
     lengths: ArrayLike, config: PlanConfig, *, costs: Mapping[str, ArrayLike], counts: Mapping[str, ArrayLike]
 ) -> Samples:
-    """Check the columns and apply `config.overlong`; promises that every planned sample fits every limit alone."""
+    """Check the columns and apply `config.overlong`; guarantees that every planned sample fits every limit by
+    itself."""
     measured = check_lengths(lengths)
     cost_columns = _check_costs(costs, config.limits, len(measured))
     count_columns = {name: _check_column("count", name, values, len(measured)) for name, values in counts.items()}
@@ -77,7 +78,7 @@ def measure_samples(
             dropped = np.union1d(too_long, too_costly)
     if len(dropped) == len(measured):
         raise PlanError(
-            "every sample is over a limit, so none is left to plan",
+            "every sample exceeds a limit, so none is left to plan",
             seen=f"{len(measured):,} samples, {_limits_text(config)}, overlong='drop'",
             do="raise the limits, or shorten the samples",
         )
@@ -89,7 +90,7 @@ def measure_samples(
 
 
 def check_lengths(lengths: ArrayLike) -> NDArray[np.int32]:
-    """[N] whole numbers of tokens, each at least 1."""
+    """[N] integer numbers of tokens, each at least 1."""
     array = _whole_numbers("lengths", lengths)
     if array.size == 0:
         raise PlanError("there are no samples", seen="0 lengths", do="give at least one sample")
@@ -99,13 +100,13 @@ def check_lengths(lengths: ArrayLike) -> NDArray[np.int32]:
             raise PlanError(
                 f"{int(is_bad.sum()):,} of {len(array):,} lengths are not {rule}",
                 seen=f"sample {first} has length {array[first]}",
-                do="leave such samples out before planning, or mend the function that measures them",
+                do="drop such samples before planning, or fix the function that measures them",
             )
     return array.astype(np.int32)
 
 
 def longest_allowed(config: PlanConfig) -> int:
-    """The length above which a sample is over a limit on its own."""
+    """The length above which a sample exceeds a limit by itself."""
     allowed = [LONGEST]
     if config.cells is not None:
         allowed.append(config.cells)
@@ -129,10 +130,10 @@ def _whole_numbers(name: str, values: ArrayLike) -> NDArray[Any]:
         raise PlanError(
             f"{name} must be flat: one number per sample",
             seen=f"an array of shape {array.shape}",
-            do=f"give {name} with one dimension; further costs of a sample go into costs={{name: values}}",
+            do=f"give {name} with one dimension; other costs of a sample go into costs={{name: values}}",
         )
     if array.size and array.dtype.kind not in "iu":
-        raise PlanError(f"{name} must be whole numbers", seen=_first_odd(array), do=_advice(name, array))
+        raise PlanError(f"{name} must be integers", seen=_first_odd(array), do=_advice(name, array))
     return array
 
 
@@ -153,7 +154,7 @@ def _is_length(array: NDArray[Any]) -> Any:
 
 def _advice(name: str, array: NDArray[Any]) -> str:
     if array.dtype.kind == "f" and bool(_is_length(array).all()):
-        return f"the values are whole, only their type is not: pass {name}.astype(np.int64)"
+        return f"the values are integers but the dtype is not: pass {name}.astype(np.int64)"
     if array.dtype.kind == "b":
         return f"pass numbers of tokens, not True and False; a boolean column per token is summed first: {name}.sum(axis=1)"
     return f"give {name} as integers, one per sample"
@@ -173,7 +174,7 @@ def _check_column(kind: str, name: str, values: ArrayLike, num: int) -> NDArray[
         raise PlanError(
             f"{kind} {name!r} must be from 0 to {LARGEST_COST:,}",
             seen=f"sample {first} has {array[first]}",
-            do=f"mend the function that measures {name!r}",
+            do=f"fix the function that measures {name!r}",
         )
     return array.astype(np.int64)
 
@@ -202,7 +203,7 @@ def _over_cost(costs: Columns, limits: MicroBatchLimits, num: int) -> Ints:
 def _refuse_overlong(
     lengths: NDArray[np.int32], too_long: Ints, too_costly: Ints, config: PlanConfig, counts: Columns, costs: Columns
 ) -> None:
-    """Raise unless the user asked for what can be done about these samples."""
+    """Raise unless the user chose to drop or cut these samples."""
     if config.overlong == "drop":
         return
     if config.overlong == "cut" and not len(too_costly):
@@ -211,14 +212,14 @@ def _refuse_overlong(
         raise PlanError(
             "samples would be cut after their counts were measured, so the counts of a step would be wrong",
             seen=f"{len(too_long):,} samples over {longest_allowed(config):,} tokens, counts={sorted(counts)}",
-            do="cut them where they are loaded and measure lengths and counts of what is left",
+            do="cut them when they are loaded, and measure lengths and counts of the result",
         )
     worst = int(too_long[np.argmax(lengths[too_long])]) if len(too_long) else int(too_costly[0])
     taken = "".join(f", {name}={values[worst]:,}" for name, values in costs.items())
     raise PlanError(
-        f"{len(np.union1d(too_long, too_costly)):,} of {len(lengths):,} samples are over a limit on their own",
+        f"{len(np.union1d(too_long, too_costly)):,} of {len(lengths):,} samples exceed a limit by themselves",
         seen=f"sample {worst} has {lengths[worst]:,} tokens{taken}; {_limits_text(config)}",
-        do="raise the limit, shorten those samples, or ask for overlong='drop'"
+        do="raise the limit, shorten those samples, or set overlong='drop'"
         + (" (a cost cannot be cut)" if len(too_costly) else " or overlong='cut'"),
     )
 

@@ -1,4 +1,4 @@
-"""Micro-batches cut smaller after the plan was made: a lower budget splits, it never plans again."""
+"""Split planned micro-batches under a lower budget, without planning again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_COSTS: Mapping[str, ArrayLike] = {}
 def split_rows(
     rows: Rows, lengths: NDArray[Any], limits: MicroBatchLimits, *, costs: Mapping[str, ArrayLike] = _NO_COSTS
 ) -> list[Rows]:
-    """The same samples in the same order, in micro-batches that keep every limit; one that fits stays as it is.
+    """The same samples in the same order, in micro-batches within every limit; one that fits is unchanged.
 
     `lengths` and `costs` are those of the whole dataset. Rows stay whole where they fit; a packed row that does not is
     cut between samples, and its parts have as many cells as tokens.
@@ -44,7 +44,7 @@ def split_rows(
 
 
 def halve_rows(rows: Rows, lengths: NDArray[Any]) -> list[Rows]:
-    """Two micro-batches with about half the tokens each, in the same order; a single sample stays as it is."""
+    """Two micro-batches with about half the tokens each, in the same order; a single sample is unchanged."""
     if rows.num_samples < 2:
         return [rows]
     tokens = np.cumsum(np.asarray(lengths)[rows.ids])
@@ -58,12 +58,12 @@ def halve_rows(rows: Rows, lengths: NDArray[Any]) -> list[Rows]:
 
 
 def _middle(running: NDArray[Any]) -> int:
-    """How many to leave in the first half: at least one on either side."""
+    """Size of the first half: at least one on either side."""
     return int(np.clip(np.searchsorted(running, running[-1] / 2) + 1, 1, len(running) - 1))
 
 
 class _Taken:
-    """What stretches of rows, or of samples in one row, take of each limit."""
+    """How much of each limit a range of rows, or of samples in one row, uses."""
 
     def __init__(
         self, lengths: Ints, columns: Mapping[str, NDArray[Any]], limits: MicroBatchLimits, rows: Rows
@@ -71,7 +71,7 @@ class _Taken:
         self.lengths, self.columns, self.limits, self.rows = lengths, columns, limits, rows
 
     def fits(self, first: int, last: int) -> bool:
-        """Whether rows first to last may share a micro-batch."""
+        """True if rows first to last may share a micro-batch."""
         a, b = int(self.rows.starts[first]), int(self.rows.starts[last])
         if self.rows.layout == "packed":
             return self._within(a, b, (last - first) * self.rows.width, _pairs(self.lengths[a:b]))
@@ -79,15 +79,15 @@ class _Taken:
         return self._within(a, b, (b - a) * width, (b - a) * width * width)
 
     def fits_packed(self, a: int, b: int) -> bool:
-        """Whether samples a to b may be one packed row with no empty cell."""
+        """True if samples a to b fit into one packed row with no empty cell."""
         return self._within(a, b, int(self.lengths[a:b].sum()), _pairs(self.lengths[a:b]))
 
     def check_alone(self) -> None:
-        """Refuse a limit that some sample breaks on its own: splitting cannot help."""
+        """Raise if a sample exceeds a limit by itself: splitting cannot help."""
         for i in range(len(self.lengths)):
             if not self.fits_packed(i, i + 1):
                 raise PlanError(
-                    "a sample is over the limit on its own, so its micro-batch cannot be split to fit",
+                    "a sample exceeds the limit by itself, so its micro-batch cannot be split to fit",
                     seen=f"sample {self.rows.ids[i]} has {self.lengths[i]:,} tokens; {self.limits}",
                     do="raise the limit, or shorten that sample and plan again",
                 )
@@ -104,7 +104,7 @@ def _pairs(lengths: Ints) -> int:
 
 
 def _split_row(rows: Rows, row: int, taken: _Taken) -> list[Rows]:
-    """One packed row in several, each as long as the limits allow."""
+    """Split one packed row into several, each as long as the limits allow."""
     answer: list[Rows] = []
     first, end = int(rows.starts[row]), int(rows.starts[row + 1])
     while first < end:

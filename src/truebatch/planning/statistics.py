@@ -1,4 +1,4 @@
-"""What a plan came to, measured on the finished plan."""
+"""Statistics of a finished plan."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ class PlanStatistics:
     """Samples that are run."""
     steps: int
     micro_batches: int
-    """Over all steps and ranks, empty ones included."""
+    """Over all steps and ranks, including empty ones."""
     micro_batches_at_least: int
-    """Sum over steps of ranks * ceil(ceil(tokens / cells) / ranks); without a limit on cells, of the nearest other."""
+    """Sum over steps of ranks * ceil(ceil(tokens / cells) / ranks); without a limit on cells, the tightest other
+    limit."""
     tokens: int
     cells: int
     fill: float
@@ -33,13 +34,13 @@ class PlanStatistics:
     waste: float
     """1 - fill."""
     over_budget: int
-    """Micro-batches that break a limit: always 0."""
+    """Micro-batches that exceed a limit: always 0."""
     budget_use: float
     """Mean over micro-batches that hold samples of cells / limit; 0 when cells have no limit."""
     rank_imbalance: float
-    """Mean over steps of the costliest rank over the mean rank."""
+    """Mean over steps of the most expensive rank over the mean rank."""
     overlong: int
-    """Samples that were over a limit on their own."""
+    """Samples that exceeded a limit by themselves."""
     dropped: int
     cut: int
     repeated: int
@@ -62,7 +63,7 @@ class _Measures:
 
 
 def measure_plan(samples: Samples, cut: StepLayout, config: PlanConfig, ranks: int) -> PlanStatistics:
-    """Count everything from the arrays of the plan, nothing from how it was made."""
+    """Compute everything from the plan's arrays, independently of how it was made."""
     micro = _measure_micro_batches(samples, cut, config)
     tokens, cells = int(micro.tokens.sum()), int(micro.cells.sum())
     is_used = micro.num_samples > 0

@@ -1,6 +1,6 @@
-"""Plans for streams whose length nobody knows: window after window, with a buffer that never outgrows its bound.
+"""Plan streams of unknown length window by window, with a bounded buffer.
 
-source -> buffer of `window` samples -> a plan of the buffer -> its full steps; what does not fill a step stays
+source -> buffer of `window` samples -> a plan of the buffer -> its full steps; the rest stays in the buffer
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STATE_VERSION = 1
 
 
 class StreamSample(NamedTuple):
-    """What a source says of one sample; a plain number is a length without costs."""
+    """Length and costs of one sample of a source; a plain number is a length without costs."""
 
     length: int
     costs: Mapping[str, int] = MappingProxyType({})
@@ -33,7 +33,7 @@ class StreamSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StreamCounts:
-    """What became of the samples read so far."""
+    """Counts of the samples read so far."""
 
     read: int
     run: int
@@ -42,10 +42,10 @@ class StreamCounts:
 
 
 class StreamPlanner:
-    """Steps of a stream. Inside a window the promises of a plan hold; every sample is run once.
+    """Steps of a stream. Within a window the guarantees of a plan hold; every sample is used once.
 
-    The state can be saved between any two steps and holds no more than the buffer. To go on, load it and give a source
-    that begins at sample number `state["read"]`; the number of ranks may differ, the samples of the steps will not.
+    The state can be saved between any two steps and holds no more than the buffer. To resume, load it and give a source
+    that begins at sample number `state["read"]`; the number of ranks may differ, the samples of each step do not.
 
     >>> from truebatch import PlanConfig
     >>> from truebatch.planning.stream import StreamPlanner
@@ -59,7 +59,7 @@ class StreamPlanner:
             check_whole(name, value, least=least)
         if config.samples_per_step is not None and config.samples_per_step > window:
             raise PlanError(
-                "a step does not fit the window",
+                "a step does not fit into the window",
                 seen=f"samples_per_step={config.samples_per_step:,}, window={window:,}",
                 do=f"give window={config.samples_per_step:,} or more",
             )
@@ -72,11 +72,11 @@ class StreamPlanner:
 
     @property
     def counts(self) -> StreamCounts:
-        """Samples read, run, dropped and cut so far; dropping and cutting happen only when asked."""
+        """Samples read, used, dropped and cut so far; samples are dropped or cut only on request."""
         return StreamCounts(self._read, self._run, self._dropped, self._cut)
 
     def steps(self, source: Iterable[int | StreamSample]) -> Iterator[list[list[Rows]]]:
-        """The micro-batches of each rank, step after step, until the source and the buffer are empty.
+        """The micro-batches of each rank, step by step, until the source and the buffer are empty.
 
         With `overlong="cut"` a sample longer than `longest` is planned with that length.
         """
@@ -90,11 +90,11 @@ class StreamPlanner:
 
     @property
     def longest(self) -> int:
-        """The length above which a sample is over a limit on its own."""
+        """The length above which a sample exceeds a limit by itself."""
         return longest_allowed(self.config)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data of at most the buffer, from which `load_state_dict` goes on at the next step."""
+        """Plain data no larger than the buffer, from which `load_state_dict` resumes at the next step."""
         return {
             "version": STATE_VERSION, "config": self.config.to_dict(), "window": self.window, "epoch": self.epoch,
             "read": self._read, "windows": self._windows, "taken": self._taken, "run": self._run,
@@ -104,7 +104,7 @@ class StreamPlanner:
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was saved; refuses a state of other settings."""
+        """Resume from a saved state; rejects a state saved with other settings."""
         mine = self.state_dict()
         missing = [name for name in mine if name not in state]
         if missing or state["version"] != STATE_VERSION:
@@ -116,7 +116,7 @@ class StreamPlanner:
             if state[name] != mine[name]:
                 raise DataError(
                     f"the state was saved with another {name}", seen=f"{state[name]!r}, now {mine[name]!r}",
-                    do="go on with the settings the stream was started with",
+                    do="resume with the settings the stream was started with",
                 )  # fmt: skip
         for name in ("read", "windows", "taken", "run", "dropped", "cut", "is_planned", "is_last"):
             setattr(self, f"_{name}", state[name])
@@ -140,9 +140,9 @@ class StreamPlanner:
         is_over = is_costly or sample.length > self.longest
         if is_over and (self.config.overlong == "refuse" or (is_costly and self.config.overlong == "cut")):
             raise PlanError(
-                "a sample of the stream is over a limit on its own",
+                "a sample of the stream exceeds a limit by itself",
                 seen=f"sample {number}: length {sample.length:,} of {self.longest:,}, {dict(sample.costs)} of {dict(limits)}",
-                do="raise the limit, or ask for overlong='drop'" + ("" if is_costly else " or overlong='cut'"),
+                do="raise the limit, or set overlong='drop'" + ("" if is_costly else " or overlong='cut'"),
             )
         self._read += 1
         if is_over and self.config.overlong == "drop":
@@ -155,7 +155,7 @@ class StreamPlanner:
             column.append(sample.costs[name])
 
     def _take_window(self) -> Iterator[list[list[Rows]]]:
-        """The steps of the buffer that were not taken yet; then only what does not fill a step stays in it."""
+        """The steps of the buffer that were not taken yet; afterwards only what does not fill a step stays in it."""
         plan = self._plan_window()
         num = plan.num_steps if self._is_last else self._num_full(plan)
         ids = np.array(self._ids, dtype=np.int64)
@@ -180,7 +180,8 @@ class StreamPlanner:
         return Plan(samples=samples, cut=cut, config=config, epoch=key, ranks=self.ranks)
 
     def _num_full(self, plan: Plan) -> int:
-        """Steps to take from a window that is not the last: all but one that later samples could still fill."""
+        """Number of steps to take from a window that is not the last: all but one that later samples could still
+        fill."""
         size, last = self.config.samples_per_step, plan.num_steps - 1
         if size is not None:
             return plan.num_steps if len(plan.step_sample_ids(last)) == size else last
@@ -210,7 +211,7 @@ def _num_units(plan: Plan, *, is_rows: bool) -> int:
 
 
 def _renamed(rows: Rows, ids: Ints) -> Rows:
-    """The same rows with the numbers samples have in the stream."""
+    """The same rows with the samples' numbers in the stream."""
     return Rows(ids[rows.ids], rows.starts, rows.width, rows.layout)
 
 
@@ -219,9 +220,9 @@ def _check_sample(sample: StreamSample, number: int, names: set[str]) -> None:
     for name, (value, least, most) in values.items():
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= most:
             raise PlanError(
-                f"the {name} of a sample must be a whole number from {least} to {most:,}",
+                f"the {name} of a sample must be an integer from {least} to {most:,}",
                 seen=f"sample {number} has {name} {value!r}",
-                do="mend the function that measures the stream, or leave such samples out",
+                do="fix the function that measures the stream, or drop such samples",
             )
     if set(sample.costs) != names:
         raise PlanError(

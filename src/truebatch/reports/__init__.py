@@ -1,1 +1,1 @@
-"""The reports room."""
+"""Reports: HTML pages, tables, plots and progress display."""

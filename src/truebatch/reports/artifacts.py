@@ -1,4 +1,4 @@
-"""What a run has found, kept beside it for its report: tables and galleries as JSON, pictures as SVG, in order of names.
+"""Tables and galleries (JSON) and pictures (SVG) saved in the run folder for its report, in order of their names.
 
 runs/<name>/findings/{10-padding.json, 20-curves.svg, ...}
 """
@@ -22,7 +22,7 @@ FOLDER = "findings"
 
 @dataclass(frozen=True, slots=True)
 class Gallery:
-    """Samples that were kept to be looked at."""
+    """Samples saved for viewing."""
 
     title: str
     exhibits: Sequence[Exhibit]
@@ -34,16 +34,16 @@ _MOST_BYTES = 1 << 22
 
 
 def keep_table(run: Path, name: str, table: Table) -> Path:
-    """Keep a table for the report of a run; one of the same name is replaced."""
+    """Save a table for the report of a run, replacing one of the same name."""
     path = _place(run, name, ".json")
     write_json(path, asdict(table))
     return path
 
 
 def keep_picture(run: Path, name: str, svg: str) -> Path:
-    """Keep a picture (SVG text) for the report of a run; one of the same name is replaced.
+    """Save a picture (SVG text) for the report of a run, replacing one of the same name.
 
-    What XML may not hold is replaced: one control character in a name or an answer, and no browser shows the picture.
+    Characters invalid in XML are replaced: with one control character, no browser would show the picture.
     """
     path = _place(run, name, ".svg")
     write_text(path, _NOT_XML.sub("\ufffd", svg))
@@ -51,7 +51,7 @@ def keep_picture(run: Path, name: str, svg: str) -> Path:
 
 
 def keep_gallery(run: Path, name: str, exhibits: Sequence[Exhibit], *, title: str) -> Path:
-    """Keep samples with their pictures, which are files of the run named relative to its folder."""
+    """Save samples with their pictures, which are files of the run named relative to its folder."""
     path = _place(run, name, ".json")
     write_json(path, {"title": title, "gallery": [plain_exhibit(exhibit) for exhibit in exhibits]})
     return path
@@ -78,7 +78,7 @@ def _table(path: Path, values: Any) -> Table:
         raise _not_a_table(path, f"{type(error).__name__}: {error}") from error
     uneven = [number for number, row in enumerate(rows) if len(row) != len(header)]
     if uneven:
-        raise _not_a_table(path, f"row {uneven[0]} has {len(rows[uneven[0]])} cells, the header {len(header)}")
+        raise _not_a_table(path, f"row {uneven[0]} has {len(rows[uneven[0]])} cells, but the header has {len(header)}")
     return Table(header, rows, title)
 
 
@@ -100,7 +100,9 @@ def _not_a_table(path: Path, seen: str) -> DataError:
 def _place(run: Path, name: str, suffix: str) -> Path:
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            "a finding has a short name", seen=repr(name), do="use small letters, digits, - and _, as in 10-padding"
+            "a finding needs a short name",
+            seen=repr(name),
+            do="use lowercase letters, digits, - and _, as in 10-padding",
         )
     (run / FOLDER).mkdir(parents=True, exist_ok=True)
     return run / FOLDER / f"{name}{suffix}"

@@ -1,4 +1,4 @@
-"""What `fit` found, kept as fit.json beside a run: the points and the line, batch sizes, speed and memory."""
+"""The results of `fit`, saved as fit.json in the run folder: points and line, batch sizes, speed and memory."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def sizes_table(values: Mapping[str, Any], *, title: str = "") -> Table:
 
 
 def gib(num_bytes: int) -> str:
-    """Bytes as GiB, four digits."""
+    """Bytes as GiB with four digits."""
     return f"{num_bytes / GIB:,.4g}" if num_bytes >= GIB // 1000 else "<0.001"
 
 
 def prices_in_words(fit: MemoryFit) -> str:
-    """What a cell, a pair and a sample take; and those along other axes, where there are such."""
+    """Memory per cell, pair and sample; and per cell of other axes, if there are any."""
     cell, pair, sample = f"{fit.per_cell:,.0f}", f"{fit.per_pair:,.2f}", f"{fit.per_sample:,.0f}"
     if not any(point.others for point in fit.points):
-        return f"a forward and backward pass adds {cell} bytes a cell, {pair} a pair, {sample} a sample"
+        return f"a forward and backward pass adds {cell} bytes per cell, {pair} per pair, {sample} per sample"
     other, theirs, cross = f"{fit.per_other:,.0f}", f"{fit.per_other_pair:,.2f}", f"{fit.per_cross_pair:,.2f}"
     return (
-        f"a forward and backward pass adds {cell} bytes a cell, {pair} a pair, {sample} a sample; of another axis (such as "
-        f"targets) {other} a cell, {theirs} a pair, {cross} a pair across"
+        f"a forward and backward pass adds {cell} bytes per cell, {pair} per pair, {sample} per sample; for another axis "
+        f"(such as targets) {other} per cell, {theirs} per pair, {cross} per pair across"
     )
 
 
@@ -113,7 +113,7 @@ def _size_pictures(values: Mapping[str, Any]) -> list[Drawing]:
     named: dict[str, Any] = {"x": "batch size", "log_x": True}
     drawn: list[Drawing] = [partial(curves, memory, title="Memory by batch size", y="GiB", log_y=True, **named)]
     if timed:
-        drawn.insert(0, partial(curves, speed, title="Speed by batch size", y="samples a second", **named))
+        drawn.insert(0, partial(curves, speed, title="Speed by batch size", y="samples per second", **named))
     return drawn
 
 

@@ -1,4 +1,4 @@
-"""Samples one can look at: small pictures with words beside them, as many as a page can hold."""
+"""Sample galleries: small pictures with captions, as many as fit a page."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from truebatch.planning.lengths.image_size import FORMATS
 from truebatch.reports.page import Card, Image
 
 SIDE = 200
-"""Pixels of a small picture in its longer direction."""
+"""Thumbnail size in pixels (longer side)."""
 LONGEST = 400
-"""Letters of a line of words."""
+"""Characters per caption line."""
 MOST_IMAGES = 4
 _MOST_PIXELS = 1 << 26
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exhibit:
-    """One sample of a gallery as it is kept: where its pictures are, and what is said of it."""
+    """One stored gallery sample: its pictures and captions."""
 
     title: str
     words: Sequence[str] = ()
@@ -30,7 +30,7 @@ class Exhibit:
 
 
 def make_card(exhibit: Exhibit) -> Card:
-    """The sample with small pictures; what cannot be shown is said in words."""
+    """The sample with thumbnails; text explains any picture that cannot be shown."""
     images: list[Image] = []
     lost = []
     for source, caption in exhibit.images[:MOST_IMAGES]:
@@ -73,7 +73,7 @@ def _opened(source: Any) -> Any:
 
 
 def shorten(line: str) -> str:
-    """A line that fits on a card."""
+    """Shorten text to one line of a gallery card."""
     text = " ".join(str(line).split())
     return text if len(text) <= LONGEST else text[: LONGEST - 4] + " ..."
 
@@ -85,7 +85,7 @@ def plain_exhibit(exhibit: Exhibit) -> dict[str, Any]:
 
 
 def read_exhibit(values: Mapping[str, Any], folder: Path) -> Exhibit:
-    """One that was kept; a picture outside of the folder is not opened."""
+    """Load a stored sample; a picture outside the folder is not opened."""
     inside = folder.resolve()
     images = []
     for one in values["images"]:

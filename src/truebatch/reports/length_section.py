@@ -1,6 +1,6 @@
-"""How long the samples of a run are, and what each grouping would waste on them.
+"""Lengths of a run's samples, and the padding that each grouping would waste.
 
-runs/<name>/plan/lengths.npy: the lengths, or an even choice of them, written when a run begins
+runs/<name>/plan/lengths.npy: the lengths, or an even subset of them, written when a run begins
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from truebatch.reports.tables import Table
 from truebatch.training.run_dir.resume_checks import LENGTHS
 
 PLANNED = 10_000
-"""Samples that are planned for the comparison of groupings: more do not change the shares."""
+"""Samples that are planned for the comparison of groupings: more would not change the shares."""
 
 
 def length_sections(run: Path, settings: Mapping[str, Any]) -> Iterator[Section]:
@@ -41,7 +41,7 @@ def length_sections(run: Path, settings: Mapping[str, Any]) -> Iterator[Section]
 
 
 def lengths_table(lengths: NDArray[np.int64]) -> Table:
-    """How long samples are."""
+    """Histogram of sample lengths."""
     shares = np.quantile(lengths, [0.05, 0.5, 0.95])
     header = ("samples", "shortest", "5 %", "median", "mean", "95 %", "longest")
     five, half, most = (f"{share:,.0f}" for share in shares)

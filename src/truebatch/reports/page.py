@@ -1,4 +1,4 @@
-"""One self-contained HTML file: no scripts, nothing from outside, everything escaped, light and dark."""
+"""One self-contained HTML file: no scripts, no external resources, everything escaped, light and dark mode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from truebatch.language.translate import in_words
 from truebatch.reports.tables import Table
 
 MOST_BYTES = 1_500_000
-"""A report is something to send: larger ones leave pictures out and say so."""
+"""A report should be small enough to send: larger ones omit pictures and say so."""
 
 Drawing = Callable[[], str]
 """Draws a picture as SVG text, when the page is made."""
@@ -36,13 +36,13 @@ class Card:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """A part of a report: words, then tables, then pictures, then a gallery; any of them may be absent."""
+    """A section of a report: text, tables, pictures, then a gallery; each is optional."""
 
     title: str
     words: Sequence[str] = ()
     tables: Sequence[Table] = ()
     drawn: Sequence[Drawing] = ()
-    """Pictures that this process draws itself: their SVG goes into the page as it is."""
+    """Pictures drawn by this process: their SVG is embedded unchanged."""
     found: Sequence[str] = field(default=())
     """SVG text from a file: it is shown as an image, in which nothing can run."""
     images: Sequence[Image] = ()
@@ -58,14 +58,14 @@ class _Ready:
 
     @property
     def weight(self) -> int:
-        """Bytes of all its pictures."""
+        """Size of all its pictures in bytes."""
         own = sum(len(svg) for svg in (*self.svgs, *self.section.found))
         images = [*self.section.images, *(image for card in self.section.cards for image in card.images)]
         return own + sum(len(data) for _, data, _ in images)
 
 
 def render_page(title: str, sections: Sequence[Section]) -> str:
-    """The text of the page. Where it would be too large, the largest pictures are left out and their section says so."""
+    """Render the page. If it would be too large, the largest pictures are omitted and their section says so."""
     ready = [_Ready(section, [draw() for draw in section.drawn]) for section in sections]
     text = _render(title, ready)
     while len(text.encode()) > MOST_BYTES and any(one.weight for one in ready):
@@ -98,7 +98,7 @@ def _without_pictures(ready: _Ready) -> _Ready:
     section = ready.section
     shown = sum(len(card.images) for card in section.cards)
     number = len(ready.svgs) + len(section.found) + len(section.images) + shown
-    note = f"{number} picture(s) left out: the report would be larger than {MOST_BYTES / 1e6:g} MB"
+    note = f"{number} picture(s) omitted: the report would be larger than {MOST_BYTES / 1e6:g} MB"
     cards = [replace(card, images=()) for card in section.cards]
     return _Ready(replace(section, words=(*section.words, note), drawn=(), found=(), images=(), cards=cards), svgs=())
 

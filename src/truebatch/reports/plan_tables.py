@@ -1,4 +1,4 @@
-"""What plans come to, in figures: one plan for JSON, or the groupings side by side."""
+"""Plan statistics: one plan for JSON, or all groupings side by side."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from truebatch.planning.plan import Plan, build_plan
 from truebatch.reports.tables import Table
 
 COMPARED_SAMPLES = 8
-"""Samples of a micro-batch in the groupings that need a number, where none is given."""
+"""Default samples per micro-batch for groupings that need a number."""
 COMPARED = (("padded", "fixed"), ("padded", "bucketed"), ("padded", "budget"), ("packed", "packed"))
 
 
 def plan_and_count(measured: Measured, config: PlanConfig, *, epoch: int, ranks: int) -> tuple[Plan, dict[str, Any]]:
-    """A plan and its figures as plain values, the seconds it took among them."""
+    """A plan and its statistics as plain values, including the seconds it took."""
     began = time.perf_counter()
     plan = build_plan(
         measured.lengths, config, epoch=epoch, ranks=ranks, costs=measured.costs or None, counts=measured.counts or None
@@ -28,7 +28,7 @@ def plan_and_count(measured: Measured, config: PlanConfig, *, epoch: int, ranks:
 
 
 def compared_settings(values: Mapping[str, Any], *, samples: int = COMPARED_SAMPLES) -> list[dict[str, Any]]:
-    """The given settings once for every grouping, changed only where a grouping could not be planned with them.
+    """The given settings for every grouping, changed only where a grouping needs it.
 
     `samples` is for groupings that need a number of samples, where none is given.
     """
@@ -40,7 +40,7 @@ def _fitted(values: dict[str, Any], layout: str, grouping: str, samples: int) ->
     if grouping in ("fixed", "bucketed"):
         values.setdefault("samples", samples)
     if layout == "padded":
-        # A packed row of fixed capacity is a micro-batch of its own; the padded counterpart is a micro-batch.
+        # A packed row of fixed capacity is a whole micro-batch; the padded counterpart is a micro-batch.
         rows = values.pop("rows_per_step", None)
         values.pop("row_cells", None)
         if rows is not None:

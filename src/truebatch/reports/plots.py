@@ -1,6 +1,7 @@
-"""Pictures as SVG text: curves, heat maps, bars and histograms of one look, for reports and run folders.
+"""Plots as SVG text: curves, heat maps, bars and histograms in one style, for reports and run folders.
 
-matplotlib is an extra and is imported when a picture is drawn. Text stays text, so that every script shows.
+matplotlib is an extra and is imported when a picture is drawn. Text stays text, so that every writing system can be
+shown.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from truebatch.errors import ConfigError
 COLOURS = ("#2f6fb2", "#d1662b", "#3c8d57", "#8a5bb0", "#b8a02c", "#c4486b", "#4aa3a8", "#7a7a7a")
 FONTS = ("Noto Sans CJK SC", "Source Han Sans SC", "PingFang SC", "Microsoft YaHei", "WenQuanYi Zen Hei", "DejaVu Sans")
 _INK = "#7d8590"
-"""Read on a light and on a dark ground alike; the ground itself is left clear."""
+"""Readable on light and dark backgrounds; the background itself is transparent."""
 _SIZE = (6.4, 3.6)
 
 FEW = 12
@@ -41,7 +42,7 @@ def curves(
 ) -> str:
     """Lines over one axis, by name. Points that are not finite are left out; `marks` are vertical lines with a name.
 
-    The first line is drawn widest, so that an equal one on top of it leaves both to be seen.
+    The first line is drawn widest, so that it stays visible under an equal one.
     """
     with _figure(title, x, y) as (axes, finished):
         for number, (name, points) in enumerate(lines.items()):
@@ -67,7 +68,7 @@ def curves(
 
 
 def dots(points: Mapping[str, Points], *, title: str, x: str, y: str) -> str:
-    """The first name as points, the others as lines through theirs: what was measured, and what is thought of it."""
+    """The first series as points, the others as lines: measurements and fitted curves."""
     with _figure(title, x, y) as (axes, finished):
         for number, (name, pair) in enumerate(points.items()):
             xs, ys = _finite(pair)
@@ -80,7 +81,7 @@ def dots(points: Mapping[str, Points], *, title: str, x: str, y: str) -> str:
 
 
 def bars(values: Mapping[str, float], *, title: str, y: str) -> str:
-    """One bar a name, its value written on it."""
+    """One bar per name, labelled with its value."""
     with _figure(title, "", y) as (axes, finished):
         names = [_plain(name) for name in values]
         drawn = axes.bar(range(len(names)), list(values.values()), color=COLOURS[0])
@@ -90,7 +91,7 @@ def bars(values: Mapping[str, float], *, title: str, y: str) -> str:
 
 
 def histogram(values: Sequence[float], *, title: str, x: str, y: str = "samples", bins: int = 40) -> str:
-    """How often values fall into each of `bins` equal ranges."""
+    """Histogram with `bins` equal ranges."""
     with _figure(title, x, y) as (axes, finished):
         axes.hist([value for value in values if math.isfinite(value)], bins=bins, color=COLOURS[0])
         axes.locator_params(axis="y", integer=True)
@@ -98,7 +99,8 @@ def histogram(values: Sequence[float], *, title: str, x: str, y: str = "samples"
 
 
 def histograms(values: Mapping[str, Sequence[float]], *, title: str, x: str, bins: int = 30) -> str:
-    """Several histograms over the same ranges, as outlines on top of each other; shares, as their numbers may differ."""
+    """Several histograms over the same ranges, as outlines on top of each other; shares, as their numbers may
+    differ."""
     finite = {name: [one for one in all_ if math.isfinite(one)] for name, all_ in values.items()}
     every = [one for all_ in finite.values() for one in all_]
     low, high = min(every), max(every)
@@ -165,7 +167,7 @@ def _figure(title: str, x: str, y: str) -> Iterator[tuple[Any, list[str]]]:
 
 
 def _look() -> dict[str, Any]:
-    # `svg.hashsalt` and no date: the same values give the same bytes.
+    # `svg.hashsalt` and no date: so the same values give the same bytes.
     ink = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), _INK)
     return ink | {
         "svg.fonttype": "none",
@@ -190,7 +192,7 @@ def _svg(figure: Any) -> str:
     held = io.StringIO()
     log = logging.getLogger("matplotlib.font_manager")
     before = log.level
-    # A font of the list that is not installed is no news: text stays text, and the viewer picks a font of its own.
+    # A listed font that is not installed needs no warning: text stays text, and the viewer picks a font.
     log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
@@ -242,5 +244,5 @@ def _finite(points: Points) -> Points:
 
 
 def _plain(text: str) -> str:
-    """Text that XML may hold: control characters become spaces."""
+    """Text valid in XML: control characters become spaces."""
     return "".join(c if c.isprintable() else " " for c in text)[:200]

@@ -1,4 +1,4 @@
-"""What a user sees while a run goes: a bar on a terminal, a few lines in a file, JSON for machines. Rank 0 only.
+"""Progress display of a run: a bar on a terminal, a few lines in a file, JSON for programs. Rank 0 only.
 
 The number of plain lines grows with the logarithm of the time: a run of a week does not fill a disk.
 """
@@ -24,13 +24,13 @@ from truebatch.language.translate import in_words
 
 LogFormat = Literal["auto", "plain", "json"]
 FIRST_SECONDS = 5.0
-"""Between two plain lines at the beginning."""
+"""Seconds between two plain lines at the beginning."""
 SHARE = 0.1
-"""Later, a line comes when the run has grown by this share."""
+"""Later, a line is printed when the run has grown by this share."""
 
 
 WIDE = 100
-"""Columns from which on a bar stands beside the numbers; they come first."""
+"""Terminal width from which a bar is shown next to the numbers."""
 
 
 class Show(Protocol):
@@ -54,7 +54,7 @@ class Show(Protocol):
 
 
 def make_show(log_format: LogFormat = "auto", *, file: TextIO | None = None) -> Show:
-    """A bar where the output is a terminal, plain lines elsewhere; JSON lines if asked for."""
+    """A bar where the output is a terminal, plain lines elsewhere; JSON lines on request."""
     out = file or sys.stdout
     if log_format == "json":
         return JsonLines(out)
@@ -62,7 +62,7 @@ def make_show(log_format: LogFormat = "auto", *, file: TextIO | None = None) -> 
 
 
 class Pace:
-    """Where a run is and how fast it goes."""
+    """Position and speed of a run."""
 
     def __init__(self, step: int, num_steps: int) -> None:
         self.first, self.step, self.num_steps = step, step, num_steps
@@ -76,7 +76,7 @@ class Pace:
         self.seconds += float(record["seconds"])
 
     def words(self, *, is_short: bool = False) -> str:
-        """Loss, tokens a second, fill, memory and time left, of the last step and the run so far."""
+        """Loss, tokens per second, fill, memory and time left, of the last step and the run so far."""
         parts = [f"loss {self.last['loss']:.4f}"]
         if self.tokens:
             speed = self.tokens / max(self.seconds, 1e-9)
@@ -92,7 +92,7 @@ class Pace:
 
 
 def memory_bytes() -> int:
-    """The most the accelerator has held for this process; without one, what the process holds in memory."""
+    """Peak accelerator memory of this process; without one, its memory in use."""
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
     return int(psutil.Process().memory_info().rss)
@@ -103,7 +103,7 @@ def _write_line(out: TextIO, line: str) -> None:
         out.write(line + "\n")
         out.flush()
     except BrokenPipeError:
-        # The reader (`| head`) has seen enough. The run goes on: metrics.jsonl has every step.
+        # The reader (`| head`) has closed the pipe. The run continues: metrics.jsonl has every step.
         os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
 
 
@@ -126,7 +126,7 @@ class PlainLines:
         self.began = self.shown_at = self.clock()
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """A line if the last one is long enough ago."""
+        """Print a line if the last one is long enough ago."""
         if "tokens" not in record:
             return
         self.pace.add(record)
@@ -136,7 +136,7 @@ class PlainLines:
             self._show(now)
 
     def close(self) -> None:
-        """The last step, unless it stands there already."""
+        """The last step, unless it was printed already."""
         if self.pace.last and self.shown_step != self.pace.step:
             self._show(self.clock())
 
@@ -146,7 +146,7 @@ class PlainLines:
 
 
 class TerminalBar:
-    """One line that changes, at the foot of what is said; it fits into 80 columns."""
+    """One updating line below the messages; it fits into 80 columns."""
 
     def __init__(self, out: TextIO) -> None:
         self.console = Console(file=unfiltered(out), highlight=False, markup=False)
@@ -181,7 +181,7 @@ class TerminalBar:
 
 
 class JsonLines:
-    """One JSON object a line, for programs: every record, and what is said as `message`. NaN becomes null."""
+    """One JSON object per line, for programs: every record, and messages as `message`. NaN becomes null."""
 
     def __init__(self, out: TextIO) -> None:
         self.out = out
@@ -195,7 +195,7 @@ class JsonLines:
         self._write({"begin": step, "num_steps": num_steps})
 
     def record(self, record: Mapping[str, Any]) -> None:
-        """A record as it stands in metrics.jsonl, with the memory in use."""
+        """A record as in metrics.jsonl, plus the memory in use."""
         self._write({**record, "memory_bytes": memory_bytes()})
 
     def close(self) -> None:

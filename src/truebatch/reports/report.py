@@ -1,4 +1,4 @@
-"""`report`: one HTML file about one run, or about several beside each other; or its tables in the terminal."""
+"""`report`: one HTML file about one run or several side by side; or its tables in the terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REPORT = "report.html"
 def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
     """Write the report of runs and return its path: `report.html` in the run, or `out`.
 
-    Several runs get their figures and curves beside each other first, then a part each.
+    Several runs get their figures and curves side by side first, then a section each.
     """
     names, sections = _checked_names(runs), list(report_sections(runs))
     target = out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
@@ -64,7 +64,8 @@ def report_sections(runs: Sequence[Path]) -> Iterator[Section]:
 
 
 def _checked_names(runs: Sequence[Path]) -> list[str]:
-    """The names of the folders, or their whole paths where two are called the same; what is no run is refused."""
+    """The names of the folders, or their whole paths if two have the same name; raises for a folder that is not a
+    run."""
     if not runs:
         raise ConfigError("a report needs a run", seen="no folder", do="name the folder of a run")
     for run in runs:

@@ -1,4 +1,4 @@
-"""What a run folder holds, as parts of a report: each file that is there becomes a section, none is needed."""
+"""Sections of a report from a run folder: every file found becomes a section, none is required."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from truebatch.training.memory.cost_model import FIT
 from truebatch.training.run_dir.run_dir import CONFIG, METRICS, STATUS, read_status
 
 _MOST_POINTS = 1500
-"""Of one curve: more cannot be seen, and a long run would make a large file."""
+"""Points per curve: more cannot be seen, and a long run would make a large file."""
 _MOST_BYTES = 1 << 28
 _LONGEST_LINE = 1 << 22
 
@@ -52,13 +52,13 @@ class Log:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether there is anything in a folder that a report could show."""
+    """True if a folder has anything a report could show."""
     files = (CONFIG, METRICS, STATUS, FIT, VERIFICATION)
     return any((folder / name).is_file() for name in files) or (folder / FOLDER).is_dir() or bool(stages_of(folder))
 
 
 def read_log(run: Path, name: str | None = None) -> Log:
-    """The records of a run; a line that is no JSON object raises `DataError` with its number."""
+    """The records of a run; a line that is not a JSON object raises `DataError` with its number."""
     records = []
     path = run / METRICS
     if path.is_file():
@@ -68,7 +68,7 @@ def read_log(run: Path, name: str | None = None) -> Log:
                     raise DataError(
                         f"{path} is damaged in line {number}",
                         seen=f"over {_LONGEST_LINE:,} bytes without an end",
-                        do="bring the file back from a copy",
+                        do="restore the file from a backup",
                     )
                 records += (
                     [_record(path, number, line)] if line.endswith(b"\n") else []
@@ -81,10 +81,12 @@ def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{path} is damaged in line {number}", seen=str(error), do="bring it back from a copy"
+            f"{path} is damaged in line {number}", seen=str(error), do="restore it from a backup"
         ) from error
     if not isinstance(found, dict):
-        raise DataError(f"{path} is damaged in line {number}", seen=f"a {type(found).__name__}", do="one object a line")
+        raise DataError(
+            f"{path} is damaged in line {number}", seen=f"a {type(found).__name__}", do="write one object per line"
+        )
     return found
 
 
@@ -126,7 +128,7 @@ def log_sections(logs: Sequence[Log]) -> Iterator[Section]:
 
 
 def runs_table(logs: Sequence[Log]) -> Table:
-    """Where every run began and ended, one a row."""
+    """Start and end of every run, one per row."""
     held = [key for key in ("validation_loss",) if any(log.numbers(key) for log in logs)]
     header = ("run", "steps", "first loss", "last loss", *(f"lowest {key}" for key in held), "tokens/s", "fill")
     return Table(header, tuple(_run_row(log, held) for log in logs))

@@ -1,4 +1,4 @@
-"""A scoring run as parts of a report: counts, what failed and why, how scores are spread, and samples to look at."""
+"""Report sections of a scoring run: counts, failures and reasons, score distribution, and samples to view."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Scored:
 
 
 def is_scoring_run(folder: Path) -> bool:
-    """Whether a folder is the run of `truebatch score`."""
+    """True if a folder is a run of `truebatch score`."""
     return (folder / MANIFEST).is_file()
 
 
@@ -78,7 +78,7 @@ def read_scored(run: Path, name: str | None = None) -> Scored:
 
 
 def scoring_sections(scored: Scored) -> Iterator[Section]:
-    """Counts and settings, failures, scores, and a gallery; what the run does not have is left out."""
+    """Counts and settings, failures, scores, and a gallery; sections without data are omitted."""
     manifest = figures_table(dict(read_manifest(scored.run).fields), name="setting", title="Made with")
     yield Section(title="Samples", tables=[status_table([scored]), manifest])
     if scored.status.failed:
@@ -93,7 +93,7 @@ def scoring_sections(scored: Scored) -> Iterator[Section]:
 
 
 def compared_sections(several: Sequence[Scored]) -> Iterator[Section]:
-    """Several runs beside each other."""
+    """Several runs side by side."""
     yield Section(title="Samples of the runs", tables=[status_table(several)])
     scores = {one.name: one.scores[:_MOST_SCORES] for one in several if one.scores}
     if scores:
@@ -102,7 +102,7 @@ def compared_sections(several: Sequence[Scored]) -> Iterator[Section]:
 
 
 def status_table(several: Sequence[Scored]) -> Table:
-    """How far runs are, one a row."""
+    """Progress of runs, one per row."""
     header = (
         "run",
         "samples",
@@ -127,7 +127,7 @@ def _status_row(scored: Scored) -> tuple[str, ...]:
 
 
 def failures_table(scored: Scored) -> Table:
-    """What went wrong: how often, and the first sample it happened to."""
+    """Failures by kind: how often, and the first sample of each."""
     first = scored.first_failed
     rows = [
         (kind, f"{number:,}", str(first[kind]["id"]), str(first[kind]["message"])[:200])
@@ -137,7 +137,7 @@ def failures_table(scored: Scored) -> Table:
 
 
 def scores_table(several: Sequence[Scored]) -> Table:
-    """How scores are spread, one run a row."""
+    """Score distribution, one run per row."""
     header = ("run", "scores", "mean", "std", "lowest", "median", "highest")
     return Table(header, tuple((one.name, *_spread(one.scores)) for one in several))
 
@@ -197,7 +197,7 @@ def _answer(row: Row) -> str:
 
 
 def _asked_of(run: Path, rows: Sequence[Row]) -> dict[int, ScoreRequest]:
-    """What was asked of these samples, from the run's data file, where it still holds the same samples."""
+    """The prompts of these samples from the run's data file, if it still has the same samples."""
     file = Path(str(read_json(run / CALL)["data"])) if (run / CALL).is_file() else None
     if file is None or not file.is_file():
         return {}

@@ -30,7 +30,7 @@ class Table:
 
 
 def figures_table(figures: Mapping[str, Any], *, title: str = "", name: str = "figure") -> Table:
-    """A nested mapping as rows of dotted names and texts; what is None is left out."""
+    """A nested mapping as rows of dotted names and texts; None is omitted."""
     return Table((name, "value"), tuple((key, figure_text(value)) for key, value in flat(figures)), title)
 
 
@@ -44,7 +44,7 @@ def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any
 
 
 def figure_text(value: Any) -> str:
-    """Four digits that matter, thousands apart; two values are a range, more are a list."""
+    """Four significant digits with thousands separators; two values are a range, more a list."""
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     if isinstance(value, list | tuple):
@@ -54,9 +54,9 @@ def figure_text(value: Any) -> str:
 
 
 def print_table(table: Table, *, file: TextIO | None = None) -> None:
-    """Write the table as wide as it is, or as one block a row where the terminal is too narrow for it.
+    """Write the table, or one block per row if the terminal is too narrow for it.
 
-    What would steer the terminal is not written: a name or an answer may hold anything.
+    Terminal control characters are removed: a name or an answer may contain anything.
     """
     out = file or sys.stdout
     for line in render_table(_plain(_in_words(table)), width=terminal_width(out)):
@@ -64,7 +64,7 @@ def print_table(table: Table, *, file: TextIO | None = None) -> None:
 
 
 def _in_words(table: Table) -> Table:
-    """In the language of the person; a value of one word may be a name to be typed, and stays."""
+    """In the language of the person; a one-word value may be a name to type, and is not translated."""
     rows = tuple(tuple(in_words(cell) if " " in cell else cell for cell in row) for row in table.rows)
     return Table(tuple(map(in_words, table.header)), rows, in_words(table.title))
 

@@ -8,11 +8,11 @@ from truebatch.language.translate import in_words
 
 MARKS = "ox+"
 SHARED = "*"
-"""Where several curves fall into one place."""
+"""Mark where several curves overlap."""
 
 
 def draw_curves(curves: Mapping[str, Sequence[float]], *, width: int = 60, height: int = 10) -> list[str]:
-    """Lines of text: each curve with a mark of its own, `*` where curves meet, the largest and smallest value beside.
+    """Lines of text: each curve with its own mark, `*` where curves meet, the largest and smallest value beside.
 
     Curves are drawn over the number of the point, all on one scale; a curve of one point is drawn at the left.
     """

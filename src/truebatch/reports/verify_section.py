@@ -1,4 +1,4 @@
-"""What `verify` found, kept beside a run and shown in its report.
+"""The results of `verify`, saved in the run folder and shown in its report.
 
 runs/<name>/verification.json: what `truebatch verify --json` prints
 """
@@ -24,7 +24,7 @@ _HEADLINES = {
 
 
 def keep_verification(run: Path, values: Mapping[str, Any]) -> Path:
-    """Keep `VerifyReport.as_dict()` in a folder, for its report; an earlier one is replaced."""
+    """Save `VerifyReport.as_dict()` in a folder for its report, replacing an earlier one."""
     run.mkdir(parents=True, exist_ok=True)
     write_json(run / VERIFICATION, dict(values))
     return run / VERIFICATION
@@ -46,7 +46,7 @@ def proof_sections(run: Path) -> Iterator[Section]:
 
 
 def arrangements_table(values: Mapping[str, Any]) -> Table:
-    """Every arrangement with its verdict, the largest difference of each part, and what is allowed."""
+    """Every arrangement with its verdict, the largest difference of each part, and the tolerance."""
     parts = list(dict.fromkeys(d["part"] for one in values["arrangements"] for d in one["differences"]))
     header = ("arrangement", "verdict", *(str(part) for part in parts), "allowed", "moved samples")
     return Table(header, tuple(_row(one, parts) for one in values["arrangements"]))

@@ -1,6 +1,6 @@
-"""Which samples are judged together: planned by what they really cost, longest first, frozen in the run folder.
+"""Plan the batches of a scoring run by real cost, longest first, and freeze the plan in the run folder.
 
-costs -> batches of keys -> plan.json; appended samples come as further batches, nothing that is there moves
+costs -> batches of keys -> plan.json; appended samples become new batches, existing ones do not change
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from truebatch.scoring.backends.interface import Cost
 
 PLAN = "plan.json"
 DEFAULT_CELLS = 8192
-"""The budget where none is given and none is measured: on a CPU, behind an address, and at level `shape`."""
+"""The default budget if none is measured: on a CPU, behind an address, and at level `shape`."""
 Level = Literal["close", "plan", "shape"]
 """close: right, within the noise of the dtype. plan: batches are frozen, a resumed run gives the same bits.
 shape: pinned shapes, no neighbour, order or number of workers changes a bit."""
@@ -34,12 +34,12 @@ class Limits:
 
     level: Level = "plan"
     cells: int | None = None
-    """Most cells of a batch, padding and new tokens counted. None: on CUDA the most that memory holds is found before
-    the run begins and kept with it; elsewhere, and at level `shape`, `DEFAULT_CELLS`."""
+    """Maximum cells of a batch, including padding and new tokens. None: on CUDA what fits into memory is measured
+    before the run begins and saved with it; elsewhere, and at level `shape`, `DEFAULT_CELLS`."""
     patches: int | None = None
-    """Most image patches of a batch."""
+    """Maximum number of image patches in a batch."""
     rows: int = 256
-    """Most samples of a batch."""
+    """Maximum number of samples in a batch."""
 
     def __post_init__(self) -> None:
         if self.level not in get_args(Level):
@@ -55,7 +55,7 @@ class Limits:
         return DEFAULT_CELLS if self.cells is None else self.cells
 
     def describe(self) -> dict[str, object]:
-        """What of it belongs to the fingerprint: at level `close` batches may change, otherwise not."""
+        """The part that belongs to the fingerprint: at level `close` batches may change, otherwise not."""
         if self.level == "close":
             return {"level": self.level}
         return {"level": self.level, "cells": self.most_cells, "patches": self.patches, "rows": self.rows}
@@ -67,11 +67,11 @@ class Batches:
 
     batches: tuple[tuple[str, ...], ...] = ()
     tokens: Mapping[str, int] | None = None
-    """What each key is planned to cost, for progress."""
+    """The planned cost of each key, for progress."""
 
 
 def plan_batches(costs: Mapping[str, Cost], limits: Limits) -> list[tuple[str, ...]]:
-    """Every key once, the dearest first, no batch over a limit but those of one sample."""
+    """Every key once, most expensive first; only single-sample batches may exceed a limit."""
     lengths_of = {key: _length(cost) for key, cost in costs.items()}
     keys = [key for _, key in sorted((-length, key) for key, length in lengths_of.items())]
     if limits.level == "shape":
@@ -94,7 +94,7 @@ def plan_batches(costs: Mapping[str, Cost], limits: Limits) -> list[tuple[str, .
 
 
 def extend(known: Batches, costs: Mapping[str, Cost], wanted: set[str], limits: Limits) -> Batches:
-    """The plan with batches for what is new. Batches stay as long as all their samples are still wanted."""
+    """Add batches for new samples. A batch is kept as long as all its samples are still needed."""
     kept = [batch for batch in known.batches if wanted.issuperset(batch)]
     planned = {key for batch in kept for key in batch}
     tokens = {**(known.tokens or {}), **{key: _length(cost) for key, cost in costs.items()}}
@@ -106,20 +106,20 @@ def load_batches(run: Path) -> Batches:
     """The frozen plan of a run; empty where there is none yet."""
     if not (run / PLAN).exists():
         return Batches((), {})
-    with corrupt_file_errors(run / PLAN, do="bring it back from a copy, or begin anew with --fresh"):
+    with corrupt_file_errors(run / PLAN, do="restore it from a backup, or start again with --fresh"):
         found = read_json(run / PLAN)
         return Batches(tuple(tuple(batch) for batch in found["batches"]), dict(found["tokens"]))
 
 
 def save_batches(run: Path, batches: Batches) -> None:
     """Freeze the plan."""
-    # On one line: Python's encoder is many times as quick without an indent.
+    # On one line: Python's encoder is many times faster without indentation.
     text = to_json({"batches": [list(b) for b in batches.batches], "tokens": dict(batches.tokens or {})})
     write_text(run / PLAN, text + "\n")
 
 
 def halves(keys: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """The one way in which a batch is cut, whatever the reason."""
+    """Split a batch; used for every kind of failure."""
     middle = (len(keys) + 1) // 2
     return keys[:middle], keys[middle:]
 

@@ -1,4 +1,4 @@
-"""A batch that fails is cut until the failure has a name: every other sample of it is judged all the same.
+"""Bisect a failing batch to the sample at fault; all its other samples are still scored.
 
 raises -> halves -> ... -> one sample: a record.    out of memory -> halves, and a smaller budget from then on
 """
@@ -21,19 +21,19 @@ Judge = Callable[[Sequence[Any]], Sequence[ScoreResponse | SampleError]]
 
 @dataclass(slots=True)
 class FailureStats:
-    """What was met on the way, for the run's figures."""
+    """Counts for the statistics of the run."""
 
     calls: int = 0
-    """Of the model."""
+    """Calls of the model."""
     splits: int = 0
-    """After out of memory."""
+    """Splits after out of memory."""
     bisections: int = 0
-    """After any other error."""
+    """Splits after any other error."""
     too_many_cells: int | None = None
-    """So many did not fit: from then on a batch as large is cut without being tried."""
+    """The smallest size that did not fit: larger batches are then split without being tried."""
 
     def add(self, other: FailureStats) -> None:
-        """Put the figures of another worker to these."""
+        """Add the counts of another worker."""
         self.calls, self.splits = self.calls + other.calls, self.splits + other.splits
         self.bisections += other.bisections
 
@@ -41,10 +41,10 @@ class FailureStats:
 def judge_all(
     judge: Judge, keys: Sequence[str], prepared: Sequence[Any], trouble: FailureStats, lengths: Sequence[int] = ()
 ) -> list[Outcome]:
-    """One outcome for every key, in order, whatever the model does; only configuration errors are raised.
+    """Score a batch: one outcome per key, in order, whatever the model does; only configuration errors are raised.
 
     A batch that raises is halved and both halves are run again, down to the single sample that is then recorded. With
-    `lengths`, a batch as large as one that was out of memory is halved at once: the parts are the same either way.
+    `lengths`, a batch as large as one that ran out of memory is halved at once: the parts are the same either way.
     """
     if len(keys) != len(prepared):
         raise AssertionError("a key belongs to every prepared sample")
@@ -57,7 +57,7 @@ def judge_all(
         free_memory(torch.device("cuda" if torch.cuda.is_available() else "cpu"), said=error)
         if cells and len(keys) > 1:
             trouble.too_many_cells = min(cells, trouble.too_many_cells or cells)
-        if len(keys) == 1:  # kernels that a want of memory had broken are left now
+        if len(keys) == 1:  # the kernels that failed with out of memory have finished now
             answers, error, is_memory = _try(judge, prepared, trouble)
     if answers is not None:
         return [outcome_of(key, answer) for key, answer in zip(keys, answers, strict=True)]
@@ -74,7 +74,8 @@ def judge_all(
 def judge_ready(
     judge: Judge, ready: Sequence[tuple[str, Any, int]], trouble: FailureStats, *, attempts: int = 1
 ) -> list[Outcome]:
-    """Outcomes of a batch of (key, prepared or why not, length), in order: what could not be prepared is a record."""
+    """Outcomes of a batch of (key, prepared or why not, length), in order: samples that could not be prepared are
+    recorded as failures."""
     good = [one for one in ready if not isinstance(one[1], SampleError)]
     keys, prepared, lengths = [key for key, _, _ in good], [one for _, one, _ in good], [n for _, _, n in good]
     found = judge_all(judge, keys, prepared, trouble, lengths)
@@ -84,12 +85,12 @@ def judge_ready(
 
 
 def failure(key: str, error: SampleError, attempts: int = 1) -> Outcome:
-    """The record of a sample that cannot be judged."""
+    """The record of a sample that cannot be scored."""
     return failed(key, stage=error.stage, kind=error.kind, message=str(error), attempts=attempts, output=error.output)
 
 
 def _kind(error: str) -> str:
-    """The word a failure is counted by."""
+    """The kind under which a failure is counted."""
     return {"WorkerCrash": "crashed", "WorkerHang": "hung", "NonFiniteError": "nonfinite"}.get(
         error.partition(":")[0], "raised"
     )
@@ -103,19 +104,19 @@ def _try(
         answers = judge(prepared)
     except ConfigError:
         raise
-    except Exception as error:  # whatever a foreign model raises becomes a record of the sample it belongs to
+    except Exception as error:  # any exception of a model becomes a record of its sample
         return None, f"{type(error).__name__}: {error}", is_out_of_memory(error)
     if len(answers) != len(prepared):
         raise ConfigError(
-            "a backend must answer for every sample",
-            seen=f"{len(answers)} answers for {len(prepared)} samples",
-            do="return one answer a sample, in the order they were given",
+            "a backend must return a result for every sample",
+            seen=f"{len(answers)} results for {len(prepared)} samples",
+            do="return one result per sample, in the given order",
         )
     return answers, "", False
 
 
 def outcome_of(key: str, answer: ScoreResponse | SampleError, attempts: int = 1) -> Outcome:
-    """The record of a sample that was judged; a score that is no number is a failure."""
+    """The record of a scored sample; a score that is not a number is a failure."""
     if isinstance(answer, SampleError):
         return failure(key, answer, attempts)
     if answer.score is not None and not float("-inf") < answer.score < float("inf"):

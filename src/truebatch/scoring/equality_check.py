@@ -1,6 +1,6 @@
-"""Before a run: a few samples alone and together. What differs by more than noise is refused, whatever the cause.
+"""Check before a run: score a few samples alone and in batches, and refuse if results differ by more than noise.
 
-right padding, a mask that is not used, positions of an earlier call, a batch that is a loop, images that are mixed up
+finds right padding, an unused mask, positions of an earlier call, a batch that is a loop, mixed-up images
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from truebatch.scoring.runner import cost_all
 from truebatch.training.memory.oom import is_out_of_memory
 
 TOLERANCES = {torch.float32: 2e-5, torch.float64: 1e-9, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-"""The most by which a probability may differ, by the dtype of the weights."""
+"""Largest allowed difference of a probability, by the dtype of the weights."""
 MOST_ROUNDING = 2.0
-"""In half precision together may be this many times as far from fp32 as alone is, as for `truebatch verify`."""
+"""In half precision a batch may be this many times as far from fp32 as a single sample, as for `truebatch verify`."""
 _LOOP_SHARE = 0.9
 _LEAST, _RAREST = 1e-9, 1e-30
 _RARE = 0.02
@@ -32,7 +32,7 @@ _RARE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Worst:
-    """A sample and by how much it differs."""
+    """A sample and its difference."""
 
     id: str
     difference: float
@@ -42,25 +42,26 @@ class Worst:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IdentityReport:
-    """What was found when samples were judged alone and together."""
+    """Result of scoring samples alone and in batches."""
 
     samples: int
     max_diff: float
     tolerance: float
     is_loop: bool
-    """The model ran as often for the batch as for all samples alone: nothing is gained, something may be wrong."""
+    """The model ran as often for the batch as for single samples: nothing is gained, and something may be wrong."""
     texts: int
     """Generated texts that were compared."""
     equal_texts: int
     worst: tuple[Worst, ...]
     is_exact: bool
-    """Whether texts must be equal: in fp32 yes, in half precision a near tie may fall either way."""
+    """Whether texts must be equal: in fp32 yes, in half precision a near tie may go either way."""
     rounding: float | None = None
-    """In half precision: how many times as far from fp32 the model is together as alone; it decides, not `max_diff`."""
+    """In half precision: the error of batches relative to fp32, divided by that of single samples; decides instead of
+    `max_diff`."""
 
     @property
     def ok(self) -> bool:
-        """Whether batches may be used."""
+        """True if batches may be used."""
         is_near = self.max_diff <= self.tolerance if self.rounding is None else self.rounding <= MOST_ROUNDING
         return is_near and not self.is_loop and (not self.is_exact or self.texts == self.equal_texts)
 
@@ -77,9 +78,10 @@ class IdentityReport:
 def check_identity(
     backend: Backend, samples: Sequence[ScoreRequest], *, n: int = 16, tolerance: float | None = None
 ) -> IdentityReport:
-    """Judge up to `n` samples of mixed cost alone, together, and alone again; compare answers and probabilities.
+    """Score up to `n` samples of mixed cost alone, in batches, and alone again; compare results and probabilities.
 
-    Samples that cannot be prepared are left out: they will be records. The third pass shows what a call leaves behind.
+    Samples that cannot be prepared are left out: they will be recorded as failures. The third pass detects state left
+    by a call.
     """
     model = getattr(backend, "model", None)
     with _counted(model) as calls:
@@ -107,7 +109,7 @@ def check_identity(
 
 
 def pack_report(report: IdentityReport) -> dict[str, Any]:
-    """A report as plain values: a check is made where the model is."""
+    """A report as plain values, to send from the process that has the model."""
     return {**asdict(report), "worst": [asdict(one) for one in report.worst]}
 
 
@@ -122,15 +124,15 @@ def refuse(report: IdentityReport) -> None:
         return
     worst = "; ".join(f"{one.id}: {one.alone} alone, {one.together} together" for one in report.worst[:2])
     raise LawError(
-        "this model does not give in a batch what it gives alone",
+        "this model gives other results in a batch than alone",
         seen=f"{report}; {worst}",
-        do="look at padding, mask and positions (`truebatch verify` names the module), or judge one by "
-        "one with rows=1; a tolerance of your own is check=0.05",
+        do="check padding, mask and positions (`truebatch verify` names the module), or score one by "
+        "one with rows=1; set your own tolerance with check=0.05",
     )
 
 
 def choose_samples(backend: Backend, samples: Sequence[ScoreRequest], n: int) -> list[ScoreRequest]:
-    """Up to n samples from the cheapest to the dearest."""
+    """Up to n samples from the cheapest to the most expensive."""
     pool = samples[:: max(1, len(samples) // (8 * n))][: 16 * n]
     costs = zip(pool, cost_all(backend, pool), strict=True)
     priced = [(cost, asked) for asked, cost in costs if not isinstance(cost, SampleError)]
@@ -142,7 +144,7 @@ def choose_samples(backend: Backend, samples: Sequence[ScoreRequest], n: int) ->
 def _sound(
     backend: Backend, chosen: Sequence[ScoreRequest]
 ) -> tuple[list[tuple[ScoreRequest, Any]], list[dict[str, Any]]]:
-    """The samples that can be judged alone, with their answers; the others will be records."""
+    """The samples that can be scored alone, with their results; the others will be recorded as failures."""
     kept, answers = [], []
     for asked in chosen:
         one = attempt(backend.prepare, asked)
@@ -160,12 +162,12 @@ def _sound(
 
 
 def _all_together(backend: Backend, prepared: Sequence[Any], forced: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """Answers of one batch; of two, where memory does not hold it. A batch that raises has none, and differs from all."""
+    """Results of one batch, split in two if it does not fit. A batch that raises has none and counts as different."""
     try:
         return _judged(backend, prepared, forced)
     except ConfigError:
         raise
-    except Exception as error:  # a model that cannot take a batch at all is what is looked for
+    except Exception as error:  # a model that fails on batches is exactly what this check looks for
         is_memory = is_out_of_memory(error)
         kind = f"{type(error).__name__}: {str(error)[:200]}"
     if is_memory and len(prepared) > 1:
@@ -178,7 +180,7 @@ def _all_together(backend: Backend, prepared: Sequence[Any], forced: Sequence[Se
 def _judged(
     backend: Backend, prepared: Sequence[Any], forced: Sequence[Sequence[int]] | None = None
 ) -> list[dict[str, Any]]:
-    """Everything there is to compare, for each sample; behind `forced` tokens where both ways must follow the same."""
+    """Everything to compare, per sample; after `forced` tokens where both must follow the same path."""
     if not prepared:
         return []
     out = []
@@ -195,7 +197,7 @@ def _judged(
 
 
 def _followed(found: Mapping[str, Any]) -> list[int]:
-    """The tokens behind which the model was looked at alone."""
+    """The tokens that were forced when the model ran alone."""
     chances = found["chances"]
     return [] if chances is None or chances.ndim < 2 else [int(token) for token in chances[:-1].argmax(-1)]
 
@@ -224,14 +226,15 @@ def _rounding(
 
 
 def _distance(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Of logarithms of probabilities, where rounding is alike for likely and rare tokens; of a head's numbers as they are."""
+    """Of logarithms of probabilities, where rounding is alike for likely and rare tokens; of a head's numbers as they
+    are."""
     if exact.ndim > 1:
         found, exact = found.clamp(min=_RAREST).log(), exact.clamp(min=_RAREST).log()
     return float((found - exact).norm())
 
 
 def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """The largest difference of two answers: of numbers relative to their size where that is above 1, of kinds infinite."""
+    """The largest difference of two results: relative for numbers above 1, infinite for different kinds."""
     if one.get("kind") != other.get("kind"):
         return float("inf")
     if one["chances"] is not None:
@@ -269,7 +272,7 @@ def _shown(found: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def _counted(model: nn.Module | None) -> Iterator[dict[str, int]]:
-    """Count how often the layers of a model run, inside and out."""
+    """Count the calls of a model and of its layers."""
     calls = {"n": 0}
 
     def count(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Python's search for garbage, left out while plain data is read: it would look at every sample again and again."""
+"""Pause the garbage collector while plain data is read: it would scan every sample again and again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collecting() -> Iterator[None]:
-    """No search for cycles inside the block. What it makes must be plain data, and no model may run meanwhile."""
+    """Context without garbage collection. The block must create only plain data and run no model."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -80,9 +80,9 @@ def _known(run: Path) -> dict[str, int]:
     is_right = isinstance(found, dict) and set(found) == {"windows", "size"} and all(map(_is_count, found.values()))
     if not is_right or found["windows"] > begun:
         raise CheckpointError(
-            f"{path} does not hold what it should",
+            f"{path} does not have the expected content",
             seen=f"{str(found)[:100]}; at most {begun:,} windows are begun in this folder",
-            do="bring the file back from a copy",
+            do="restore the file from a backup",
         )
     return dict(found)
 

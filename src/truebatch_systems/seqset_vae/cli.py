@@ -25,7 +25,9 @@ seqset_vae_app = typer.Typer(
 )
 
 Config = Annotated[Path | None, typer.Option("--config", help="A YAML file with the system's settings.")]
-Settings = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting, over the file.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting; overrides the file.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -74,7 +76,7 @@ def show_prepare(
     drop_faulty: Annotated[
         bool, typer.Option("--drop-faulty", help="Leave out and count events without a value.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write over files that are there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite existing files.")] = False,
     smoke: Annotated[bool, typer.Option("--smoke", help="Only the first files of every split, for a try.")] = False,
 ) -> int:
     """Normalise all values, carry each forward until it is too old, and write one Parquet file a stay.

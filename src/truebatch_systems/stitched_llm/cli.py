@@ -24,7 +24,9 @@ stitched_llm_app = typer.Typer(
 )
 
 Config = Annotated[Path | None, typer.Option("--config", help="A YAML file with the system's settings.")]
-Settings = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting, over the file.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting; overrides the file.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

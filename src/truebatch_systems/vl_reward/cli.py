@@ -24,7 +24,7 @@ CHECK_FAILED = 1
 vl_reward_app = typer.Typer(help="The edit-then-judge benchmark.", no_args_is_help=True, rich_markup_mode=None)
 
 Config = Annotated[Path | None, typer.Option(help="A YAML file with the settings.")]
-Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting, over the file.")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting; overrides the file.")]
 
 
 def _load(config: Path | None, set_: list[str] | None) -> RewardConfig:
@@ -160,7 +160,8 @@ def export_benchmark(run: Path, to: Path, *, for_spreadsheet: bool = False) -> i
 
 
 def retry_benchmark(run: Path, kinds: list[str], config: Path | None, set_: list[str] | None) -> int:
-    """Edit and judge the failures of these kinds again, with the settings the user gives; those of the run are the same."""
+    """Edit and judge the failures of these kinds again, with the settings the user gives; those of the run are the
+    same."""
     from truebatch.config.load import load_config
     from truebatch.scoring.runner import Running
     from truebatch_systems.vl_reward.config import RewardConfig
@@ -173,7 +174,8 @@ def retry_benchmark(run: Path, kinds: list[str], config: Path | None, set_: list
 
 
 def _refuse_other(run: Path, mine: RewardConfig, its: RewardConfig) -> None:
-    """A folder may come from anybody: pictures, models, code and programs it names are used only if they are the user's."""
+    """A folder may come from anybody: pictures, models, code and programs it names are used only if they are the
+    user's."""
     from truebatch.config.load import plain_value
     from truebatch.reports.tables import flat
 

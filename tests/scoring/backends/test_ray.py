@@ -140,7 +140,7 @@ def test_an_actor_that_dies_or_hangs_is_replaced_and_what_it_raises_is_told(fake
     assert (backend.starts, len(fake_ray.killed)) == (2, 2)  # a single sample is tried a second time
     with pytest.raises(WorkerCrash):
         backend.judge(asked({"user": "j"}, {"user": "abc"}))
-    with pytest.raises(WorkerHang, match="no answer in 600 s"):
+    with pytest.raises(WorkerHang, match="no result within 600 s"):
         backend.judge(asked({"user": "jk"}))
     assert (backend.starts, len(fake_ray.killed)) == (4, 4)
     with pytest.raises(RuntimeError, match="device-side assert"):

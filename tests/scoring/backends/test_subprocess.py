@@ -142,7 +142,7 @@ def test_what_a_worker_refuses_is_said_and_one_that_cannot_start_too(worker):
         worker("none").describe()
     with pytest.raises(ConfigError, match="does not start"):
         worker("ill").describe()
-    with pytest.raises(ConfigError, match="does not work"):
+    with pytest.raises(ConfigError, match="a worker failed"):
         worker("mute", silence=0.2).describe()
 
 

@@ -175,7 +175,7 @@ def test_a_reward_head_gives_one_number_a_sample_as_alone():
         bare = model(input_ids=torch.tensor([one.ids])).logits.item()
         assert answer.score == pytest.approx(bare, abs=2e-5)
     assert check_identity(backend, list(read_asked(questions(7)))).ok
-    with pytest.raises(ConfigError, match="no next tokens"):
+    with pytest.raises(ConfigError, match="does not predict next tokens"):
         model_backend(model, make_tokenizer(), TEN, LIMITS)
 
 
@@ -438,7 +438,7 @@ def _prepared(text, asked):
 
 
 def test_what_is_not_compiled_is_refused(text):
-    with pytest.raises(ConfigError, match="only the reading of prompts"):
+    with pytest.raises(ConfigError, match="only the prefill of packed prompts"):
         model_backend(*text, TWO, Limits(cells=1024, level="shape"), compiled=True)
 
 

@@ -18,17 +18,18 @@ def show_census(
     jobs: Annotated[int, typer.Option(help="Architectures examined at once.")] = 2,
     time_limit: Annotated[float, typer.Option(help="Seconds after which an architecture is killed.")] = 300.0,
     journal: Annotated[
-        Path | None, typer.Option(help="Where finished rows are kept, to go on from. Default: runs/census/rows.jsonl.")
+        Path | None,
+        typer.Option(help="Where finished rows are saved, to resume from. Default: runs/census/rows.jsonl."),
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget finished rows.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Discard finished rows.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all rows as JSON.")] = None,
     markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write the tables as Markdown.")] = None,
 ) -> int:
-    """Build every architecture tiny, put all layouts to the proof, and put the proof to an independent check.
+    """Build a tiny model of every architecture, verify all layouts, and check the verdicts independently.
 
-    Nothing is downloaded. Interrupted, the same command goes on where it was.
+    Nothing is downloaded. If interrupted, the same command resumes where it stopped.
 
-    Exit code 0: nothing is wrong unnoticed. 1: at least one architecture is.
+    Exit code 0: no error went unnoticed. 1: at least one did.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`truebatch config`: the settings of a command, where each comes from, whether they are right, and their schema."""
+"""`truebatch config`: show the settings of a command with their origin, check them, and print their schema."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ Target = Annotated[
     str, typer.Argument(help="plan, vl_reward, hf, the name of a system, package.module:name, or file.py:name.")
 ]
 File = Annotated[Path | None, typer.Option("--config", help="A YAML file.")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting, over the file.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting; overrides the file.")
+]
 
 
 @config_app.callback()
@@ -36,11 +38,13 @@ def show_config(
     target: Target,
     config: File = None,
     set_: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON, with what each setting means.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The same as JSON, with a description of each setting.")
+    ] = False,
 ) -> int:
     """Show every setting of a target: from --set, else from the file with its line, else the default.
 
-    A value that follows from the data is settled when a run begins; here it still reads null. No data is read.
+    A value derived from the data is set when a run begins; here it is still null. No data is read.
 
     Examples:
 
@@ -61,11 +65,11 @@ def show_config(
     return 0
 
 
-@config_app.command("check", short_help="Whether settings are right; what is wrong is named with its line.")
+@config_app.command("check", short_help="Check settings; errors name the line.")
 def show_check(target: Target, config: File = None, set_: Overrides = None) -> int:
     """Check settings without reading data or starting anything.
 
-    Exit code 0: fine. 2: a key or a value is wrong, and the message says which, where, and what to do.
+    Exit code 0: valid. 2: a key or a value is wrong; the message says which, where, and what to do.
 
     Examples:
 
@@ -77,7 +81,7 @@ def show_check(target: Target, config: File = None, set_: Overrides = None) -> i
     from truebatch.config.load import check_config
 
     check_config(_kind(target), read_settings(config, set_ or [], {}))
-    say(f"fine: {config or 'the settings given'}, for {target}")
+    say(f"valid: {config or 'the settings given'}, for {target}")
     return 0
 
 
@@ -96,9 +100,9 @@ def show_schema(target: Target) -> int:
     return 0
 
 
-@config_app.command("reference", short_help="docs/config.md again: every setting, its default and what it means.")
-def show_reference(out: Annotated[Path, typer.Option(help="The page that is written.")] = PAGE) -> int:
-    """Write the page of all settings from the settings themselves.
+@config_app.command("reference", short_help="Regenerate docs/config.md: every setting, its default and its meaning.")
+def show_reference(out: Annotated[Path, typer.Option(help="The page to write.")] = PAGE) -> int:
+    """Generate the page of all settings from the code.
 
     Examples:
 
@@ -159,7 +163,7 @@ def _kind(target: str) -> type[Any]:
 
 
 def _rows(config: Any, given: Any, path: tuple[str, ...], places: dict[Any, str]) -> Iterator[dict[str, Any]]:
-    """One row a setting, nested ones by their dotted name."""
+    """One row per setting, nested ones by their dotted name."""
     from truebatch.config.load import field_notes, plain_value
 
     notes = field_notes(type(config))

@@ -21,16 +21,18 @@ CHECK_FAILED = 1
 def show_doctor(
     drill: Annotated[
         bool,
-        typer.Option("--drill", help="Fail small runs everywhere, and let memory run out, and see them recover."),
+        typer.Option(
+            "--drill", help="Kill small runs at every failpoint, make memory run out, and check that they recover."
+        ),
     ] = False,
     folder: Annotated[
-        Path | None, typer.Option(help="Where runs will be kept: its filesystem is checked. Default: here.")
+        Path | None, typer.Option(help="Folder for runs; its filesystem is checked. Default: the current folder.")
     ] = None,
     keep: Annotated[
-        int | None, typer.Option(help="Checkpoints the runs of the drill keep. Default: 1, then 3.", min=1)
+        int | None, typer.Option(help="Number of checkpoints that the drill's runs keep. Default: 1, then 3.", min=1)
     ] = None,
     every_visit: Annotated[
-        bool, typer.Option("--every-visit", help="With --drill: at every visit of a failpoint, not only at one.")
+        bool, typer.Option("--every-visit", help="With --drill: fail at every visit of a failpoint, not only at one.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
@@ -54,7 +56,7 @@ def show_doctor(
         _print(header, [(check.name, check.verdict, check.words) for check in checks])
     is_well = all(check.verdict != "failed" for check in checks)
     if every_visit and not drill:
-        raise ConfigError("--every-visit belongs to the drill", seen="--every-visit without --drill", do="add --drill")
+        raise ConfigError("--every-visit needs --drill", seen="--every-visit without --drill", do="add --drill")
     keeps = (1, 3) if keep is None else (keep,)
     trials = _drill(place, keeps, every_visit=every_visit, quiet=as_json) if drill and is_well else []
     if as_json:

@@ -1,4 +1,4 @@
-"""`truebatch evaluate`: the figures of a trained run on samples it was not trained on."""
+"""`truebatch evaluate`: metrics of a trained run on held-out samples."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FOLDER, FIGURES = "evaluation", "figures.json"
 def show_evaluate(
     run: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/chinese_gpt.")],
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting for this use only.")
+        list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting for this command only.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     system: SystemOption = None,

@@ -33,7 +33,7 @@ def show_fit(
     target: Annotated[str, typer.Argument(help="hf, the name of a system, package.module:name, or file.py:name.")],
     config: Annotated[Path | None, typer.Option(help="A YAML file: the system's settings, and `train:`.")] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting, over the file.")
+        list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting; overrides the file.")
     ] = None,
     memory: Annotated[
         list[float] | None, typer.Option(metavar="GIB", help="A memory size to judge for. Default: 15, 32 and 80.")
@@ -47,7 +47,9 @@ def show_fit(
         str | None,
         typer.Option(help="hf: causal_lm, sequence_classification, token_classification or seq2seq."),
     ] = None,
-    lora: Annotated[bool, typer.Option("--lora", help="hf: train an adapter (LoRA) and leave the model.")] = False,
+    lora: Annotated[
+        bool, typer.Option("--lora", help="hf: train an adapter (LoRA) and keep the model frozen.")
+    ] = False,
 ) -> int:
     """Measure memory and speed of your model on your samples; give the largest safe budget of cells.
 

@@ -35,31 +35,35 @@ anything else is a prompt; asked again, it gets another answer, the same in ever
 def show_generate(
     run: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/chinese_gpt.")],
     prompt: Annotated[list[str] | None, typer.Option(help="A prompt; give it several times for several.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="A file: one prompt a line, or a .json list of texts.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A file: one prompt per line, or a .json list of texts.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="A text ends here if it has not ended before.")] = 64,
     temperature: Annotated[
-        float | None, typer.Option(help=f"0 takes the likeliest token. Default: {TEMPERATURE}; none with beams.")
+        float | None, typer.Option(help=f"0 always takes the likeliest token. Default: {TEMPERATURE}; none with beams.")
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(help=f"Only the k likeliest tokens may come; 0: all. Default: {TOP_K}; 0 with beams.")
+        int | None,
+        typer.Option(help=f"Sample only from the k likeliest tokens; 0: all. Default: {TOP_K}; 0 with beams."),
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(help=f"Only the likeliest tokens with this probability. Default: {TOP_P}; 1 with beams."),
+        typer.Option(
+            help=f"Sample only from the likeliest tokens up to this probability. Default: {TOP_P}; 1 with beams."
+        ),
     ] = None,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: repeat less.")] = 1.0,
-    beams: Annotated[int, typer.Option(help="Above 1: search for the likeliest text; nothing is drawn.")] = 1,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: less repetition.")] = 1.0,
+    beams: Annotated[int, typer.Option(help="Above 1: beam search for the likeliest text, without sampling.")] = 1,
     stop: Annotated[list[str] | None, typer.Option(help="A text that ends a generation.")] = None,
     seed: Annotated[int, typer.Option(help="The same seed and prompt give the same text.")] = 0,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting of the run, for this use only.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON for every prompt.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per prompt.")] = False,
     system: SystemOption = None,
 ) -> int:
-    """Generate text with a trained run: for --prompt and --prompts, for lines of a pipe, or as a dialogue on a terminal.
+    """Generate text with a trained run: for --prompt and --prompts, for piped lines, or interactively on a terminal.
 
-    Prompts are continued together; what one gets never depends on the others. One prompt is printed as it comes.
+    Prompts are continued together; the result for one never depends on the others. A single prompt is printed as it
+    comes.
 
     Exit code 0: done. 2: usage, or the run cannot generate.
 

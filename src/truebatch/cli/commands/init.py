@@ -20,11 +20,11 @@ SUFFIX = ".template"
 def show_init(
     system: Annotated[str, typer.Argument(help="The name of a system that comes with truebatch.")],
     out: Annotated[Path, typer.Option(help="The folder the files go to.")] = Path(),
-    force: Annotated[bool, typer.Option("--force", help="Write over files that are there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
 ) -> int:
-    """Write the starting files of a system into a folder; files that are there stay, unless --force is given.
+    """Write the starting files of a system into a folder; existing files are kept unless --force is given.
 
-    Exit code 0: written. 2: there is no such system, or a file is in the way.
+    Exit code 0: written. 2: there is no such system, or a file already exists.
 
     Examples:
 
@@ -36,9 +36,9 @@ def show_init(
     there = [name for name in files if (out / name).exists()]
     if there and not force:
         raise ConfigError(
-            "a file is in the way, nothing was written",
+            "a file already exists; nothing was written",
             seen=", ".join(str(out / name) for name in there),
-            do="name another folder with --out, or write over them with --force",
+            do="choose another folder with --out, or overwrite with --force",
         )
     for name, text in files.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)

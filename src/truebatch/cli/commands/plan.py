@@ -25,34 +25,34 @@ LIMITS = ("cells", "pairs", "samples", "costs")
 def show_plan(
     data: Annotated[str, typer.Argument(help="A data file, or package.module:name, or file.py:name.")] = "",
     lengths: Annotated[Path | None, typer.Option(help="A .npy file of lengths instead of DATA.")] = None,
-    field: Annotated[str | None, typer.Option(help="The field that says how long a sample is.")] = None,
+    field: Annotated[str | None, typer.Option(help="The field that gives the length of a sample.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="A folder with tokenizer.json: text counts tokens.")] = None,
     cost: Annotated[
         list[str] | None, typer.Option(metavar="FIELD=LIMIT", help="Limit the sum of another field too.")
     ] = None,
     layout: Annotated[str | None, typer.Option(help="padded (the default) or packed.")] = None,
     grouping: Annotated[str | None, typer.Option(help="budget, fixed or bucketed (padded), packed (packed).")] = None,
-    cells: Annotated[int | None, typer.Option(help="Most cells (tokens and padding) of a micro-batch.")] = None,
-    pairs: Annotated[int | None, typer.Option(help="Most query-key pairs of a micro-batch.")] = None,
-    samples: Annotated[int | None, typer.Option(help="Most samples of a micro-batch.")] = None,
-    bucket_width: Annotated[int | None, typer.Option(help="Width of a bucket of grouping bucketed.")] = None,
+    cells: Annotated[int | None, typer.Option(help="Maximum cells (tokens and padding) per micro-batch.")] = None,
+    pairs: Annotated[int | None, typer.Option(help="Maximum query-key pairs per micro-batch.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Maximum samples per micro-batch.")] = None,
+    bucket_width: Annotated[int | None, typer.Option(help="Bucket width for grouping bucketed.")] = None,
     samples_per_step: Annotated[int | None, typer.Option(help="A step is this many samples.")] = None,
     tokens_per_step: Annotated[int | None, typer.Option(help="A step is as many samples as fit.")] = None,
     rows_per_step: Annotated[int | None, typer.Option(help="A step is this many packed rows of --cells.")] = None,
     micro_batches_per_step: Annotated[int | None, typer.Option(help="A step is this many micro-batches.")] = None,
     overlong: Annotated[str | None, typer.Option(help="A sample over a limit: refuse, drop or cut.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Decides every random choice.")] = None,
-    epoch: Annotated[int, typer.Option(help="Another epoch is another order.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Seed of every random choice.")] = None,
+    epoch: Annotated[int, typer.Option(help="Another epoch has another order.")] = 0,
     ranks: Annotated[int, typer.Option(help="Devices that share a step.")] = 1,
     compare: Annotated[bool, typer.Option("--compare", help="All groupings side by side.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     config: Annotated[Path | None, typer.Option(help="A YAML file with these settings.")] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting, over the file.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting; overrides the file.")
     ] = None,
-    cache: Annotated[Path | None, typer.Option(help="Folder where measured lengths are kept.")] = None,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Measure again and keep nothing.")] = False,
+    cache: Annotated[Path | None, typer.Option(help="Folder where measured lengths are cached.")] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Measure again and cache nothing.")] = False,
 ) -> None:
     """Show how samples would be grouped: micro-batches, fill, waste, balance. No model is loaded.
 
@@ -96,7 +96,7 @@ def _refuse_together(data: str, lengths: Path | None, *, compare: bool, save: Pa
         raise ConfigError(
             "--compare makes several plans, so there is not one to save",
             seen=f"--compare and --save {save}",
-            do="leave --compare away and name the --layout and --grouping to save",
+            do="omit --compare and choose the --layout and --grouping to save",
         )
 
 
@@ -159,7 +159,7 @@ def _assume_cells(settings: Document, measured: Measured) -> str:
 
     longest = int(measured.lengths.max()) if len(measured.lengths) else 0
     settings.values["cells"] = max(DEFAULT_CELLS, min(longest, LONGEST))  # a longer one is refused as a length
-    return f"\nno limit given: --cells {settings.values['cells']} is assumed"
+    return f"\nno limit given: assuming --cells {settings.values['cells']}"
 
 
 def _plan_one(settings: Document, measured: Measured, epoch: int, ranks: int, save: Path | None) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def _found(measured: Measured) -> str:
     lengths = measured.lengths
     spread = f"{lengths.min():,} to {lengths.max():,}, mean {lengths.mean():,.1f}" if len(lengths) else "none"
     words = f"{len(lengths):,} samples, {measured.unit} from the {measured.found}: {spread}"
-    hint = "\ncharacters, not tokens: --tokenizer DIR counts tokens" if measured.unit == "characters" else ""
+    hint = "\ncharacters, not tokens: use --tokenizer DIR to count tokens" if measured.unit == "characters" else ""
     return words + hint
 
 

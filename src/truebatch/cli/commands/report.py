@@ -14,14 +14,16 @@ from truebatch.language.console import say
 def show_report(
     runs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are compared.", metavar="RUN...")],
     out: Annotated[Path | None, typer.Option(help="The file to write. Default: report.html in the run.")] = None,
-    text: Annotated[bool, typer.Option("--text", help="Print the tables here; write no file, draw nothing.")] = False,
+    text: Annotated[
+        bool, typer.Option("--text", help="Print the tables here; write no file and draw nothing.")
+    ] = False,
 ) -> int:
-    """Write one self-contained HTML file about a run, or about several with their curves on top of each other.
+    """Write one self-contained HTML file about a run, or about several with overlaid curves.
 
     It shows whatever a run has: a training (curves, lengths, padding, evaluation), a scoring run (scores, failures, a
-    gallery), what `fit` and `verify` have left there, pictures of `show`.
+    gallery), the results of `fit` and `verify`, pictures of `show`.
 
-    Exit code 0: written. 2: a folder is no run, or a file in it is damaged.
+    Exit code 0: written. 2: a folder is not a run, or a file in it is damaged.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`truebatch run`: where a scoring run stands, its rows as a file, and its failures once more."""
+"""`truebatch run`: status of a scoring run, export of its rows, retry of its failures."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def _run() -> None:
     """Look at a scoring run, export it, retry its failures."""
 
 
-@run_app.command("status", short_help="How far a run is, and what failed.")
+@run_app.command("status", short_help="Progress of a run, and what failed.")
 def show_status(
     run: Folder,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Count done, failed and pending samples of a run; it may be running, here or elsewhere.
 
-    Exit code 0: nothing failed so far, or the run is not done. 1: one sample has two different results, or a record of
-    the journal is not what was written. 3: done, some samples failed.
+    Exit code 0: nothing failed so far, or the run is not done. 1: one sample has two different results, or a journal
+    record was changed. 3: done, some samples failed.
 
     Examples:
 
@@ -62,9 +62,10 @@ def show_export(
         bool, typer.Option("--for-spreadsheet", help="In a .csv: a quote before texts that begin with = + - @.")
     ] = False,
 ) -> int:
-    """Write a row for every sample of the input, in its order; the same bytes however often the run was interrupted.
+    """Write a row for every sample of the input, in order; the bytes are the same however often the run was
+    interrupted.
 
-    Exit code 0: written. 1: written, but a record of the journal is not what was written: its row has no score.
+    Exit code 0: written. 1: written, but a journal record was changed: its row has no score.
 
     Examples:
 
@@ -87,34 +88,34 @@ def show_export(
     return CHECK_FAILED if damaged else 0
 
 
-@run_app.command("retry", short_help="Run failures of some kinds again.")
+@run_app.command("retry", short_help="Retry failures of some kinds.")
 def show_retry(
     run: Folder,
     kind: Annotated[
         list[str], typer.Option(help="A kind of failure, as `status` names it: out_of_memory, crashed, ...")
     ],
     cells: Annotated[
-        int | None, typer.Option(help="Most tokens of a batch; only runs of level close may change it.")
+        int | None, typer.Option(help="Maximum tokens per batch; only runs of level close may change it.")
     ] = None,
-    data: Annotated[Path | None, typer.Option(help="The data of the run, as you gave it to `score`.")] = None,
-    model: Annotated[str, typer.Option(help="Its model folder or server, as you gave it to `score`.")] = "",
-    workers: Annotated[int, typer.Option(help="Its workers, where it had some.")] = 0,
-    engine: Annotated[str, typer.Option(help="Its engine, where it was not `local`.")] = "",
+    data: Annotated[Path | None, typer.Option(help="The data of the run, as given to `score`.")] = None,
+    model: Annotated[str, typer.Option(help="Its model folder or server, as given to `score`.")] = "",
+    workers: Annotated[int, typer.Option(help="Its number of workers, if it had any.")] = 0,
+    engine: Annotated[str, typer.Option(help="Its engine, if not `local`.")] = "",
     key_env: Annotated[
         str | None,
         typer.Option(help="The variable with a server's API key; '' sends none. Default: OPENAI_API_KEY if it is set."),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="vl_reward: the YAML file with its settings.")] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="vl_reward: a setting, over the file.")
+        list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="vl_reward: a setting; overrides the file.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Judge the failures of these kinds again, with the model and the data of the run. A success stays as it is.
+    """Retry the failures of these kinds with the model and the data of the run. Successes are kept.
 
-    Data and model are said again: a folder from somebody else could name any file of yours and any server.
+    Data and model must be given again: a folder from someone else could name any file of yours and any server.
 
-    Exit code 0: nothing failed. 2: usage or configuration. 3: done, some samples failed still.
+    Exit code 0: nothing failed. 2: usage or configuration. 3: done, some samples still failed.
 
     Examples:
 
@@ -140,7 +141,7 @@ def show_retry(
         return retry_pipeline(run, kinds, config, set_)
     if config is not None or set_:
         raise ConfigError(
-            "--config and --set belong to vl_reward", seen=f"{run} is a run of `score`", do="give --data and --model"
+            "--config and --set are only for vl_reward", seen=f"{run} is a run of `score`", do="give --data and --model"
         )
     call = load_call(run)
     given = {"data": "" if data is None else str(data), "model": model, "workers": workers, "engine": engine}
@@ -148,7 +149,7 @@ def show_retry(
     if is_address(call.model):
         call = replace(call, key_env=key_env)
     elif key_env is not None:
-        raise ConfigError("these options belong to a server", seen="--key-env", do="leave them out")
+        raise ConfigError("these options are only for a server", seen="--key-env", do="leave them out")
     if cells is not None:
         call = replace(call, limits={**call.limits, "cells": cells})
     return run_call(call, run, shard=(0, 1), retry=kinds, checked=0, as_json=as_json)

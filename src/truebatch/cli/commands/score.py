@@ -1,4 +1,4 @@
-"""`truebatch score`: judge or generate for every sample of a file, into a run folder that loses nothing."""
+"""`truebatch score`: score or generate for every sample of a file, into a crash-safe run folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SOME_FAILED = 3
 CHECKS = {"on": 8, "off": 0, "compare": 64}
-"""Samples that are judged alone and together before a run."""
+"""Samples scored alone and in batches before a run."""
 _SECONDS = 2.0
 _NAMED = 10
 """Damaged records that are named."""
@@ -40,85 +40,87 @@ def show_score(
     ] = "",
     config: Annotated[Path | None, typer.Option(help="vl_reward: a YAML file with its settings.")] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="vl_reward: a setting, over the file.")
+        list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="vl_reward: a setting; overrides the file.")
     ] = None,
-    yesno: Annotated[bool, typer.Option("--yesno", help="How much more the model says Yes than No.")] = False,
-    labels: Annotated[str, typer.Option(help="Answers and their worth: 1,2,3 or good=1,bad=0.")] = "",
+    yesno: Annotated[bool, typer.Option("--yesno", help="Probability of Yes against No.")] = False,
+    labels: Annotated[str, typer.Option(help="Answers and their values: 1,2,3 or good=1,bad=0.")] = "",
     words: Annotated[str, typer.Option(help="Words from best to worst: excellent,good,fair,poor,bad.")] = "",
-    head: Annotated[bool, typer.Option("--head", help="The number a reward model gives.")] = False,
-    generate: Annotated[bool, typer.Option("--generate", help="Write a text for every sample.")] = False,
+    head: Annotated[bool, typer.Option("--head", help="The output of a reward model.")] = False,
+    generate: Annotated[bool, typer.Option("--generate", help="Generate a text for every sample.")] = False,
     parse: Annotated[str, typer.Option(help="With --generate: `number` takes the last number as the score.")] = "",
-    prefix: Annotated[str, typer.Option(help="How an answer begins before its label.")] = "",
-    max_new_tokens: Annotated[int, typer.Option(help="With --generate: a text ends here at the latest.")] = 64,
-    temperature: Annotated[float, typer.Option(help="With --generate: 0 takes the likeliest token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="With --generate: only the likeliest tokens of this probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="With --generate: only the k likeliest tokens; 0: all.")] = 0,
+    prefix: Annotated[str, typer.Option(help="Prefix of an answer before its label.")] = "",
+    max_new_tokens: Annotated[int, typer.Option(help="With --generate: maximum number of new tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(help="With --generate: 0 always takes the likeliest token.")] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="With --generate: sample only from the likeliest tokens up to this probability.")
+    ] = 1.0,
+    top_k: Annotated[int, typer.Option(help="With --generate: sample only from the k likeliest tokens; 0: all.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="With --generate: a text that ends a generation.")] = None,
-    seed: Annotated[int, typer.Option(help="With --generate: draws belong to the sample and this seed.")] = 0,
+    seed: Annotated[int, typer.Option(help="With --generate: samples depend on the input and this seed.")] = 0,
     out: Annotated[Path | None, typer.Option(help="The run folder. Default: runs/score-NAME.")] = None,
     level: Annotated[
-        str, typer.Option(help="close, plan (resumed: same bits) or shape (any company: same bits). Default: plan.")
+        str, typer.Option(help="close, plan (same bits when resumed) or shape (same bits in any batch). Default: plan.")
     ] = "",
     true_batch: Annotated[
         str, typer.Option(help="on, off (one by one), or compare (64 samples both ways first).")
     ] = "on",
     cells: Annotated[
         int | None,
-        typer.Option(help="Most tokens of a batch, padding counted. Default: what fits, measured on CUDA; else 8192."),
+        typer.Option(
+            help="Maximum tokens per batch, including padding. Default: what fits, measured on CUDA; else 8192."
+        ),
     ] = None,
-    rows: Annotated[int, typer.Option(help="Most samples of a batch; 1 judges one by one.")] = 256,
+    rows: Annotated[int, typer.Option(help="Maximum samples per batch; 1 scores one by one.")] = 256,
     dtype: Annotated[str, typer.Option(help="auto (as saved), float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1.")] = "auto",
     compiled: Annotated[
         bool,
-        typer.Option("--compile", help="On a card: compile the layers that read prompts, once, at the start."),
+        typer.Option("--compile", help="On a GPU: compile the prefill layers once at the start."),
     ] = False,
     served: Annotated[str, typer.Option(help="With an address: the model's name there.")] = "",
-    workers: Annotated[int, typer.Option(help="Processes that judge, each on a GPU of its own; 0: this one.")] = 0,
+    workers: Annotated[int, typer.Option(help="Worker processes, each on its own GPU; 0: this process.")] = 0,
     engine: Annotated[str, typer.Option(help="local, or ray: workers are a pool of Ray Data actors.")] = "local",
     timeout: Annotated[
         float,
-        typer.Option(help="Seconds a worker has for a batch, and a server for a whole answer, connecting included."),
+        typer.Option(help="Seconds a worker has for a batch, and a server for a whole response, including connecting."),
     ] = 600.0,
-    concurrency: Annotated[int | None, typer.Option(help="Requests to a server at a time. Default: 64.")] = None,
+    concurrency: Annotated[int | None, typer.Option(help="Concurrent requests to a server. Default: 64.")] = None,
     tries: Annotated[
-        int | None, typer.Option(help="Of a request, where a server is busy or the connection breaks. Default: 5.")
+        int | None, typer.Option(help="Attempts per request if a server is busy or the connection breaks. Default: 5.")
     ] = None,
     answer_bytes: Annotated[
         int | None,
         typer.Option(
-            help="Most bytes of a server's answer; a longer one fails. Default: 262144, and 64 for every new token."
+            help="Maximum bytes of a server's response; a longer one fails. Default: 262144, plus 64 per new token."
         ),
     ] = None,
     key_env: Annotated[
         str | None,
         typer.Option(help="The variable with a server's API key; '' sends none. Default: OPENAI_API_KEY if it is set."),
     ] = None,
-    shard: Annotated[str, typer.Option(help="i/n: this machine's part of the run folder, such as 0/8.")] = "0/1",
+    shard: Annotated[str, typer.Option(help="i/n: this machine's share of the run, such as 0/8.")] = "0/1",
     window: Annotated[
-        int, typer.Option(help="Samples that are planned together; memory holds so many, whatever the file has.")
+        int, typer.Option(help="Samples planned together; memory holds this many, whatever the size of the file.")
     ] = 100_000,
-    retry: Annotated[
-        list[str] | None, typer.Option(help="Run failures of this kind again, such as out_of_memory.")
-    ] = None,
+    retry: Annotated[list[str] | None, typer.Option(help="Retry failures of this kind, such as out_of_memory.")] = None,
     check: Annotated[
-        bool, typer.Option(help="Judge a few samples alone and together first; refuse what differs.")
+        bool, typer.Option(help="First score a few samples alone and in batches; refuse if they differ.")
     ] = True,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Move an earlier run of this name aside and begin anew.")
+        bool, typer.Option("--fresh", help="Move an earlier run of this name aside and start again.")
     ] = False,
     export: Annotated[
         Path | None, typer.Option(help="Write all rows here when done: .jsonl, .csv or .parquet.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the statistics as JSON.")] = False,
 ) -> int:
-    """Judge every sample in true batches, proven equal to one by one; killed at any moment, the same command goes on.
+    """Score every sample in true batches, proven equal to one by one; killed at any moment, the same command resumes.
 
-    A line is an object with user (or prompt), system, image(s), id, or with messages. What fails is a record with its
+    A line is an object with user (or prompt), system, image(s), id, or with messages. A failure is recorded with its
     reason; a score is never invented.
 
     Exit code 0: all samples have a result. 1: batches would change answers. 2: usage or configuration, another
-    configuration of the run too. 3: done, some samples failed. 75: interrupted, give the same command again.
+    configuration of the run too. 3: done, some samples failed. 75: interrupted, run the same command again.
 
     Examples:
 
@@ -159,7 +161,7 @@ def show_score(
         limits={"level": level or ("close" if is_served else "plan"), "cells": cells, "rows": rows},
     )  # fmt: skip
     if is_served:
-        open_backends(call)[0].close()  # an address or a key that is refused leaves everything as it is
+        open_backends(call)[0].close()  # a rejected address or key must leave everything unchanged
     _check_engine(engine, workers)
     folder, checked = out or RUNS / f"score-{data.stem}", CHECKS[true_batch] if check and not is_served else 0
     if fresh:
@@ -175,10 +177,10 @@ def show_score(
 
 
 def _check_use(model: str, config: Path | None, set_: list[str] | None) -> None:
-    """A file needs a model; --config and --set belong to vl_reward."""
+    """Check that a file has a model; --config and --set are only for vl_reward."""
     if config is not None or set_:
         raise ConfigError(
-            "--config and --set belong to vl_reward", seen="they were given with a file", do="give options instead"
+            "--config and --set are only for vl_reward", seen="they were given with a file", do="give options instead"
         )
     if not model:
         raise ConfigError("scoring needs a model", seen="no --model", do="--model FOLDER, or http://HOST:PORT/v1")
@@ -191,7 +193,8 @@ def _check_engine(engine: str, workers: int) -> None:
 
 
 def _asking(asking: dict[str, Any], of_models: dict[str, bool], rows: int | None) -> dict[str, Any]:
-    """How a server is asked, at most `rows` at a time; None: there is no server. No option is accepted and ignored."""
+    """Request settings of a server, at most `rows` at a time; None without a server. No option is accepted and
+    ignored."""
     from truebatch.scoring.spec import HTTP
 
     given = {name: value for name, value in asking.items() if value is not None}
@@ -199,7 +202,9 @@ def _asking(asking: dict[str, Any], of_models: dict[str, bool], rows: int | None
     if wrong:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
         raise ConfigError(
-            "these options belong to a server" if rows is None else "these options belong to a model, not to a server",
+            "these options are only for a server"
+            if rows is None
+            else "these options are for a model, not for a server",
             seen=names,
             do="leave them out",
         )
@@ -218,7 +223,7 @@ def run_call(
     as_json: bool,
     window: int | None = None,
 ) -> int:
-    """Carry out a call, show how it goes, and give the exit code. `checked` samples are judged both ways first."""
+    """Run a call with progress display; returns the exit code. `checked` samples are first scored both ways."""
     from truebatch.scoring.batch_plan import Limits
     from truebatch.scoring.inputs.read_samples import check_data
     from truebatch.scoring.ray_engine import ray_engine
@@ -228,7 +233,7 @@ def run_call(
     from truebatch.scoring.windows import window_size
 
     check_data(Path(call.data))
-    gc.freeze()  # what was imported stays: no search for garbage need look at it again
+    gc.freeze()  # imported modules stay, so the garbage collector need not scan them again
     pool = ray_engine(call) if call.engine == "ray" else None
     watch = _watch(lambda: save_call(folder, call))
     how = Running(retry=tuple(retry), shard=shard, watch=watch, engine=pool)
@@ -269,8 +274,8 @@ def _lines(status: Status, folder: Path) -> list[str]:
     lines += [f"  {status.suspects:,} batches in which a worker died are judged next"] if status.suspects else []
     if status.damaged:
         lines.append(
-            f"  {len(status.damaged):,} records of the journal are not what was written, and count as pending; the command"
-            " of `truebatch score` judges them again"
+            f"  {len(status.damaged):,} journal records were changed, and count as pending; the command"
+            " of `truebatch score` scores them again"
         )
         lines += [f"    {one_line(name)}" for name in status.damaged[:_NAMED]]
     if status.unchecked:
@@ -292,7 +297,7 @@ def _watch(begun: Callable[[], None]) -> Watch:
     def watch(progress: Progress) -> None:
         now = time.monotonic()
         if not told[0]:
-            begun()  # the configuration is accepted: from here on the run can be told to go on
+            begun()  # the configuration is accepted: from here on the run can be resumed
         if now - told[0] < _SECONDS and progress.done < progress.samples:
             return
         told[0] = now
@@ -313,7 +318,7 @@ def _readout(*, yesno: bool, labels: str, words: str, head: bool, texts: dict[st
     found += [{"kind": "generate", **texts}] if texts is not None else []
     if len(found) != 1:
         raise ConfigError(
-            "say what is to be read from the model, once",
+            "choose one way to read the model",
             seen=", ".join(f"--{one['kind']}" for one in found) or "no readout",
             do="give one of --yesno, --labels 1,2,3, --words good,bad, --head, --generate",
         )
@@ -328,7 +333,7 @@ def _values(text: str) -> dict[str, float]:
             out[label] = float(worth if equals else label)
         except ValueError as error:
             raise ConfigError(
-                f"the label {label!r} has no worth", seen=f"--labels {text}", do="write numbers, or label=worth"
+                f"the label {label!r} has no value", seen=f"--labels {text}", do="write numbers, or label=value"
             ) from error
     return out
 

@@ -20,7 +20,7 @@ FINDINGS = "findings"
 def show_pictures(
     run: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/vlm_pruning.")],
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting for this use only.")
+        list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting for this command only.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     system: SystemOption = None,

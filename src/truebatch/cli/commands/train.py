@@ -1,4 +1,4 @@
-"""`truebatch train`: a system, or the user's own Hugging Face model, as a run that can be stopped and goes on."""
+"""`truebatch train`: train a system, or the user's own Hugging Face model, as a resumable run."""
 
 from __future__ import annotations
 
@@ -31,17 +31,19 @@ def show_train(
     target: Annotated[str, typer.Argument(help="hf, the name of a system, package.module:name, or file.py:name.")],
     config: Annotated[Path | None, typer.Option(help="A YAML file: the system's settings, and `train:`.")] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting, over the file.")
+        list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting; overrides the file.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder. Default: runs/NAME of the system.")] = None,
     resume: Annotated[
-        str, typer.Option(help="auto: go on with the run if there is one. required: refuse to begin anew.")
+        str, typer.Option(help="auto: resume the run if there is one. required: never start a new one.")
     ] = "auto",
-    fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier run aside and begin anew.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier run aside and start again.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show steps, micro-batches, fill and memory; run nothing.")
     ] = False,
-    devices: Annotated[int | None, typer.Option(help="Processes that share a step; they are started here.")] = None,
+    devices: Annotated[
+        int | None, typer.Option(help="Number of processes that share a step; started by this command.")
+    ] = None,
     limit: Annotated[int | None, typer.Option(help="Train on the first N samples only.")] = None,
     track: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A tracker, such as tensorboard.")] = None,
     log_format: Annotated[str, typer.Option(help="auto (a bar on a terminal), plain or json.")] = "auto",
@@ -52,13 +54,15 @@ def show_train(
         str | None,
         typer.Option(help="hf: causal_lm, sequence_classification, token_classification or seq2seq."),
     ] = None,
-    lora: Annotated[bool, typer.Option("--lora", help="hf: train an adapter (LoRA) and leave the model.")] = False,
+    lora: Annotated[
+        bool, typer.Option("--lora", help="hf: train an adapter (LoRA) and keep the model frozen.")
+    ] = False,
 ) -> int:
-    """Train a system into a run folder; the same command goes on with it, whatever stopped it.
+    """Train a system into a run folder; the same command resumes it, whatever stopped it.
 
-    A setting is taken from --config, then --set, then the options here; the last wins.
+    Settings come from --config, then --set, then the options here; later ones win.
 
-    Exit code 0: done. 1: a check failed. 2: usage or configuration. 75: interrupted and saved, run it again to go on.
+    Exit code 0: done. 1: a check failed. 2: usage or configuration. 75: interrupted and saved, run it again to resume.
 
     Examples:
 
@@ -108,7 +112,7 @@ def _run(
     if way.dry_run:
         return _dry_run(system, config, folder, is_layout_open=is_layout_open, as_json=way.log_format == "json")
     if way.resume == "required" and not (folder / "config.yaml").exists():
-        raise ConfigError("there is no run to go on with", seen=f"{folder} holds none", do="leave --resume away")
+        raise ConfigError("there is no run to resume", seen=f"{folder} holds none", do="run it without --resume")
     check_ranks(config.train.devices)
     if config.train.devices > 1 and ranks_around() is None:
         _check_room(config.train.devices)
@@ -177,7 +181,7 @@ def _dry_run(system: System[Any], config: Any, folder: Path, *, is_layout_open: 
 
 
 def _add_outlook(rows: dict[str, dict[str, Any]], foreseen: Any, config: Any) -> list[str]:
-    """Memory and time beside the figures of each layout; the lines that say where they come from."""
+    """Add memory and time to each layout's statistics; also the lines that give their source."""
     from truebatch.training.memory.fake_tensor_estimate import ESTIMATE_ERROR
 
     if isinstance(foreseen, str):
@@ -268,12 +272,12 @@ def _say_end(show: Show, result: TrainResult, folder: Path) -> None:
         return
     if result.is_interrupted:
         show.say(f"stopped after step {result.step} ({result.why}), saved in {folder}")
-        show.say("next: the same command again goes on")
+        show.say("next: run the same command again to resume")
         return
     best = f", best validation loss {result.best_loss:.4f}" if result.best_loss is not None else ""
     last = f", last loss {result.records[-1]['loss']:.4f}" if result.records else ""
     out = result.records[-1].get("quarantined", 0) if result.records else 0
-    left = f", {out:,} samples left out for want of memory" if out else ""
+    left = f", {out:,} samples left out because they did not fit in memory" if out else ""
     show.say(f"done: {result.step} steps ({result.why}){last}{best}{left}")
     exported = folder / "model"
     show.say(f"run: {folder}" + (f"; model: {exported}" if exported.is_dir() else ""))
@@ -291,7 +295,7 @@ def _next(folder: Path, exported: Path) -> str:
     is_whole = (exported / "config.json").is_file()
     layout = "packed" if read_yaml(folder / CONFIG).values["train"]["layout"] == "packed" else "right"
     target = str(read_json(folder / ABOUT)["system"])
-    # A folder names no code that is run: a system of one's own is said again.
+    # A folder cannot name code to run: a system of the user's must be given again.
     own = f" --system {shlex.quote(target)}" if ":" in target and not is_whole else ""
     return f"next: truebatch verify {shlex.quote(str(exported if is_whole else folder))} --layout {layout}{own}"
 

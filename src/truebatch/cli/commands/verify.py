@@ -29,22 +29,22 @@ def show_verify(
     config: Annotated[Path | None, typer.Option(help="A system: a YAML file with its settings.")] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="A.B=VALUE", help="A system or a run: a setting, over the file."),
+        typer.Option("--set", metavar="A.B=VALUE", help="A system or a run: a setting; overrides the file."),
     ] = None,
     layout: Annotated[
         str,
-        typer.Option(help="Whose verdict counts: used (right padded and packed), all, right, left, padded or packed."),
+        typer.Option(help="Layouts that count: used (right padded and packed), all, right, left, padded or packed."),
     ] = "used",
-    quick: Annotated[bool, typer.Option("--quick", help="The layouts that count, in few arrangements.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Only the layouts that count, in few arrangements.")] = False,
     longest: Annotated[
-        int | None, typer.Option(help="Cells of your longest sample: one is made as long, where there is none.")
+        int | None, typer.Option(help="Cells of your longest sample: one of that length is made if there is none.")
     ] = None,
     rows: Annotated[
-        int | None, typer.Option(help="Rows of your largest micro-batch: samples are repeated, where there are fewer.")
+        int | None, typer.Option(help="Rows of your largest micro-batch: samples are repeated if there are fewer.")
     ] = None,
     tolerance: Annotated[float | None, typer.Option(help="Largest relative difference allowed.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="A folder to keep the result in, for `report`. Default: a run's own.")
+        Path | None, typer.Option(help="Folder to save the result in, for `report`. Default: the run's own.")
     ] = None,
     against: Annotated[
         str | None,
@@ -54,7 +54,7 @@ def show_verify(
         ),
     ] = None,
     served_model: Annotated[str | None, typer.Option(help="A server: the name of the model there.")] = None,
-    served_dtype: Annotated[str | None, typer.Option(help="A server: what it computes in, such as bfloat16.")] = None,
+    served_dtype: Annotated[str | None, typer.Option(help="A server: its dtype, such as bfloat16.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     system: SystemOption = None,
 ) -> int:
@@ -62,14 +62,15 @@ def show_verify(
 
     TARGET may be the name of a system, a System, a model, a function over samples or micro-batches, or a function
     without arguments that returns one of these or the arguments of truebatch.verify. A system (a new model, on a few of
-    its own samples), a run (the trained model) and a Hugging Face model need nothing else. What was found in a run is
-    kept there as verification.json, and `truebatch report RUN` shows it.
+    its own samples), a run (the trained model) and a Hugging Face model need nothing else. The result for a run is
+    saved there as verification.json, and `truebatch report RUN` shows it.
 
-    With --against, the same samples go one at a time through TARGET and through another engine: what lies between them
-    is compared with what rounding alone does, and the first module (or, of a server, the first token) that differs is named.
+    With --against, the same samples go one at a time through TARGET and through another engine: their difference is
+    compared with the effect of rounding alone, and the first module (or, of a server, the first token) that differs is
+    named.
 
-    Exit code 0: proven equal in the layouts that count. 1: the law is broken there, or nothing could be proven. 2: the
-    question was not right.
+    Exit code 0: proven equal in the layouts that count. 1: the law is broken there, or nothing could be proven. 2:
+    usage.
 
     Examples:
 
@@ -119,14 +120,14 @@ class _Engine:
     served_dtype: str | None
 
     def check_unused(self) -> None:
-        """The options of a server say nothing without one."""
+        """Reject server options without a server."""
         given = {"--served-model": self.served_model, "--served-dtype": self.served_dtype}
         unused = [name for name, value in given.items() if value is not None]
         if unused:
             raise ConfigError(
-                "this option is for a server",
+                "this option is only for a server",
                 seen=f"{unused[0]} without the address of one",
-                do="add --against http://HOST:PORT/v1, or leave it out",
+                do="add --against http://HOST:PORT/v1, or omit it",
             )
 
 
@@ -137,8 +138,8 @@ def _against(target: str, given: dict[str, str], engine: _Engine, refused: dict[
     if wrong:
         raise ConfigError(
             "--against runs the samples one at a time through two engines of a model",
-            seen=f"{wrong[0]} beside it",
-            do=f"leave {wrong[0]} out",
+            seen=f"together with {wrong[0]}",
+            do=f"omit {wrong[0]}",
         )
     against: Any = engine.against
     if against.lower().startswith(("http://", "https://")):
@@ -163,7 +164,7 @@ def _check_system(target: str, system: str | None) -> None:
         raise ConfigError(
             "--system says which code a run folder belongs to",
             seen=f"--system {system} with {target}, which is not a run folder",
-            do="leave --system away, and name your code as the target itself",
+            do="omit --system, and give your code as the target",
         )
 
 
@@ -185,7 +186,7 @@ def _report(target: str, given: dict[str, str], file: Path | None, asked: _Setti
         raise ConfigError(
             "a system and a run bring their own samples, loss and settings",
             seen=f"{target} with {', '.join(wrong)}",
-            do=f"leave {wrong[0]} out; single settings change with --set",
+            do=f"omit {wrong[0]}; change single settings with --set",
         )
     if is_run:
         trained = open_named(Path(target), overrides, asked.system)

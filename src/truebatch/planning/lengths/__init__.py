@@ -1,1 +1,1 @@
-"""How long samples are, measured once and cached."""
+"""Measure the lengths of samples, once, and cache them."""

@@ -1,4 +1,4 @@
-"""Width and height of images, from their file headers: no pixel is decoded."""
+"""Image width and height from file headers, without decoding pixels."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _FILTERS = Lock()
 def measure_images(
     paths: Iterable[str | Path], *, max_pixels: int = MAX_PIXELS, formats: tuple[str, ...] = FORMATS
 ) -> Ints:
-    """[N, 2] width and height of every image file, as stored (before any rotation its EXIF data asks for).
+    """[N, 2] width and height of every image file, as stored (before any EXIF rotation).
 
     A file that is missing, is not one of `formats`, is damaged in its header, or claims more than `max_pixels`
-    raises `DataError` with its name. A file cut off after its header cannot be told from a whole one here.
+    raises `DataError` with its name. A file truncated after its header is not detected here.
     """
     image = _pillow()
     sizes = [_size(image, Path(path), max_pixels, formats) for path in paths]
@@ -36,16 +36,16 @@ def measure_images(
 def opened_image(
     source: Path | IO[bytes], *, max_pixels: int = MAX_PIXELS, formats: tuple[str, ...] = FORMATS
 ) -> Iterator[Any]:
-    """An image whose header is read and whose pixels are not yet; for code that decodes it inside the block.
+    """Open an image with only its header read; decode the pixels inside the block.
 
-    Only `formats` are tried: some others that Pillow knows start programs. What is no such image, claims more than
-    `max_pixels`, or is a pipe raises an error of Pillow, `OSError` or `ValueError`.
+    Only `formats` are tried: some others that Pillow knows start programs. Anything else, an image that claims more
+    than `max_pixels`, or a pipe raises an error of Pillow, `OSError` or `ValueError`.
     """
     if isinstance(source, Path) and source.exists() and not source.is_file():
         raise OSError("a folder, a pipe or a device")
     library = _pillow()
-    # Pillow warns about (or refuses) large claims at its own limit; ours is checked here instead. Filters of warnings
-    # belong to the process: two threads that change them at once would leave one of the changes behind.
+    # Pillow warns about (or rejects) large images at its own limit; ours is checked here instead. Warning filters
+    # are per process: two threads changing them at once would leave one of the changes behind.
     with _FILTERS, warnings.catch_warnings():
         warnings.simplefilter("ignore", library.DecompressionBombWarning)
         found = library.open(source, formats=formats)

@@ -1,7 +1,7 @@
-"""How long a sample is: which of its fields says so, and how to read it.
+"""Find the field that gives a sample's length, and read it.
 
-A field of integers (token ids) counts its entries, a number is taken as it is, text counts characters, or
-tokens with a tokenizer. Chat (`messages`), ShareGPT (`conversations`) and Alpaca records count all their text.
+The length is the number of entries of an integer list (token ids), the value of a number, or the characters of a text
+(tokens with a tokenizer). Chat (`messages`), ShareGPT (`conversations`) and Alpaca records count all of their text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from truebatch.io.text_encoding import nearest
 
 Kind = Literal["number", "ids", "text", "chat"]
 WHOLE = ""
-"""The field name of a sample that is itself a number, a list of ids or text."""
+"""The field name for a sample that is itself a number, a list of ids or text."""
 
 NUMBER_FIELDS = ("length", "num_tokens", "n_tokens", "token_count", "seq_len")
 IDS_FIELDS = ("input_ids", "token_ids", "ids", "tokens")
@@ -39,14 +39,14 @@ class Reading:
 
     @property
     def words(self) -> str:
-        """For reports: what is measured."""
+        """Description for reports: what is measured."""
         names = " + ".join(self.fields) if self.fields != (WHOLE,) else "the sample itself"
         verb = {"number": "number in", "ids": "entries of", "text": "text of", "chat": "all text in"}[self.kind]
         return f"{verb} {names}"
 
 
 def choose_reading(sample: Any, place: str, field: str | None) -> Reading:
-    """How to measure samples like this one; `field` if it is given, else the first field that is known."""
+    """How to measure samples like this one: by `field` if given, else by the first known field."""
     if not isinstance(sample, Mapping):
         return _whole(sample, place, field)
     if field is not None:
@@ -72,9 +72,9 @@ def choose_reading(sample: Any, place: str, field: str | None) -> Reading:
 def _whole(sample: Any, place: str, field: str | None) -> Reading:
     if field is not None:
         raise DataError(
-            f"{place} has no fields, so {field!r} cannot be picked",
+            f"{place} has no fields, so {field!r} cannot be used",
             seen=_shown(sample),
-            do="leave the field away, or write samples as objects with named fields",
+            do="omit the field, or write samples as objects with named fields",
         )
     return Reading(_kind(sample, place), (WHOLE,))
 
@@ -86,9 +86,9 @@ def _only_field(sample: Mapping[str, Any], place: str) -> Reading:
         assert kind is not None
         return Reading(kind, (name,))
     raise DataError(
-        f"{place}: it is not clear which field says how long a sample is",
+        f"{place}: it is not clear which field gives the length of a sample",
         seen=f"fields {', '.join(map(str, sample)) or 'none'}",
-        do="pick one with --field NAME (field=... in Python)",
+        do="choose one with --field NAME (field=... in Python)",
     )
 
 
@@ -111,13 +111,14 @@ def _kind(value: Any, place: str, *, numeric: bool = False) -> Kind:
         raise DataError(
             f"{place} cannot be measured",
             seen=_shown(value),
-            do="give a list of token ids, text, or a whole number; or pick another field",
+            do="give a list of token ids, text, or an integer; or choose another field",
         )
     return kind
 
 
 def read_length(reading: Reading, sample: Any, place: str, *, count_text: Callable[[str], int] = len) -> int:
-    """The length of one sample; raises `DataError` with its place where the sample is not like the first one."""
+    """The length of one sample; raises `DataError` with its location if the sample differs in kind from the first
+    one."""
     if reading.kind == "number":
         return _number(_value(reading.fields[0], sample, place), place)
     if reading.kind == "ids":
@@ -131,7 +132,7 @@ def read_length(reading: Reading, sample: Any, place: str, *, count_text: Callab
 
 
 def read_text_of(reading: Reading, sample: Any, place: str) -> str:
-    """All text of a sample that is measured by its text."""
+    """All text of a sample, if its text is what is measured."""
     parts = []
     for name in reading.fields:
         value = _value(name, sample, place) if name in reading.fields[:1] else _optional(name, sample)
@@ -161,7 +162,7 @@ def _value(name: str, sample: Any, place: str) -> Any:
 
 
 def _optional(name: str, sample: Mapping[str, Any]) -> Any:
-    # The further fields of an Alpaca record may be missing or null where there is nothing to say.
+    # The other fields of an Alpaca record may be missing or null if they are empty.
     value = sample.get(name)
     return "" if value is None else value
 
@@ -193,7 +194,7 @@ def _part(part: Any, place: str) -> str:
     if isinstance(part, Mapping) and isinstance(part.get("text"), str):
         return str(part["text"])
     raise DataError(
-        f"{place}: a message holds something other than text, whose tokens are not known here",
+        f"{place}: a message has content other than text, whose number of tokens is not known here",
         seen=_shown(part),
         do="add a field `length` with the tokens after image placeholders are expanded",
     )
@@ -203,7 +204,7 @@ def _number(value: Any, place: str) -> int:
     if isinstance(value, str) and _DIGITS.fullmatch(value.strip()):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise DataError(f"{place}: the length is not a whole number", seen=_shown(value), do="write a whole number")
+        raise DataError(f"{place}: the length is not an integer", seen=_shown(value), do="write an integer")
     return int(value)
 
 
@@ -212,23 +213,23 @@ def _refuse_field(sample: Any, place: str, field: str) -> NoReturn:
     raise DataError(
         f"{place} has no field {field!r}{nearest(field, known)}",
         seen=f"fields {', '.join(known)}" if known else _shown(sample),
-        do="every sample needs it; pick another with --field NAME (field=... in Python)",
+        do="every sample needs it; choose another with --field NAME (field=... in Python)",
     )
 
 
 def _refuse_nested(name: str, value: Any, place: str) -> NoReturn:
     raise DataError(
-        f"{place}: {name} is a list of lists, token ids are one list",
+        f"{place}: {name} is a list of lists, but token ids must be one list",
         seen=_shown(value),
-        do=f"write {name}[0]: tokenizers give a list of samples when they are asked for tensors or for several texts",
+        do=f"write {name}[0]: a tokenizer returns a list of samples if it is asked for tensors or given several texts",
     )
 
 
 def _refuse_mixed(reading: Reading, value: Any, place: str) -> NoReturn:
     raise DataError(
-        f"{place} is not like the first sample, which was measured by the {reading.words}",
+        f"{place} differs from the first sample, which was measured by the {reading.words}",
         seen=_shown(value),
-        do="make the samples alike, or pick a field they share with --field NAME (field=... in Python)",
+        do="give all samples the same fields, or choose a field they share with --field NAME (field=... in Python)",
     )
 
 

@@ -1,4 +1,4 @@
-"""What every sample of a dataset takes: its length, further costs and counts, measured once and cached.
+"""Measure every sample of a dataset once: length, costs and counts, with a cache.
 
 file or sequence -> samples -> lengths [N], costs {name: [N]}, counts {name: [N]}
 """
@@ -26,11 +26,11 @@ from truebatch.planning.rows import Ints
 __all__ = ["Cost", "Measured", "content_hash", "measure", "require_unchanged"]
 
 WAY = "1"
-"""Raised whenever the same file would be measured differently."""
+"""Incremented whenever the same file would be measured differently."""
 CHUNK = 1024
 
 Cost = str | Callable[[Any], int]
-"""A field of the sample (a whole number, or something to count) or a function of the sample."""
+"""A field of the sample (an integer, or something to count) or a function of the sample."""
 
 
 def measure(
@@ -44,10 +44,10 @@ def measure(
 ) -> Measured:
     """Measure every sample of a data file or of any sequence, in order, one sample in memory at a time.
 
-    `field` picks what the length is read from, else a known field is found and named in `found`. With
+    `field` selects what the length is read from; by default a known field is found and reported in `found`. With
     `tokenizer` (a folder holding tokenizer.json) text counts tokens, otherwise characters. With `cache` (a
-    folder) a file is measured once: the entry is named by the content of the file and the way of measuring,
-    so a changed file is always measured again.
+    folder) a file is measured once: the key is a hash of the content and the settings, so a changed file is
+    always measured again.
 
     >>> from truebatch import measure
     >>> measured = measure([{"text": "hello"}, {"text": "you"}])
@@ -87,7 +87,7 @@ def require_unchanged(measured: Measured, source: str | Path | Sized) -> None:
 
 
 def content_hash(path: Path) -> str:
-    """A hash of what a file holds; its name and date do not matter."""
+    """Hash of a file's content; its name and date do not matter."""
     with open_file(path) as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
@@ -112,16 +112,16 @@ class _MeasureMethod:
 
 def _refuse_cache(what: str, seen: str) -> NoReturn:
     raise ConfigError(
-        f"{what} cannot be cached: whether it changed cannot be seen",
+        f"{what} cannot be cached: changes to it cannot be detected",
         seen=seen,
-        do="leave `cache` away, or measure a file by the names of its fields",
+        do="omit `cache`, or measure a file by field names",
     )
 
 
 def _placed(samples: Sequence[Any]) -> Iterator[Placed]:
     if not isinstance(samples, Sized) or getattr(samples, "ndim", 1) == 0:
         raise DataError(
-            "a dataset needs a length and access by position",
+            "a dataset needs a length and access by index",
             seen=f"a {type(samples).__name__}",
             do="pass a list or a dataset with __len__ and __getitem__; plan a stream in windows instead",
         )
@@ -136,7 +136,7 @@ def _read(path: Path, way: _MeasureMethod) -> Iterator[Placed]:
     first = next(read_samples(path), None)
     if first is None:
         return iter(())
-    # A column of image bytes beside the text would otherwise be read for nothing.
+    # Otherwise a column of image bytes, say, would be read for nothing.
     return read_samples(path, columns=[*choose_reading(first[1], first[0], way.field).fields, *named, "id"])
 
 
@@ -160,7 +160,7 @@ def _measure(
 
 
 class _Columns:
-    """The numbers measured so far."""
+    """The columns measured so far."""
 
     def __init__(self, reading: Reading, way: _MeasureMethod) -> None:
         self.reading, self.way = reading, way
@@ -175,7 +175,7 @@ class _Columns:
                 raise DataError(
                     f"{place} has no usable length",
                     seen=f"length {length} from the {self.reading.words}",
-                    do="remove that sample; a sample has at least one token",
+                    do="remove that sample; a sample needs at least one token",
                 )
             self.lengths.append(length)
             for name, cost in (*self.way.costs.items(), *self.way.counts.items()):
@@ -215,7 +215,7 @@ def _cost(name: str, cost: Cost, sample: Any, place: str) -> int:
 
 
 def _call(function: Callable[[Any], Any], argument: Any, wrong: str) -> Any:
-    """Run code of the user; what it raises keeps its line and gets the sample it happened at."""
+    """Run user code; an error keeps its line and gets the sample at which it happened."""
     try:
         return function(argument)
     except Exception as error:
@@ -229,7 +229,7 @@ def _call(function: Callable[[Any], Any], argument: Any, wrong: str) -> Any:
 
 def _whole_number(value: Any, place: str) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 0 <= value < 2**62:
-        raise DataError(f"{place} must be a whole number from 0", seen=repr(value), do="correct that sample")
+        raise DataError(f"{place} must be an integer of 0 or more", seen=repr(value), do="correct that sample")
     return int(value)
 
 

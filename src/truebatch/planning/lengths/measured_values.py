@@ -1,6 +1,6 @@
-"""What was measured: one number or more for every sample, in memory and on disk.
+"""The result of measuring: one or more numbers per sample, in memory and on disk.
 
-A file is written whole or not at all, and is read only under the fingerprint it was made for.
+Files are written atomically and read only under the fingerprint they were written for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from truebatch.planning.rows import Ints
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Measured:
-    """One number or more for every sample; the sample id is the position in these arrays.
+    """One or more numbers per sample; the sample id is the position in these arrays.
 
     >>> import numpy as np
     >>> from truebatch import Measured
@@ -32,16 +32,17 @@ class Measured:
     lengths: Ints
     """[N] tokens (or characters, see `unit`) of every sample."""
     costs: Mapping[str, Ints] = field(default_factory=dict)
-    """{name: [N]}: what else a sample takes, for example image patches; budgets can limit each."""
+    """{name: [N]}: other costs of a sample, for example image patches; budgets can limit each."""
     counts: Mapping[str, Ints] = field(default_factory=dict)
-    """{name: [N]}: what its loss terms are divided by, so that a step's count is known without reading it."""
+    """{name: [N]}: what its loss terms are divided by, so that a step's counts are known without reading its
+    samples."""
     ids: tuple[str, ...] | None = None
     """The samples' own names, for messages."""
     unit: str = "tokens"
     found: str = "given"
-    """In words: which field was measured, and how."""
+    """Description of which field was measured, and how."""
     fingerprint: str = ""
-    """Changes when the data or the way of measuring does; made from the numbers if not given."""
+    """Changes when the data or the method of measuring does; derived from the numbers if not given."""
 
     def __post_init__(self) -> None:
         columns = {"lengths": self.lengths, **self.costs, **self.counts}
@@ -58,7 +59,7 @@ class Measured:
 
 
 def save_measured(measured: Measured, file: Path) -> None:
-    """Write the numbers to `file`; readers see the old state or the new one, never a part."""
+    """Write the numbers to `file` atomically: readers see the old state or the new one."""
     arrays = {"lengths": measured.lengths}
     arrays |= {f"cost:{name}": column for name, column in measured.costs.items()}
     arrays |= {f"count:{name}": column for name, column in measured.counts.items()}
@@ -69,12 +70,12 @@ def save_measured(measured: Measured, file: Path) -> None:
         raise DataError(
             "the measured lengths cannot be cached",
             seen=f"{file.parent}: {error}",
-            do="name another folder with --cache DIR (cache=... in Python), or none with --no-cache",
+            do="choose another folder with --cache DIR (cache=... in Python), or turn the cache off with --no-cache",
         ) from error
 
 
 def load_measured(file: Path, fingerprint: str) -> Measured | None:
-    """The numbers saved for this fingerprint; None if there are none, or the file is damaged."""
+    """The numbers saved under this fingerprint; None if there are none, or the file is damaged."""
     found = read_arrays(file)
     try:
         return None if found is None or found[1]["fingerprint"] != fingerprint else _build(*found)
@@ -83,7 +84,7 @@ def load_measured(file: Path, fingerprint: str) -> Measured | None:
 
 
 def cache_folder() -> Path:
-    """Where measured lengths and encoded samples are kept: TRUEBATCH_CACHE, or the user's cache folder."""
+    """The cache folder of measured lengths and encoded samples: TRUEBATCH_CACHE, or the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(os.environ.get("TRUEBATCH_CACHE") or Path(base) / "truebatch")
 

@@ -1,6 +1,6 @@
-"""How many tokens a text has, by the tokenizer the user's model has.
+"""Count the tokens of a text with the tokenizer of the user's model.
 
-Only the `tokenizers` package is used, never transformers: planning stays free of torch.
+Only the `tokenizers` package is used, never transformers: planning does not import torch.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ class Tokenizer:
     fingerprint: str
 
     def count(self, texts: Sequence[str]) -> list[int]:
-        """Tokens of every text, the special ones the tokenizer itself adds included; never cut or padded."""
+        """Number of tokens of every text, including the special tokens the tokenizer adds; never truncated or
+        padded."""
         return [len(one.ids) for one in self.inner.encode_batch_fast(list(texts))]
 
 
 def load_tokenizer(folder: str | Path | None) -> Tokenizer | None:
-    """The tokenizer in a local folder (its tokenizer.json), or none for no folder."""
+    """The tokenizer in a local folder (its tokenizer.json); None without a folder."""
     if folder is None:
         return None
     file = Path(folder)
@@ -54,7 +55,7 @@ def _parse(file: Path, data: bytes) -> Any:
         inner = Inner.from_buffer(data)
     except ValueError as error:
         raise ConfigError(f"{file} is not a tokenizer", seen=str(error)[:200], do="save the tokenizer again") from error
-    # A saved tokenizer may carry the cut and the padding of its last user; a length has neither.
+    # A saved tokenizer may still have truncation and padding enabled; a length needs neither.
     inner.no_truncation()
     inner.no_padding()
     return inner

@@ -1,6 +1,7 @@
-"""What a tokenizer.json may ask for: a text must stay about as long as it is, whatever file came with a model.
+"""Check a tokenizer.json: whatever file came with a model, it must not blow up a short text.
 
-tokenizer.json -> replacements, pads, templates and patterns in it -> refused where a short text could become a huge one
+tokenizer.json -> replacements, pads, templates and patterns in it -> rejected where a short text could become a huge
+one
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from truebatch.io.text_encoding import read_text
 TOKENIZER = "tokenizer.json"
 MAX_BYTES = 128 << 20
 MAX_GROWTH = 1000.0
-"""Characters that may come of one."""
+"""Maximum number of characters that one may become."""
 MAX_ADDED = 1_000_000
-"""Tokens that padding or a template may add to a sample."""
+"""Maximum number of tokens that padding or a template may add to a sample."""
 _REPEATED = re.compile(r"\((?:[^()\\]|\\.)*(?:[*+]|\{\d*,\d*\})\)?(?:[^()\\]|\\.)*\)(?:[*+](?!\+)|\{\d*,\})")
-"""A repeated group with a repetition in it, such as `(a+)+`: a text it almost matches is tried for ever."""
+"""A repeated group with a repetition in it, such as `(a+)+`: a near match can take for ever."""
 
 
 def read_tokenizer_text(file: Path) -> str:
-    """The text of a tokenizer.json after looking for what no tokenizer has."""
+    """Read a tokenizer.json and check it for rules no real tokenizer has."""
     text = read_text(file, max_bytes=MAX_BYTES)
     try:
         values = json.loads(text)
@@ -38,7 +39,7 @@ def read_tokenizer_text(file: Path) -> str:
 
 
 def check_tokenizer(values: Mapping[str, Any], file: Path) -> None:
-    """Refuse rules by which a short text becomes a huge one, or is matched for ever."""
+    """Reject rules by which a short text becomes a huge one, or matching never ends."""
     for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
         rules = list(_rules(values.get(part)))
         growth = 1.0
@@ -55,7 +56,7 @@ def check_tokenizer(values: Mapping[str, Any], file: Path) -> None:
 
 
 def _rules(part: Any) -> Iterator[Mapping[str, Any]]:
-    """The rules of a part in order, those of sequences too."""
+    """The rules of a part in order, including nested sequences."""
     left = [part]
     while left:
         one = left.pop()
@@ -70,7 +71,7 @@ def _rules(part: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _growth(rule: Mapping[str, Any]) -> float:
-    """Characters that a rule makes of one at most, where it replaces."""
+    """The most characters that a replacing rule makes of one."""
     if rule.get("type") != "Replace":
         return 1.0
     pattern, content = rule.get("pattern"), rule.get("content")
@@ -84,7 +85,7 @@ def _check_pattern(file: Path, rule: Mapping[str, Any]) -> None:
     pattern = rule.get("pattern")
     text = pattern.get("Regex") if isinstance(pattern, Mapping) else None
     if isinstance(text, str) and (len(text) > 10_000 or _REPEATED.search(text)):
-        _refuse(file, f"a pattern that repeats what repeats: {text[:80]!r}")
+        _refuse(file, f"a pattern with nested repetition: {text[:80]!r}")
 
 
 def _numbers(part: Any, name: str) -> Iterator[tuple[str, int]]:
@@ -107,7 +108,7 @@ def _check_template(file: Path, processor: Any) -> None:
 
 def _refuse(file: Path, seen: str) -> NoReturn:
     raise DataError(
-        f"{file} asks for what no tokenizer needs: a short text would become a huge one, or never end",
+        f"{file} has rules no tokenizer needs: a short text would become a huge one, or never end",
         seen=seen,
-        do="take the tokenizer from where the model was published, or save it again with save_pretrained",
+        do="use the tokenizer the model was published with, or save it again with save_pretrained",
     )

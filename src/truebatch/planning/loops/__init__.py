@@ -1,1 +1,1 @@
-"""The inner loops of planning, run by numba or by Python."""
+"""The inner loops of planning, run by numba or plain Python."""

@@ -1,17 +1,18 @@
-"""The loops that cut steps into micro-batches and share them over ranks; see `kernels` for how they are written."""
+"""Loops that cut steps into micro-batches and assign them to ranks; see `registry` for how they are written."""
 
 from __future__ import annotations
 
 from truebatch.planning.loops.pack import Array, has_room, take
 
-_WHOLE = 4_000_000  # samples times micro-batches up to which a step is also cut without sharing it first
+_WHOLE = 4_000_000  # samples times micro-batches up to which a step is also cut before assigning it to ranks
 
 
 def cut_run(
     group_of: Array, used: Array, first: int, last: int,
     lengths: Array, buckets: Array, sizes: Array, limits: Array, cells: int, pairs: int,
 ) -> int:  # fmt: skip
-    """Padded: samples in turn join the open group until a limit would break or the bucket ends; returns the groups."""
+    """Padded: samples join the open group in order until a limit would be exceeded or the bucket ends; returns the
+    groups."""
     group, rows, width = -1, 0, 0
     K = len(limits)
     for i in range(first, last):
@@ -35,7 +36,7 @@ def cut_run(
 
 
 def split_costliest(group_of: Array, bounds: Array, first: int, last: int, costs: Array, groups: int, want: int) -> int:
-    """Halve the costliest group until there are `want`; groups are runs of samples, the longest first."""
+    """Halve the most expensive group until there are `want`; groups are runs of samples, longest first."""
     num = last - first
     for i in range(num):
         if i == 0 or group_of[first + i] != group_of[first + i - 1]:
@@ -62,9 +63,10 @@ def cut_padded_steps(
     starts: Array, lengths: Array, buckets: Array, costs: Array, sizes: Array, limits: Array,
     cells: int, pairs: int, ranks: int, is_even: bool,
 ) -> int:  # fmt: skip
-    """Cut each step into padded groups of neighbours; `is_even`: as narrow as the same number of groups allows.
+    """Cut each step into padded groups of neighbours; `is_even`: as narrow as this number of groups allows.
 
-    With `is_even` the samples of a step come longest first, and the groups are a multiple of the ranks if they can be.
+    With `is_even` the samples of a step are sorted longest first, and the number of groups is a multiple of the ranks
+    if possible.
     """
     for s in range(len(starts) - 1):
         a, b = starts[s], starts[s + 1]
@@ -88,7 +90,7 @@ def share(
     rank_of: Array, loads: Array, held: Array, first: int, last: int,
     costs: Array, sizes: Array, limits: Array, ranks: int, per_rank: int, way: int,
 ) -> bool:  # fmt: skip
-    """Samples in turn go to the least loaded rank; False when a rank then holds more than its micro-batches may.
+    """Each sample goes to the least loaded rank; False if a rank then holds more than its micro-batches can.
 
     way 0: load is cost. way 1: likewise, among the ranks that still have room. way 2: load is the first resource.
     """
@@ -121,7 +123,7 @@ def share(
 
 
 def choose(used: Array, weights: Array, begin: int, end: int, sizes: Array, i: int, limits: Array, way: int) -> int:
-    """A micro-batch from begin to end with room for sample i, or -1: way 0 the lightest, 1 the fullest, 2 the first."""
+    """A micro-batch in begin..end with room for sample i, or -1: way 0 the lightest, 1 the fullest, 2 the first."""
     K = len(limits)
     best = -1
     for j in range(begin, end):
@@ -140,9 +142,9 @@ def fill_ranks(
     bin_of: Array, rank_of: Array, states: Array, used: Array, weights: Array, first: int, last: int,
     costs: Array, sizes: Array, limits: Array, ranks: int, per_rank: int,
 ) -> bool:  # fmt: skip
-    """Cut every rank's samples into `per_rank` micro-batches, trying three ways for each; False when none fits.
+    """Cut every rank's samples into `per_rank` micro-batches, trying three ways for each; False if none works.
 
-    A rank is open (0) until one way went through without a sample left over, then done (1); failed (2) for now.
+    A rank is open (0) until one way places every sample, then done (1); failed (2) for now.
     """
     K = len(limits)
     for r in range(ranks):
@@ -177,7 +179,7 @@ def fill_whole(
     bin_of: Array, rank_of: Array, used: Array, weights: Array, ranking: Array, loads: Array, first: int, last: int,
     costs: Array, sizes: Array, limits: Array, ranks: int, per_rank: int, way: int,
 ) -> bool:  # fmt: skip
-    """Cut the step into micro-batches first and share those over the ranks, costliest first, in equal numbers."""
+    """Cut the step into micro-batches first and assign those to the ranks in equal numbers, most expensive first."""
     K = len(limits)
     num = ranks * per_rank
     for j in range(num):
@@ -208,7 +210,7 @@ def deal(
     place_of: Array, loads: Array, ranking: Array, weights: Array,
     first: int, num: int, ranks: int, per_rank: int, base: int,
 ) -> None:  # fmt: skip
-    """Units in the given order go to the lightest rank that has a place: base + rank * per_rank + number there."""
+    """Assign units in order to the lightest rank with a free slot: base + rank * per_rank + index there."""
     for r in range(2 * ranks):
         loads[r] = 0
     for u in range(first, first + num):
@@ -225,7 +227,7 @@ def cut_packed_steps(
     bin_of: Array, per_rank: Array, rank_of: Array, used: Array, weights: Array, ranking: Array, loads: Array, held: Array,
     starts: Array, costs: Array, sizes: Array, limits: Array, ranks: int,
 ) -> int:  # fmt: skip
-    """Cut each step into rank * per_rank micro-batches under all limits, `per_rank` as small as a way is found."""
+    """Cut each step into rank * per_rank micro-batches under all limits, with the smallest `per_rank` that works."""
     K = len(limits)
     for s in range(len(starts) - 1):
         a, b = starts[s], starts[s + 1]
@@ -253,7 +255,7 @@ def cut_packed_steps(
 
 
 def deal_steps(place_of: Array, loads: Array, ranking: Array, weights: Array, starts: Array, ranks: int) -> int:
-    """Share each step's units over the ranks in equal numbers; places count on from step to step; returns them all."""
+    """Assign each step's units to the ranks in equal numbers; slots are numbered across steps; returns their total."""
     base = 0
     for s in range(len(starts) - 1):
         num = starts[s + 1] - starts[s]
@@ -264,7 +266,8 @@ def deal_steps(place_of: Array, loads: Array, ranking: Array, weights: Array, st
 
 
 def join_rows(group_of: Array, used: Array, starts: Array, sizes: Array, limits: Array) -> int:
-    """Rows of one stretch in turn join the open micro-batch until a limit would break; groups count per stretch."""
+    """Rows of one segment join the open micro-batch in order until a limit would be exceeded; groups restart per
+    segment."""
     K = len(limits)
     for s in range(len(starts) - 1):
         group = -1

@@ -1,4 +1,5 @@
-"""Runs the loops of `kernels`: compiled by numba when it is there and pays, else by Python, with the same result."""
+"""Run the loops of `registry`: compiled by numba if it is installed and worth it, else in Python, with the same
+result."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from truebatch.planning.loops import registry
 
 _LOG = logging.getLogger(__name__)
 _PAYS_FROM = 20_000
-"""Samples from which loading numba is quicker than doing without it."""
+"""Number of samples from which loading numba pays off."""
 
 
 def is_slow(num: int) -> bool:
-    """Whether loops over `num` samples will be run by Python itself."""
+    """True if loops over `num` samples will run in plain Python."""
     wish = os.environ.get("TRUEBATCH_NUMBA", "")
     if wish == "0" or (wish != "1" and num < _PAYS_FROM):
         return True
@@ -28,7 +29,7 @@ def is_slow(num: int) -> bool:
 
 
 def call(name: str, *arguments: Any, num: int | None = None) -> int:
-    """Run one loop; arrays are changed in place, at most the leading ones that the loop names as its results."""
+    """Run one loop; arrays are changed in place, only the leading ones that the loop declares as results."""
     kernel = registry.KERNELS[name]
     work = num if num is not None else max(len(a) for a in arguments if isinstance(a, np.ndarray))
     if not is_slow(work):
@@ -41,14 +42,14 @@ def call(name: str, *arguments: Any, num: int | None = None) -> int:
 
 
 def _writable(argument: Any) -> Any:
-    # A read-only array (a plan opened from a file) is another type to numba and would be compiled for again.
+    # A read-only array (a plan opened from a file) is another type to numba and would trigger another compilation.
     is_frozen = isinstance(argument, np.ndarray) and not argument.flags.writeable
     return argument.copy() if is_frozen else argument
 
 
 @functools.cache
 def _load_numba() -> Any:
-    """numba, or None where it is missing or refuses this version of NumPy."""
+    """numba, or None if it is missing or does not support this version of NumPy."""
     if importlib.util.find_spec("numba") is None:
         return None
     try:
@@ -65,7 +66,7 @@ def _compile(name: str) -> Callable[..., int]:
     loop = registry.KERNELS[name].loop
     try:
         compiled: Callable[..., int] = numba.njit(cache=True)(loop)
-    except RuntimeError:  # no folder to keep compiled loops in: compile again in every process
+    except RuntimeError:  # no writable cache folder: compile again in every process
         compiled = numba.njit(loop)
     return compiled
 

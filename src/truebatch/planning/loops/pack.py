@@ -1,4 +1,4 @@
-"""The loops that sort samples and pack them into rows; see `kernels` for how they are written."""
+"""Loops that sort samples and pack them into rows; see `registry` for how they are written."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ _PLACE = (
     10,
     9,
 )
-_SCAN = 64  # rows looked at before a new one is opened, when several limits hold at once
+_SCAN = 64  # rows tried before a new one is opened, if there are several limits
 
 
 def bucket_order(
     values: Array, keys: Array, counts: Array, fine: Array, some_keys: Array, some_values: Array, bits: int
 ) -> int:
-    """Sort values by distinct 64-bit keys: spread by their top bits, each part spread again, then set right.
+    """Sort values by distinct 64-bit keys: bucket by the top bits, bucket again, then finish each bucket.
 
-    Two short passes stay in the cache where one long one would not. The keys are sorted too.
+    Two short passes stay in the CPU cache where one long one would not. The keys are sorted too.
     """
     half, shift = 1 << (bits - 1), 64 - bits
     for i in range(len(keys)):
@@ -105,7 +105,7 @@ def sort_part(
 
 
 def counting_sort(sorted_values: Array, starts: Array, keys: Array, values: Array) -> int:
-    """Values sorted by small keys, equal ones in their old order; key k ends up at starts[k] to starts[k + 1]."""
+    """Values sorted by small keys, equal ones in their original order; key k ends up at starts[k] to starts[k + 1]."""
     for i in range(len(keys)):
         starts[keys[i] + 1] += 1
     for k in range(len(starts) - 1):
@@ -120,7 +120,7 @@ def counting_sort(sorted_values: Array, starts: Array, keys: Array, values: Arra
 
 
 def copy_segments(copied: Array, values: Array, starts: Array, chosen: Array) -> int:
-    """The chosen segments of `values`, one after the other."""
+    """The chosen segments of `values`, concatenated."""
     place = 0
     for u in range(len(chosen)):
         for i in range(starts[chosen[u]], starts[chosen[u] + 1]):
@@ -139,7 +139,7 @@ def count_lengths(counts: Array, tagged: Array) -> int:
 def filler_key(value: int, place: int, longest: int) -> int:
     """0 for a sample above `longest`; for others less the longer they are, with noise of up to their own length.
 
-    Places are random in samples, so that any even spread over places is: here, steps of the golden ratio.
+    Positions are random in samples, so any even spread over positions is too: here, steps of the golden ratio.
     """
     length = value & LENGTH
     if length > longest:
@@ -148,7 +148,7 @@ def filler_key(value: int, place: int, longest: int) -> int:
 
 
 def sort_filler(sorted_values: Array, starts: Array, tagged: Array, longest: int) -> int:
-    """Tagged samples sorted by `filler_key`, equal ones in their old order."""
+    """Tagged samples sorted by `filler_key`, equal ones in their original order."""
     for i in range(len(tagged)):
         starts[filler_key(tagged[i], i, longest) + 1] += 1
     for k in range(len(starts) - 1):
@@ -169,12 +169,12 @@ def add_costs(costs: Array, tagged: Array, starts: Array, cost_of: Array) -> int
 
 
 def lowest(word: int) -> int:
-    """The place of the lowest bit that is set."""
+    """Index of the lowest set bit."""
     return _PLACE[(((word & -word) * _SPREAD) & _WORD) >> 27]
 
 
 def add_free(bits: Array, bases: Array, free: int) -> None:
-    """Note that a row with this much free space exists."""
+    """Mark that a row with this much free space exists."""
     for level in range(len(bases)):
         place = bases[level] + (free >> 5)
         was = bits[place]
@@ -185,7 +185,7 @@ def add_free(bits: Array, bases: Array, free: int) -> None:
 
 
 def remove_free(bits: Array, bases: Array, free: int) -> None:
-    """Note that no row with this much free space is left."""
+    """Mark that no row with this much free space is left."""
     for level in range(len(bases)):
         place = bases[level] + (free >> 5)
         bits[place] &= ~(1 << (free & 31))
@@ -208,7 +208,7 @@ def find_free(bits: Array, bases: Array, free: int) -> int:
 
 
 def has_room(used: Array, row: int, sizes: Array, i: int, limits: Array) -> bool:
-    """Whether sample i fits beside what the row or micro-batch already holds, under every limit."""
+    """True if sample i still fits into the row or micro-batch under every limit."""
     K = len(limits)
     for k in range(K):  # noqa: SIM110  numba compiles no generators
         if used[row * K + k] + sizes[i * K + k] > limits[k]:
@@ -217,7 +217,7 @@ def has_room(used: Array, row: int, sizes: Array, i: int, limits: Array) -> bool
 
 
 def take(used: Array, row: int, sizes: Array, i: int, K: int) -> None:
-    """Add sample i to what the row or micro-batch holds."""
+    """Add sample i to the totals of the row or micro-batch."""
     for k in range(K):
         used[row * K + k] += sizes[i * K + k]
 
@@ -226,7 +226,7 @@ def best_fit(
     row_of: Array, heads: Array, following: Array, bits: Array, used: Array,
     bases: Array, tagged: Array, sizes: Array, limits: Array, capacity: int,
 ) -> int:  # fmt: skip
-    """Each sample in turn goes to the fullest row that has room, else to a new one; returns the number of rows.
+    """Best fit: each sample goes to the fullest row that has room, else to a new one; returns the number of rows.
 
     Rows with equal free space form a list (`heads`, `following`); `bits` finds the next free space that some row has.
     """

@@ -1,9 +1,9 @@
-"""The loops of planning, one source for two speeds.
+"""The planning loops: one source, run by numba or by Python.
 
-Written in the part of Python that numba compiles and that runs on plain lists too, so both give the same plan. Arrays
-are flat: `sizes[i * K + k]` is what sample i takes of resource k, `limits[k]` what a micro-batch may hold of it.
-`PARTS` are called by loops, `KERNELS` by the rest of the room. numba keeps compiled loops by the date of the file the
-loop is in: after changing a part, touch the files of the loops that call it.
+Written in the subset of Python that numba compiles and that also runs on plain lists, so both give the same plan.
+Arrays are flat: `sizes[i * K + k]` is how much of resource k sample i uses, `limits[k]` how much a micro-batch may
+hold. `PARTS` are called by loops, `KERNELS` by the rest of the package. numba caches compiled loops by the date of the
+file the loop is in: after changing a part, touch the files of the loops that call it.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What judges: transformers, HTTP, other processes, Ray, functions."""
+"""Backends: transformers, HTTP, subprocesses, Ray, functions."""

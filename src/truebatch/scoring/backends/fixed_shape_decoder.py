@@ -1,4 +1,4 @@
-"""A decoder whose forward passes have pinned shapes: fillers make up the rows, so that no neighbour changes a bit."""
+"""A decoder with fixed forward shapes: filler rows keep them constant, so that no neighbour changes a bit."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from truebatch.scoring.backends.fixed_shapes import Shapes
 
 @dataclass(frozen=True, slots=True)
 class PinnedDecoder:
-    """Runs prompts of one width in a forward pass of fixed rows and cells; the last rows are fillers."""
+    """Runs prompts of one width in a forward pass of fixed rows and cells; the remaining rows are fillers."""
 
     decoder: Decoder
     shapes: Shapes
     filler: int
-    """A token to fill with; not that of an image."""
+    """The token of filler rows; not an image token."""
     new_tokens: int = 1
-    """Positions that must be left behind a prompt."""
+    """Positions that must be left after a prompt."""
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Tokens that end a text."""
+        """End-of-text tokens."""
         return self.decoder.end_ids
 
     @property
     def max_length(self) -> int | None:
-        """Most tokens of a prompt and its continuation together."""
+        """Maximum number of tokens of a prompt and its continuation."""
         return self.decoder.max_length
 
     def width(self, prompt: Prompt) -> int:
-        """The cells of this prompt's row; what leaves no room for a filler of that width raises `DataError`."""
+        """The width of this prompt's row; raises `DataError` if there is no room for a filler of that width."""
         width, most = self.shapes.width(len(prompt.ids)), self.decoder.max_length
         width = width if most is None else min(width, most - self.new_tokens)
         if len(prompt.ids) >= width:
@@ -47,7 +47,7 @@ class PinnedDecoder:
         return width
 
     def groups(self, prompts: Sequence[Prompt]) -> Iterator[list[int]]:
-        """Numbers of prompts that may share a forward pass: of one width, fewer than the rows there are."""
+        """Indices of prompts that may share a forward pass: of one width, and fewer than the rows."""
         by_width: dict[int, list[int]] = {}
         for number, prompt in enumerate(prompts):
             by_width.setdefault(self.width(prompt), []).append(number)
@@ -56,7 +56,7 @@ class PinnedDecoder:
             yield from (numbers[at : at + most] for at in range(0, len(numbers), most))
 
     def start(self, prompts: Sequence[Prompt], /) -> tuple[Tensor, Session]:
-        """One forward pass of the pinned shape of these prompts' width."""
+        """One forward pass in the fixed shape for these prompts' width."""
         (width,) = {self.width(prompt) for prompt in prompts}
         missing = self.shapes.rows(width) - len(prompts)
         if missing < 1:
@@ -66,7 +66,7 @@ class PinnedDecoder:
         return logits[: len(prompts)], _PinnedSession(session, self.filler, len(logits), len(prompts))
 
     def logits(self, prompts: Sequence[Prompt]) -> Tensor:
-        """[N, V] of what follows each prompt, however many there are."""
+        """[N, V] next-token logits of any number of prompts."""
         out: dict[int, Tensor] = {}
         for numbers in self.groups(prompts):
             found, _ = start_session(self, [prompts[number] for number in numbers])
@@ -75,7 +75,7 @@ class PinnedDecoder:
 
 
 class _PinnedSession:
-    """All rows go on, fillers and ended ones too: the shape of a forward pass stays."""
+    """All rows continue, including fillers and finished ones, so that the shape stays the same."""
 
     def __init__(self, session: Session, filler: int, rows: int, prompts: int) -> None:
         self._session, self._filler, self._all = session, filler, rows
@@ -89,11 +89,11 @@ class _PinnedSession:
         return self._session.advance(every)[rows]
 
     def select(self, rows: Tensor, /) -> None:
-        """Go on with these rows; none may be named twice."""
+        """Keep these rows; none may occur twice."""
         kept = self._rows[rows.cpu()]
         if len(set(kept.tolist())) != len(kept):
             raise ConfigError(
-                "level `shape` has no room for a row that becomes two",
+                "level `shape` cannot duplicate a row",
                 seen="a beam search",
                 do="use beams=1, or level `plan`",
             )

@@ -11,18 +11,19 @@ from truebatch.scoring.backends.interface import Cost, SampleError, ScoreRequest
 
 @dataclass(frozen=True, slots=True)
 class FunctionBackend:
-    """A function that takes a list of samples and gives a number for each; its name is its fingerprint."""
+    """A backend from a function that takes a list of samples and returns a number for each; its name is its
+    fingerprint."""
 
     function: Callable[[Sequence[ScoreRequest]], Sequence[Any]]
     name: str = ""
 
     def describe(self) -> Mapping[str, Any]:
-        """The name of the function: what it computes with is its owner's matter."""
+        """The function's name; what it computes with is up to its owner."""
         own = getattr(self.function, "__qualname__", type(self.function).__name__)
         return {"backend": "function", "model": self.name or own}
 
     def cost(self, sample: ScoreRequest, /) -> Cost:
-        """A token for every four letters, which is near enough to balance batches."""
+        """One token per four characters, close enough to balance batches."""
         words = "".join(str(m.get("content", "")) for m in sample.messages) + sample.system + sample.user
         return Cost(tokens=1 + len(words) // 4 + 256 * len(sample.images))
 
@@ -31,16 +32,16 @@ class FunctionBackend:
         return sample
 
     def judge(self, prepared: Sequence[ScoreRequest], /) -> Sequence[ScoreResponse | SampleError]:
-        """What the function gives; None is a failure, never a number."""
+        """The function's results; None is a failure, never a number."""
         return [self._answer(value) for value in self.function(prepared)]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
     @staticmethod
     def _answer(value: Any) -> ScoreResponse | SampleError:
         if isinstance(value, ScoreResponse | SampleError):
             return value
         if value is None:
-            return SampleError("model", "no_score", "the function gave None")
+            return SampleError("model", "no_score", "the function returned None")
         return ScoreResponse(score=float(value))

@@ -1,4 +1,4 @@
-"""What judges: a thing that says what a sample will cost, prepares it, and answers for many prepared ones at once."""
+"""The backend interface: estimate a sample's cost, prepare it, and score many prepared samples at once."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from truebatch.scoring.store.outcome import Stage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreRequest:
-    """One sample as the user gave it."""
+    """One sample as given by the user."""
 
     id: str
-    """Its own name, or its place in the data; it is in every message and in the export."""
+    """The user's id, or the position in the data; used in messages and the export."""
     system: str = ""
     user: str = ""
     messages: Sequence[Mapping[str, Any]] = ()
     """A whole conversation instead of `system` and `user`."""
     images: Sequence[Any] = ()
-    """Paths, bytes or PIL images, in the order in which the prompt names them."""
+    """Paths, bytes or PIL images, in the order in which the prompt refers to them."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What changes the answer of this sample alone."""
+    """Options for this sample alone."""
     meta: Mapping[str, Any] = field(default_factory=dict)
-    """Carried to the export; no part of the key."""
+    """Copied to the export; not part of the key."""
 
     def content(self) -> dict[str, Any]:
-        """What the key is made of, beside the images."""
+        """What the key is computed from, besides the images."""
         words = (
             {"messages": [dict(m) for m in self.messages]}
             if self.messages
@@ -38,19 +38,19 @@ class ScoreRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """What a sample will take, known before a pixel is decoded."""
+    """Estimated cost of a sample, known before any pixel is decoded."""
 
     tokens: int
-    """Of the prompt, image tokens counted."""
+    """Prompt tokens, including image tokens."""
     new_tokens: int = 0
-    """That may be generated."""
+    """Maximum number of new tokens."""
     patches: int = 0
-    """Of the vision tower."""
+    """Patches for the vision tower."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreResponse:
-    """What a backend says of one sample."""
+    """A backend's result for one sample."""
 
     score: float | None
     output: Mapping[str, Any] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class ScoreResponse:
 
 
 class SampleError(Exception):
-    """A sample that cannot be judged: a record of its own, and no concern of its neighbours."""
+    """A sample that cannot be scored: recorded as a failure, without affecting other samples."""
 
     def __init__(self, stage: Stage, kind: str, message: str, output: Mapping[str, Any] | None = None) -> None:
         super().__init__(message)
@@ -68,19 +68,19 @@ class SampleError(Exception):
 
 
 class Backend(Protocol):
-    """A model with a readout, somewhere: in this process, in another one, behind an address, or in a script."""
+    """A model with a readout: in this process, in another one, on a server, or scripted."""
 
     def describe(self) -> Mapping[str, Any]:
-        """Everything an answer depends on beside the sample, as plain values for the manifest."""
+        """Everything a result depends on besides the sample, as plain values for the manifest."""
 
     def cost(self, sample: ScoreRequest, /) -> Cost:
-        """What a sample will take, from headers and lengths; what cannot be read raises `SampleError`."""
+        """Estimate a sample's cost from headers and lengths; an unreadable sample raises `SampleError`."""
 
     def prepare(self, sample: ScoreRequest, /) -> Any:
-        """The sample ready for the model; runs ahead, in threads. What is wrong with it raises `SampleError`."""
+        """Prepare a sample for the model; runs ahead in threads. A faulty sample raises `SampleError`."""
 
     def judge(self, prepared: Sequence[Any], /) -> Sequence[ScoreResponse | SampleError]:
-        """Answers for prepared samples, in order, one each."""
+        """One result per prepared sample, in order."""
 
     def close(self) -> None:
-        """Give back what it holds; called once, also after an error."""
+        """Release resources; called once, also after an error."""

@@ -1,4 +1,5 @@
-"""A model folder as a backend: weights, tokenizer or processor, a device. Nothing is downloaded, no code of others run."""
+"""A model folder as a backend: weights, tokenizer or processor, a device. Nothing is downloaded, and no code from the
+folder is run."""
 
 from __future__ import annotations
 
@@ -35,16 +36,16 @@ def open_backend(
 
 
 def choose_device(device: str) -> torch.device:
-    """`auto` is the first CUDA device if there is one; a device that is not there is refused."""
+    """`auto` is the first CUDA device if there is one; a missing device is rejected."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         found = torch.device(device)
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError) as error:
-        gpu = "name one that `nvidia-smi` shows" if torch.cuda.is_available() else "a GPU needs a torch built for CUDA"
+        gpu = "use one that `nvidia-smi` shows" if torch.cuda.is_available() else "a GPU needs a torch built for CUDA"
         raise ConfigError(
-            "this device is not there", seen=f"device={device!r}: {str(error)[:100]}", do=f"use auto or cpu; {gpu}"
+            "this device does not exist", seen=f"device={device!r}: {str(error)[:100]}", do=f"use auto or cpu; {gpu}"
         ) from error
     return found
 

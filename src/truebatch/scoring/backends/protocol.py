@@ -1,4 +1,4 @@
-"""Samples and answers as lines of JSON between a run and a worker process; nothing is pickled."""
+"""The JSON-lines protocol between a run and its worker processes; nothing is pickled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from truebatch.scoring.store.outcome import Outcome
 
 
 def encode(value: Mapping[str, Any]) -> bytes:
-    """One line. A score that is not a number travels as such: the other side makes a failure of it."""
+    """One line. NaN scores are sent as they are: the receiver records a failure."""
     return json.dumps(value).encode() + b"\n"
 
 
@@ -25,7 +25,7 @@ def decode(line: bytes) -> dict[str, Any]:
 
 
 def pack_asked(sample: ScoreRequest) -> dict[str, Any]:
-    """A sample; images travel as their path or their bytes, those in memory as PNG."""
+    """A sample; images are sent as path or bytes, PIL images as PNG."""
     names = ("id", "system", "user", "options", "meta")
     plain = {name: getattr(sample, name) for name in names}
     messages = [dict(message) for message in sample.messages]
@@ -39,7 +39,7 @@ def unpack_asked(value: Mapping[str, Any]) -> ScoreRequest:
 
 
 def pack_answer(answer: ScoreResponse | SampleError) -> dict[str, Any]:
-    """An answer, or why there is none."""
+    """A result, or why there is none."""
     if isinstance(answer, SampleError):
         return {"stage": answer.stage, "kind": answer.kind, "message": str(answer), "output": answer.output}
     return {"score": answer.score, "output": dict(answer.output), "tokens": answer.tokens}
@@ -67,7 +67,7 @@ def unpack_cost(value: Mapping[str, Any]) -> Cost | SampleError:
 
 
 def pack_outcome(outcome: Outcome) -> dict[str, Any]:
-    """What became of a sample."""
+    """The outcome of a sample."""
     return {**asdict(outcome), "output": dict(outcome.output)}
 
 

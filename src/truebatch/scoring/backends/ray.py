@@ -1,6 +1,6 @@
-"""A backend as an actor of a Ray cluster: it says what samples cost, and judges what a pool of others could not.
+"""A backend as a Ray actor: it estimates costs, and scores what the actor pool could not.
 
-Ray places an actor where its GPU is free. One that dies is replaced by a fresh one, and its batch is cut as any other.
+Ray places an actor where its GPU is free. One that dies is replaced, and its batch is bisected like any other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from truebatch.scoring.backends.worker import BackendService
 from truebatch.scoring.spec import ScoreCall, open_one
 
 SPARE_CPUS = 4
-"""Logical CPUs of a cluster on this machine beyond its workers: Ray's own readers need some, or all stand still."""
+"""Logical CPUs of a local cluster beyond its workers: Ray's own readers need some, or everything stalls."""
 
 
 class JudgeActor(BackendService):
@@ -30,7 +30,7 @@ class JudgeActor(BackendService):
 
 @dataclass(frozen=True, slots=True)
 class RaySettings:
-    """What an actor takes of the cluster."""
+    """Resources and limits of an actor."""
 
     cpus: float = 1.0
     gpus: float = 0.0
@@ -48,7 +48,7 @@ class RayBackend(RemoteBackend):
         super().__init__(ActorTransport(call, how), timeout=how.timeout, start=how.start)
 
     def costs(self, samples: Sequence[ScoreRequest], /) -> list[Cost | SampleError]:
-        """Asked of the actor for all samples at once."""
+        """Computed by the actor for all samples at once."""
         return super().costs([located(sample) for sample in samples])
 
     def prepare(self, sample: ScoreRequest, /) -> ScoreRequest:
@@ -77,7 +77,7 @@ class ActorTransport:
         try:
             found: Mapping[str, Any] = self._ray.get(self.actor.answer.remote(dict(request)), timeout=timeout)
         except problems.GetTimeoutError as error:
-            raise WorkerHang(f"no answer in {timeout:g} s") from error
+            raise WorkerHang(f"no result within {timeout:g} s") from error
         except problems.RayActorError as error:
             raise WorkerCrash(str(error).splitlines()[0][:500]) from error
         except problems.RayTaskError as error:
@@ -92,13 +92,13 @@ class ActorTransport:
 
 
 def located(sample: ScoreRequest) -> ScoreRequest:
-    """The sample with whole paths of its images: an actor has a working folder of its own."""
+    """The sample with absolute image paths: an actor has its own working folder."""
     images = tuple(str(Path(one).resolve()) if isinstance(one, str) else one for one in sample.images)
     return replace(sample, images=images)
 
 
 def ray_library(workers: int = 1) -> Any:
-    """Ray, connected: to the cluster that is there (RAY_ADDRESS, or one on this machine), else to one of our own."""
+    """Connect to Ray: to an existing cluster (RAY_ADDRESS, or one on this machine), else to a new local one."""
     try:
         ray: Any = import_module("ray")
     except ImportError as error:
@@ -109,6 +109,6 @@ def ray_library(workers: int = 1) -> Any:
         quiet = {"logging_level": "ERROR", "log_to_driver": False}
         try:
             ray.init(address="auto", **quiet)
-        except ConnectionError:  # no cluster is there
+        except ConnectionError:  # there is no cluster
             ray.init(num_cpus=workers + SPARE_CPUS, include_dashboard=False, **quiet)
     return ray

@@ -1,4 +1,4 @@
-"""A backend in another process, on this machine or elsewhere: it is started when it is needed and replaced when it dies.
+"""A backend in another process, on this machine or elsewhere: started on demand and replaced when it dies.
 
 requests of plain values -> a transport (`subprocess`, `ray`) -> `worker.BackendService` -> answers of plain values
 """
@@ -15,12 +15,12 @@ from truebatch.scoring.backends.protocol import pack_asked, unpack_answer, unpac
 from truebatch.scoring.equality_check import IdentityReport, choose_samples, unpack_report
 
 
-class WorkerCrash(RuntimeError):  # noqa: N818 (what happened, as it is counted)
+class WorkerCrash(RuntimeError):  # noqa: N818 (the name under which it is counted)
     """The worker ended while it judged."""
 
 
 class WorkerHang(RuntimeError):  # noqa: N818
-    """The worker gave no answer in time, or no sign of life."""
+    """The worker gave no answer in time, or no heartbeat."""
 
 
 class Transport(Protocol):
@@ -48,22 +48,22 @@ class RemoteBackend:
         """How often a worker was started."""
 
     def describe(self) -> Mapping[str, Any]:
-        """What the backend in the worker says of itself."""
+        """The fingerprint of the worker's backend."""
         try:
             found: Mapping[str, Any] = self._ask({"do": "describe"}, self._start)["describe"]
-        except (WorkerCrash, WorkerHang) as error:  # no sample is to blame for it
-            raise ConfigError("a worker does not work", seen=str(error)[:400], do="see its message") from error
+        except (WorkerCrash, WorkerHang) as error:  # no sample is at fault
+            raise ConfigError("a worker failed", seen=str(error)[:400], do="see its message") from error
         return found
 
     def cost(self, sample: ScoreRequest, /) -> Cost:
-        """Asked of the worker; see `costs` for many."""
+        """Computed by the worker; see `costs` for many."""
         (found,) = self.costs([sample])
         if isinstance(found, SampleError):
             raise found
         return found
 
     def costs(self, samples: Sequence[ScoreRequest], /) -> list[Cost | SampleError]:
-        """Asked of the worker for all samples at once."""
+        """Computed by the worker for all samples at once."""
         return [unpack_cost(one) for one in self._ask(_request("cost", samples), self._timeout)["costs"]]
 
     def prepare(self, sample: ScoreRequest, /) -> ScoreRequest:
@@ -71,7 +71,7 @@ class RemoteBackend:
         return sample
 
     def judge(self, prepared: Sequence[ScoreRequest], /) -> Sequence[ScoreResponse | SampleError]:
-        """The worker's answers. One that ends or hangs is replaced; a single sample is tried a second time first."""
+        """The worker's results. A worker that dies or hangs is replaced; a single sample is first retried once."""
         request = _request("judge", prepared)
         try:
             found = self._ask(request, self._timeout)
@@ -82,11 +82,11 @@ class RemoteBackend:
         if "error" in found:
             raise (MemoryError if found["memory"] else RuntimeError)(found["error"])
         if len(found["answers"]) != len(prepared):
-            raise RuntimeError(f"the worker gave {len(found['answers'])} answers for {len(prepared)} samples")
+            raise RuntimeError(f"the worker returned {len(found['answers'])} results for {len(prepared)} samples")
         return [unpack_answer(answer) for answer in found["answers"]]
 
     def check(self, samples: Sequence[ScoreRequest], n: int, tolerance: float | None) -> IdentityReport:
-        """`check_identity` where the model is; samples that end the worker are left out, they will be records."""
+        """`check_identity` in the worker; samples that kill it are left out and will be recorded as failures."""
         chosen = [self.prepare(sample) for sample in choose_samples(self, samples, n)]
         try:
             return self._checked(chosen, n, tolerance)
@@ -94,7 +94,7 @@ class RemoteBackend:
             return self._checked([one for one in chosen if self._survives(one)], n, tolerance)
 
     def fit(self, samples: Sequence[ScoreRequest]) -> int | None:
-        """`fit_cells` where the model is."""
+        """`fit_cells` in the worker."""
         request = _request("fit", [self.prepare(sample) for sample in samples])
         found: int | None = self._ask(request, self._start)["cells"]
         return found
@@ -113,7 +113,7 @@ class RemoteBackend:
             self.judge([sample])
         except (WorkerCrash, WorkerHang):
             return False
-        except Exception:  # an error is not a death
+        except Exception:  # an error does not mean the worker died
             return True
         return True
 

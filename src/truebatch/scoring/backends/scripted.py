@@ -1,6 +1,6 @@
-"""A backend that plays a part written beforehand: for tests of everything around a model, and to try a pipeline out.
+"""A scripted backend, for testing everything around a model and trying out a pipeline.
 
-A sample's `options` say how it behaves: {"score": 0.5}, {"seconds": 0.1},
+A sample's `options` define its behaviour: {"score": 0.5}, {"seconds": 0.1},
 {"fail": "raise" | "exit" | "segfault" | "nan" | "too_long" | "memory" | "hang"}
 """
 
@@ -25,24 +25,24 @@ class ScriptedBackend:
 
     name: str = "scripted"
     most_cells: int | None = None
-    """A batch with more cells is out of memory."""
+    """A batch with more cells runs out of memory."""
     most_tokens: int = 100_000
-    """A longer prompt is refused."""
+    """A longer prompt is rejected."""
     seconds: float = 0.0
-    """That a batch takes."""
+    """Seconds per batch."""
 
     def describe(self) -> Mapping[str, Any]:
         """The name; a script has no weights."""
         return {"backend": "scripted", "model": self.name}
 
     def cost(self, sample: ScoreRequest, /) -> Cost:
-        """A token a letter, and what the header of each image says."""
+        """One token per character, plus what each image header says."""
         if sample.images:
             picture_sizes(sample.images)
         return Cost(tokens=1 + len(sample.user), patches=64 * len(sample.images))
 
     def prepare(self, sample: ScoreRequest, /) -> ScoreRequest:
-        """Decode the images, refuse what is too long."""
+        """Decode the images and reject what is too long."""
         for image in sample.images:
             open_picture(image)
         if len(sample.user) > self.most_tokens or sample.options.get("fail") == "too_long":
@@ -50,7 +50,7 @@ class ScriptedBackend:
         return sample
 
     def judge(self, prepared: Sequence[ScoreRequest], /) -> Sequence[ScoreResponse | SampleError]:
-        """Play the part of every sample."""
+        """Behave as each sample's options say."""
         if self.seconds:
             time.sleep(self.seconds)
         cells = len(prepared) * max(len(one.user) + 1 for one in prepared)
@@ -59,7 +59,7 @@ class ScriptedBackend:
         return [_play(one) for one in prepared]
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 def _play(sample: ScoreRequest) -> ScoreResponse | SampleError:

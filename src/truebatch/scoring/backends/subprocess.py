@@ -1,6 +1,6 @@
-"""A backend in a process of its own: it may crash or hang, run in another environment, or on a GPU of its own.
+"""A backend in a separate process: it may crash or hang, run in another environment, or on its own GPU.
 
-request -> the worker's stdin; beats and the answer <- its stdout. Silent or gone: it is killed, and a fresh one comes.
+request -> the worker's stdin; heartbeats and the result <- its stdout. A silent or dead worker is killed and replaced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from truebatch.scoring.backends.remote import RemoteBackend, WorkerCrash, Worker
 MODULE = "truebatch.scoring.backends.subprocess_main"
 _TAIL = 600
 _LAST_SECONDS = 5.0
-"""That a worker has to end after its stdout has."""
+"""Seconds a worker has to exit after closing its stdout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,15 +31,15 @@ class WorkerSettings:
     """How a worker is run."""
 
     python: str = sys.executable
-    """The interpreter: another environment has its own."""
+    """The Python interpreter; another environment has its own."""
     module: str = MODULE
-    """What it runs; a program of another environment may speak the same lines."""
+    """The program; one from another environment may use the same protocol."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables on top of this process's, such as CUDA_VISIBLE_DEVICES."""
     timeout: float = 600.0
     """Seconds for one batch."""
     silence: float = 60.0
-    """Seconds without a beat after which a worker counts as hung; a beat comes every second."""
+    """Seconds without a heartbeat after which a worker counts as hung; it sends one every second."""
     start: float = 600.0
     """Seconds to load the model."""
 
@@ -61,7 +61,7 @@ class ProcessTransport:
         self._said: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._errors: IO[bytes] | None = None
         self._asked = 0
-        """Requests so far: an answer with another number is not the one that is waited for."""
+        """Requests so far: a result with another number is not the expected one."""
 
     def ask(self, request: Mapping[str, Any], timeout: float) -> dict[str, Any]:
         """The answer with the number of this request."""
@@ -77,7 +77,7 @@ class ProcessTransport:
             [self._settings.python, "-m", self._settings.module],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
             env={**os.environ, **self._settings.environment},
-            start_new_session=True,  # a Ctrl-C of the terminal is for the run, which ends its workers itself
+            start_new_session=True,  # Ctrl-C in the terminal is for the run, which stops its workers itself
         )  # fmt: skip
         self.process, self._said = process, queue.Queue()
         threading.Thread(target=_listen, args=(process.stdout, self._said), daemon=True).start()
@@ -86,13 +86,15 @@ class ProcessTransport:
 
     def _wait(self, process: subprocess.Popen[bytes], timeout: float, kind: type[Exception]) -> dict[str, Any]:
         until = time.monotonic() + timeout
-        silence = timeout if kind is _NoStart else self._settings.silence  # it beats once its libraries are there
+        silence = (
+            timeout if kind is _NoStart else self._settings.silence
+        )  # heartbeats start once its libraries are imported
         while True:
             left = until - time.monotonic()
             try:
                 said = self._said.get(timeout=max(0.0, min(left, silence)))
             except queue.Empty:
-                raise WorkerHang(f"no answer in {timeout:g} s" if left <= silence else "no sign of life") from None
+                raise WorkerHang(f"no result within {timeout:g} s" if left <= silence else "no heartbeat") from None
             if said is None:
                 code = _end_of(process)
                 tail = self._tail()
@@ -102,7 +104,7 @@ class ProcessTransport:
             if "beat" not in said and said.get("number", self._asked) == self._asked:
                 return said
             if left <= 0:
-                raise WorkerHang(f"no answer in {timeout:g} s")
+                raise WorkerHang(f"no result within {timeout:g} s")
 
     def _tail(self) -> str:
         if self._errors is None:
@@ -112,7 +114,7 @@ class ProcessTransport:
         return self._errors.read().decode("utf-8", "replace").strip()
 
     def stop(self) -> None:
-        """End the process."""
+        """Stop the process."""
         process, self.process = self.process, None
         if process is not None:
             process.kill()
@@ -122,7 +124,7 @@ class ProcessTransport:
 
 
 class _NoStart(Exception):  # noqa: N818
-    """Marks the time before a worker is ready."""
+    """Marks a worker that is not ready yet."""
 
 
 def _send(process: subprocess.Popen[bytes], value: Mapping[str, Any]) -> None:
@@ -147,7 +149,7 @@ def _listen(stdout: IO[bytes] | None, said: queue.Queue[dict[str, Any] | None]) 
 
 
 def _message(line: bytes) -> dict[str, Any] | None:
-    """None for what is no message: a program of others may print, and the end of a process may cut a line off."""
+    """None for a line that is not a message: other code may print, and a dying process may truncate a line."""
     try:
         found: object = decode(line)
     except ValueError:
@@ -156,7 +158,7 @@ def _message(line: bytes) -> dict[str, Any] | None:
 
 
 def _end_of(process: subprocess.Popen[bytes]) -> int:
-    """The exit code of a worker that closed its stdout; one that lives on without it is of no use."""
+    """The exit code of a worker that closed its stdout; one that is still running without it is killed."""
     try:
         return process.wait(timeout=_LAST_SECONDS)
     except subprocess.TimeoutExpired:
@@ -168,7 +170,7 @@ def _close(pipe: IO[bytes] | None) -> None:
     try:
         if pipe is not None:
             pipe.close()
-    except OSError:  # what was not sent is of no use to a process that has ended
+    except OSError:  # unsent data is of no use to a dead process
         pass
 
 

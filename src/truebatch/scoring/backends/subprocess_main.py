@@ -1,4 +1,4 @@
-"""The other end of `subprocess`: reads a call and requests from stdin, answers on stdout, beats while it works."""
+"""The worker side of `subprocess`: reads a call and requests from stdin, writes results and heartbeats to stdout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BEAT_SECONDS = 1.0
 
 
 class _Voice:
-    """The only one who writes to the real stdout; what models print goes to stderr."""
+    """The only writer to the real stdout; whatever models print goes to stderr."""
 
     def __init__(self) -> None:
         self._file: BinaryIO = os.fdopen(os.dup(1), "wb")
@@ -36,7 +36,7 @@ class _Voice:
             time.sleep(BEAT_SECONDS)
             try:
                 self.say({"beat": 1})
-            except OSError:  # nobody listens: the run is gone, whatever this process is doing
+            except OSError:  # the run is gone, so stop whatever this process is doing
                 os._exit(1)
 
 
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def serve(open_call: Callable[[dict[str, Any]], Backend]) -> int:
-    """Serve the backend that is opened from the first line of stdin, until stdin ends."""
+    """Serve the backend described by the first line of stdin, until stdin ends."""
     leave_signals_to_parent()
     voice = _Voice()
     threading.Thread(target=voice.beat, daemon=True).start()

@@ -1,6 +1,7 @@
-"""A transformers model in this process as a backend: text or text with images, any readout, any level of sameness.
+"""A transformers model in this process as a backend: text or text with images, any readout, any level of
+reproducibility.
 
-Padding is on the left and made here, so that a tokenizer's own side is never asked nor changed; positions are explicit.
+Padding is on the left and done here, without the tokenizer's own padding side; positions are explicit.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ from truebatch.training.memory.oom import is_out_of_memory
 
 _SAMPLED_BYTES = 1 << 16
 KEPT_IMAGES = 64
-"""Images whose features are kept from batch to batch, where that changes no bit that is promised."""
+"""Images whose features are cached across batches, if that changes no guaranteed bit."""
 ROW = 32_768
-"""Cells of a row for compiled layers."""
+"""Row width for compiled layers."""
 FOLLOWED = 4
-"""Tokens of an answer behind which `probe` looks, the first one counted: what a cache holds is used from the second on."""
+"""Number of answer tokens that `probe` examines: the cache is used from the second on."""
 
 
 @dataclass(slots=True)
@@ -100,7 +101,7 @@ class ModelBackend:
         return self.prompting.prepare(sample)
 
     def judge(self, prepared: Sequence[PicturePrompt], /) -> Sequence[ScoreResponse | SampleError]:
-        """One answer a prompt, each as if it were alone."""
+        """One result per prompt, each as if it were alone."""
         with _whole_or_refused(self.limits):
             if isinstance(self.readout, Head):
                 return self._heads(prepared)
@@ -120,7 +121,7 @@ class ModelBackend:
             return self._followed(self.decoder, prepared, forced)
 
     def probe_in_fp32(self, one: PicturePrompt, forced: Sequence[int], /) -> Tensor:
-        """The same for one prompt alone with all weights in fp32, without anything that was kept: what rounding costs."""
+        """The same for one prompt alone with all weights in fp32 and no caches: shows the effect of rounding."""
         with in_fp32(self.model):
             if isinstance(self.readout, Head):
                 return self._head_values([one])[0].double().cpu()
@@ -146,11 +147,11 @@ class ModelBackend:
         return [found[number] for number in range(len(prepared))]
 
     def _reads_once(self) -> bool:
-        """True where one forward pass in one row answers, and no cache is needed."""
+        """True if one packed forward pass is enough and no cache is needed."""
         return isinstance(self.decoder, PackedDecoder) and self.prompting.new_tokens == 1
 
     def reused(self) -> dict[str, int]:
-        """Tokens and images that were not run again."""
+        """Tokens and images served from caches."""
         found = {"prefix_tokens": 0, "images": 0}
         part: Any = self.decoder
         while part is not None:
@@ -162,21 +163,21 @@ class ModelBackend:
         return found
 
     def slower_ways(self) -> list[str]:
-        """Quick ways that this model was found not to allow, each with what spoke against it."""
+        """Optimisations that did not work for this model, each with the reason."""
         found: list[str] = []
         part: Any = self.decoder
         while part is not None:
             if isinstance(part, PackedDecoder) and part.is_equal is False:
                 found.append(f"prompts are read in padded rows: {part.why}")
             if isinstance(part, ImageDecoder) and part.is_equal is False:
-                found.append("images are encoded one by one: together they get other features than alone")
+                found.append("images are encoded one by one: in a batch their features differ")
             part = getattr(part, "decoder", None)
         if self.plain.replaying.why:
-            found.append(f"steps of generation are not replayed: {self.plain.replaying.why}")
+            found.append(f"decoding steps do not use a CUDA graph: {self.plain.replaying.why}")
         return found
 
     def close(self) -> None:
-        """Layers that were compiled for this run as written again: the model is its user's."""
+        """Undo the compilation of layers for this run: the model belongs to the user."""
         if self.reuse.get("compiled"):
             uncompile_layers(language_model(self.model))
 
@@ -229,7 +230,7 @@ class ModelBackend:
         values: Tensor = self.readout.read(out) if self.readout.read is not None else out.logits
         if len(values) != len(prepared):
             raise ConfigError(
-                "a head must give one number a row",
+                "a head must return one number per row",
                 seen=f"{tuple(values.shape)} for {len(prepared)} rows",
                 do="see Head",
             )
@@ -242,7 +243,7 @@ def model_backend(
 ) -> ModelBackend:  # fmt: skip
     """The backend of a loaded model in evaluation mode.
 
-    `compiled`: on a card, the layers that read prompts are compiled once, for packed rows of one length.
+    `compiled`: on a GPU, the prefill layers are compiled once, for packed rows of one length.
     """
     model.eval()
     processor = _own(processor)
@@ -278,7 +279,7 @@ def model_backend(
 
 
 def weights_hash(model: nn.Module) -> str:
-    """A hash of the names, shapes and a part of the bytes of every parameter: other weights are noticed, quickly."""
+    """A hash of the names, shapes and part of the bytes of every parameter: a quick way to detect other weights."""
     digest = hashlib.blake2b(digest_size=16)
     for name, weight in model.named_parameters():
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
@@ -290,42 +291,45 @@ def weights_hash(model: nn.Module) -> str:
 
 @contextmanager
 def _whole_or_refused(limits: Limits) -> Iterator[None]:
-    """At level `shape` a smaller batch has the same shape: out of memory is a matter of the settings."""
+    """At level `shape` a smaller batch has the same shape: out of memory is a configuration error."""
     try:
         yield
     except Exception as error:
         if limits.level != "shape" or not is_out_of_memory(error):
             raise
         raise ConfigError(
-            "the pinned shape does not fit into memory",
+            "the fixed shape does not fit into memory",
             seen=f"cells={limits.most_cells}: {str(error)[:200]}",
-            do="give fewer cells and begin anew, or use level `plan`",
+            do="reduce cells and start a new run, or use level `plan`",
         ) from error
 
 
 def _check_readout(model: nn.Module, readout: Readout, *, is_pinned: bool) -> None:
     if isinstance(readout, Head) and is_pinned:
-        raise ConfigError("level `shape` is not there for heads", seen="Head(...)", do="use level `plan`")
+        raise ConfigError("level `shape` does not support heads", seen="Head(...)", do="use level `plan`")
     if isinstance(readout, Generate) and is_pinned and readout.settings.beams > 1:
-        raise ConfigError("level `shape` has no beams", seen=f"beams={readout.settings.beams}", do="use level `plan`")
+        raise ConfigError(
+            "level `shape` does not support beams", seen=f"beams={readout.settings.beams}", do="use level `plan`"
+        )
     can_speak = getattr(model, "get_output_embeddings", lambda: None)() is not None
     if not isinstance(readout, Head) and not can_speak:
         raise ConfigError(
-            "this model has no next tokens to read", seen=type(model).__name__, do="use Head(), or a causal model"
+            "this model does not predict next tokens", seen=type(model).__name__, do="use Head(), or a causal model"
         )
 
 
 def _check_compile(readout: Readout, limits: Limits) -> None:
     if isinstance(readout, Head) or limits.level == "shape":
         raise ConfigError(
-            "only the reading of prompts in packed rows is compiled",
+            "only the prefill of packed prompts can be compiled",
             seen="Head(...)" if isinstance(readout, Head) else "level `shape`",
-            do="leave compiled (--compile) out, or use labels or texts at another level",
+            do="omit compiled (--compile), or use labels or texts at another level",
         )
 
 
 def _own(processor: Any) -> Any:
-    """The processor with a tokenizer of our own that neither cuts nor pads: threads share it, the user's stays as it is."""
+    """The processor with a copied tokenizer that neither truncates nor pads: threads share it, the user's is
+    unchanged."""
     tokenizer = copy.deepcopy(getattr(processor, "tokenizer", processor))
     inner = getattr(tokenizer, "backend_tokenizer", None)
     if inner is not None:

@@ -34,7 +34,7 @@ class BackendService:
 
     @property
     def backend(self) -> Backend:
-        """The backend; what it was refused for is raised."""
+        """The backend; raises if the call was rejected."""
         if self._backend is None:
             raise ConfigError(**self._refused)
         return self._backend

@@ -161,7 +161,7 @@ def _messages(sample: ScoreRequest, *, with_parts: bool) -> list[dict[str, Any]]
             parts, missing = [{"type": "image"}] * missing + parts, 0
         out.append({**message, "content": parts})
     if missing:
-        raise SampleError("prepare", "wrong_images", f"{sample.id} has images and no message of a user")
+        raise SampleError("prepare", "wrong_images", f"{sample.id} has images but no user message")
     return out
 
 

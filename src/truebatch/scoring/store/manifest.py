@@ -67,14 +67,14 @@ def read_manifest(run: Path) -> ScoringManifest:
             seen=f"format {values.get('format') if isinstance(values, dict) else type(values).__name__!r}",
             do="use the version of truebatch that made the run",
         )
-    with corrupt_file_errors(run / MANIFEST, do="bring it back from a copy, or begin anew with --fresh"):
+    with corrupt_file_errors(run / MANIFEST, do="restore it from a backup, or start again with --fresh"):
         manifest = ScoringManifest(str(values["run"]), values["config"])
         is_whole = manifest.fingerprint == values["fingerprint"]
     if not is_whole:
         raise RunError(
             f"{run / MANIFEST} was changed by hand",
             seen="its fingerprint does not belong to its configuration",
-            do="bring it back from a copy, or begin anew with --fresh",
+            do="restore it from a backup, or start again with --fresh",
         )
     return manifest
 

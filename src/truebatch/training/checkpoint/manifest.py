@@ -116,7 +116,7 @@ def check_names(folder: Path, manifest: CheckpointManifest) -> None:
         raise untrusted(folder, f"{extra[0]} does not belong to it")
     for name, facts in manifest.files.items():
         if not found[name].is_file() or found[name].is_symlink():
-            raise untrusted(folder, f"{name} is not a plain file")
+            raise untrusted(folder, f"{name} is not a regular file")
         if (num := found[name].stat().st_size) != facts.num_bytes:
             raise untrusted(folder, f"{name} has {num:,} bytes, {facts.num_bytes:,} were written")
 

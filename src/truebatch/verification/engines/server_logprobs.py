@@ -51,7 +51,7 @@ class Server:
         parts = urlsplit(self.address)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(
-                "this address is not one of a server",
+                "this is not a server address",
                 seen=parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()[:200],
                 do="write http://HOST:PORT/v1 or https://HOST/v1",
             )
@@ -117,7 +117,7 @@ def _client(library: Any, server: Server) -> Any:
         )
     if key and not re.fullmatch(r"[\x21-\x7e]+", key):
         raise ConfigError(
-            "the API key has characters that no key has",
+            "the API key has invalid characters",
             seen="spaces, line ends or characters beyond ASCII (the key is not shown)",
             do="export it again, without quotes around it",
         )
@@ -287,5 +287,5 @@ def http_library() -> Any:
         except ImportError as error:
             missing = error
     raise ConfigError(
-        "asking a server needs the package httpx2", seen=str(missing), do="pip install 'truebatch[http]'"
+        "the HTTP backend needs the package httpx2", seen=str(missing), do="pip install 'truebatch[http]'"
     ) from missing

@@ -136,7 +136,7 @@ def _read_parquet(path: Path) -> dict[str, NDArray[Any]]:
         raise DataError(
             f"{path} cannot be read as Parquet" + ("; it is empty" if not size else ""),
             seen=f"{size:,} bytes: {str(error).splitlines()[0][:200]}",
-            do="write or copy the file again, it is damaged or incomplete",
+            do="write or copy the file again; it is damaged or incomplete",
         ) from error
     return {name: _to_numpy(table.column(name)) for name in table.column_names}
 

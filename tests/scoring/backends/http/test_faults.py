@@ -129,7 +129,7 @@ def test_a_server_that_refuses_everybody_stops_the_run_and_records_nobody(tmp_pa
         assert sum(server.requests.values()) < 40  # not everybody was asked for
         assert run(["run", "status", str(tmp_path / "r")]) == 0
         told = "".join(capfd.readouterr())
-        assert f"refuses every request ({status})" in told
+        assert f"rejects every request ({status})" in told
         assert "0 failed, 300 pending" in told
         assert KEY not in told
         server.faults.clear()  # the key is right now

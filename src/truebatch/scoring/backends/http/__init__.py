@@ -1,1 +1,1 @@
-"""A server with an OpenAI-compatible address as a backend: its address, requests and answers."""
+"""An OpenAI-compatible server as a backend: address, requests and responses."""

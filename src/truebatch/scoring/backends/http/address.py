@@ -1,4 +1,4 @@
-"""Where a server is and with which key it is asked: neither is ever shown or kept where the other would be."""
+"""Address and API key of a server; the key is never shown or saved."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from truebatch.errors import ConfigError
 from truebatch.language.console import mask_secrets
 
 KEY_ENV = "OPENAI_API_KEY"
-"""The variable that is looked at where none is named."""
+"""The default environment variable."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _KEY = re.compile(r"[\x21-\x7e]+")
 _QUERY = frozenset({"api-version"})
-"""What may stand behind the question mark: every other value there might be a secret."""
+"""Allowed query parameters: any other value might be a secret."""
 _OF_A_PERSON = re.compile(r"[^/\\]*:[^/\\]*@")
 
 
 def is_address(model: str) -> bool:
-    """Whether a model is a server's address rather than a folder; what only resembles one is refused."""
+    """True if `model` is a server address rather than a folder; a malformed address is rejected."""
     if model.lower().startswith(("http://", "https://")):
         return True
     if "://" in model or _OF_A_PERSON.match(model):
         raise ConfigError(
-            "this address is not one of a server",
+            "this is not a server address",
             seen=mask_address(model),
             do="write http://HOST:PORT/v1 or https://HOST/v1",
         )
@@ -33,7 +33,8 @@ def is_address(model: str) -> bool:
 
 
 def endpoint(address: str) -> str:
-    """The address that requests go to; one that holds a password or a key is refused, unshown: it would be kept."""
+    """Check a server address; one that contains a password or key is rejected without showing it, since it would be
+    saved."""
     parts = urlsplit(address)
     try:
         host, _ = parts.hostname, parts.port
@@ -41,13 +42,13 @@ def endpoint(address: str) -> str:
         host = None
     if parts.scheme not in ("http", "https") or not host or re.search(r"[\s\x00-\x1f\x7f\\]", address):
         raise ConfigError(
-            "this address is not one of a server",
+            "this is not a server address",
             seen=mask_address(address),
             do="write http://HOST:PORT/v1 or https://HOST/v1",
         )
     if "@" in parts.netloc or parts.fragment or {name for name, _ in _query(parts.query)} - _QUERY:
         raise ConfigError(
-            "an address must hold no name, password or key: it is kept with the run",
+            "an address must not contain a user name, password or key, because it is saved with the run",
             seen=mask_address(address),
             do=f"put the key into the environment, as {KEY_ENV} or with --key-env NAME; only ?api-version= may follow",
         )
@@ -55,7 +56,7 @@ def endpoint(address: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address is this machine."""
+    """True if an address is on this machine."""
     host = urlsplit(address).hostname or ""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -64,7 +65,7 @@ def is_loopback(address: str) -> bool:
 
 
 def mask_address(address: str) -> str:
-    """An address as it may be shown, however it is written wrong."""
+    """An address without secrets, even if it is malformed."""
     scheme, mark, rest = address.rpartition("://")
     shown, cross, _ = re.sub(r"(?s).*@", "***@", rest).partition("#")
     return mask_secrets(scheme.rpartition("@")[2] + mark + shown + (f"{cross}***" if cross else ""))
@@ -73,7 +74,7 @@ def mask_address(address: str) -> str:
 def find_key(name: str | None) -> str:
     """The key in the variable `name`; None: the usual variable if it is set; empty: no key.
 
-    Nothing of what was given is shown in an error: a key may stand where its name was meant.
+    Errors never show the given value: it may be the key itself instead of a name.
     """
     if name == "":
         return ""
@@ -88,16 +89,16 @@ def find_key(name: str | None) -> str:
         raise ConfigError(
             "the variable of --key-env is empty or not set",
             seen="no key in it (its name is not shown: it may be the key itself)",
-            do="export the key under that name, or leave --key-env out",
+            do="export the key under that name, or omit --key-env",
         )
     return key
 
 
 def check_key(address: str, key: str) -> None:
-    """Refuse a key that no header can carry, and one that would travel readable to another machine."""
+    """Reject a key that is not valid in a header, or that would be sent unencrypted to another machine."""
     if key and not _KEY.fullmatch(key):
         raise ConfigError(
-            "the API key has characters that no key has",
+            "the API key has invalid characters",
             seen="spaces, line ends or characters beyond ASCII (the key is not shown)",
             do="export it again, without quotes around it",
         )

@@ -1,6 +1,6 @@
-"""What an OpenAI-compatible server answers, read strictly: what is not what the protocol promises is no answer.
+"""Parse the responses of an OpenAI-compatible server strictly: whatever violates the protocol is an error.
 
-body -> JSON, every key once, no NaN -> one choice -> the likeliest next tokens, or the text
+body -> JSON without duplicate keys or NaN -> one choice -> the likeliest next tokens, or the text
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from typing import Any, NoReturn
 from truebatch.scoring.backends.interface import SampleError
 
 ROUNDING = 1e-3
-"""A log-probability this far above 0, or probabilities that add up to this much over 1, are rounding."""
+"""A log-probability this far above 0, or probabilities that sum to this much over 1, count as rounding."""
 _MOST_TOKENS = 1 << 48
 _SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The one choice of an answer."""
+    """The single choice of a response."""
 
     values: Mapping[str, Any]
     tokens: int
-    """Read and written for it, as the server counts; 0 where it does not say."""
+    """Prompt and completion tokens, as counted by the server; 0 if it does not say."""
 
 
 def read_choice(body: bytes | bytearray, content_type: str) -> Choice:
-    """The one choice of an answer; anything else raises `SampleError`."""
+    """Parse a response with a single choice; anything else raises `SampleError`."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind not in ("", "application/json"):
         _refuse(f"it is {kind[:_SHOWN]!r} and not JSON")
     found = _parse(body)
     choices = found.get("choices")
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        _refuse(f"one choice was asked for, not {_shown(choices)} (in {_shown(found)})")
+        _refuse(f"one choice was requested, not {_shown(choices)} (in {_shown(found)})")
     return Choice(choices[0], _tokens(found.get("usage")))
 
 
@@ -47,14 +47,14 @@ def read_text(choice: Choice) -> tuple[str, str]:
         _refuse(f"message and finish_reason are {_shown(message)} and {_shown(ended)}")
     text = message.get("content")
     if text is None:
-        raise SampleError("model", "no_text", f"the server gives no text, and ends with {ended[:_SHOWN]!r}")
+        raise SampleError("model", "no_text", f"the server returned no text, with finish_reason {ended[:_SHOWN]!r}")
     if not isinstance(text, str):
         _refuse(f"the text is {_shown(text)}")
     return _unicode(text), _unicode(ended[:_SHOWN])
 
 
 def read_chances(choice: Choice) -> dict[str, float]:
-    """The probabilities of the likeliest next tokens; tokens that are written alike count together."""
+    """The probabilities of the likeliest next tokens; tokens with the same text are added up."""
     logprobs = choice.values.get("logprobs")
     content = logprobs.get("content") if isinstance(logprobs, dict) else None
     first = content[0] if isinstance(content, list) and content else None
@@ -66,7 +66,7 @@ def read_chances(choice: Choice) -> dict[str, float]:
         token, chance = _chance(one)
         found[token] = found.get(token, 0.0) + chance
     if sum(found.values()) > 1 + ROUNDING:
-        _refuse(f"the probabilities of {len(top)} tokens add up to {sum(found.values()):g}")
+        _refuse(f"the probabilities of {len(top)} tokens sum to {sum(found.values()):g}")
     return found
 
 
@@ -87,17 +87,17 @@ def _parse(body: bytes | bytearray) -> dict[str, Any]:
     try:
         found = json.loads(body.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_not_json)
     except (ValueError, RecursionError) as error:
-        _refuse(f"it is no JSON that can be read: {str(error)[:_SHOWN]}: {bytes(body[:_SHOWN])!r}")
+        _refuse(f"it is not valid JSON: {str(error)[:_SHOWN]}: {bytes(body[:_SHOWN])!r}")
     if not isinstance(found, dict):
         _refuse(f"it is {_shown(found)}")
     return found
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Of a key that comes twice, every reader takes another value."""
+    """Parsers disagree about the value of a duplicate key."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a key comes twice")
+        raise ValueError("a key occurs twice")
     return found
 
 
@@ -115,11 +115,11 @@ def _tokens(usage: Any) -> int:
 
 
 def _unicode(text: str) -> str:
-    """JSON can spell half a character; no file could hold it."""
+    """JSON can encode a lone surrogate, which no file could hold."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise SampleError("model", "bad_answer", "the server's answer holds half a character") from error
+        raise SampleError("model", "bad_answer", "the server's response contains a lone surrogate") from error
     return text
 
 
@@ -130,4 +130,4 @@ def _shown(value: Any) -> str:
 
 
 def _refuse(why: str) -> NoReturn:
-    raise SampleError("model", "bad_answer", f"the server's answer is not what the protocol promises: {why}")
+    raise SampleError("model", "bad_answer", f"the server's response violates the protocol: {why}")

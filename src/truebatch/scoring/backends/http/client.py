@@ -1,8 +1,8 @@
-"""Requests to one server: many at a time, each with a deadline, a byte limit and some tries, none able to hurt another.
+"""HTTP client for one server: concurrent, isolated requests, each with a deadline, a byte limit and retries.
 
-request -> a free place -> connect, send, read, all inside one deadline -> again after a pause, or the reply
+request -> a free slot -> connect, send, read, all inside one deadline -> retry after a pause, or the reply
 
-Every request has a connection of its own: what a server sends too much would else be read as the answer to the next.
+Every request has its own connection: otherwise surplus data would be read as the response to the next.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from truebatch.scoring.backends.http.address import endpoint, is_loopback
 from truebatch.scoring.backends.interface import SampleError
 
 ANSWER_BYTES, TOKEN_BYTES = 1 << 18, 64
-"""Of an answer, and more for each token it may have: what no honest one needs."""
+"""Bytes of a response, plus some for each new token: more than a real one needs."""
 LONGEST_PAUSE = 60.0
-"""Seconds; a server that asks for more is asked again after these."""
+"""Seconds; a server that requests a longer wait is retried after this long."""
 _CONNECT_SECONDS = 30.0
 _ERROR_BYTES = 1 << 16
-"""Read of an answer that is an error: its beginning says why."""
+"""Bytes to read of an error response: its beginning gives the reason."""
 _CLOSE_SECONDS = 5.0
 _BEYOND = 1e9
-"""More than any setting can mean."""
+"""Upper bound of all settings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpSettings:
-    """How a server is asked; nothing of it changes an answer."""
+    """Request settings; none of them changes a result."""
 
     timeout: float = 600.0
-    """Seconds for one try as a whole: connecting, sending, and the answer to its last byte."""
+    """Seconds for one whole attempt: connecting, sending, and receiving the complete response."""
     concurrency: int = 64
-    """Requests under way at a time."""
+    """Maximum number of concurrent requests."""
     tries: int = 5
-    """Of one request, where the server is busy or the connection breaks."""
+    """Attempts per request if the server is busy or the connection breaks."""
     answer_bytes: int | None = None
-    """Most bytes of one answer, also after it is unpacked. None: 262,144, and 64 for every new token."""
+    """Maximum bytes of one response, also after decompression. None: 262,144 plus 64 per new token."""
     pause: float = 0.5
-    """Seconds before the second try; twice as long before each further one."""
+    """Seconds before the second attempt; doubled before each further one."""
 
     def __post_init__(self) -> None:
         for name, kind in (("timeout", int | float), ("concurrency", int), ("tries", int), ("answer_bytes", int)):
@@ -63,14 +63,14 @@ class HttpSettings:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a server said with status 200."""
+    """A response with status 200."""
 
     content_type: str
     body: bytes | bytearray
 
 
 class RequestError(SampleError):
-    """A request without an answer, and whether another try may bring one."""
+    """A failed request, and whether a retry may help."""
 
     def __init__(self, kind: str, message: str, *, is_temporary: bool = False, retry_after: str = "") -> None:
         super().__init__("model", kind, message)
@@ -80,16 +80,16 @@ class RequestError(SampleError):
 
 @dataclass(eq=False, slots=True)
 class Asking:
-    """A request on its way."""
+    """A request in flight."""
 
     body: bytes
     is_sent: bool = False
-    """It is with the server now; False before its turn and in a pause between tries."""
+    """True while it is being sent or answered; False while queued or between attempts."""
     future: Future[Reply] = field(default_factory=Future)
 
 
 class HttpClient:
-    """Asks one address, in a thread of its own."""
+    """Sends requests to one address from its own thread."""
 
     def __init__(self, address: str, key: str, settings: HttpSettings) -> None:
         self._library = http_library()
@@ -102,8 +102,8 @@ class HttpClient:
         self._client = self._library.AsyncClient(
             headers=headers | ({"Authorization": f"Bearer {key}"} if key else {}),
             follow_redirects=False,
-            trust_env=not is_here,  # a proxy is no way to this machine
-            verify=not is_here or self._url.startswith("https:"),  # certificates take a while to load
+            trust_env=not is_here,  # do not use a proxy for this machine
+            verify=not is_here or self._url.startswith("https:"),  # loading certificates takes a while
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
             limits=self._library.Limits(max_connections=settings.concurrency, max_keepalive_connections=0),
             timeout=self._library.Timeout(None, connect=min(settings.timeout, _CONNECT_SECONDS)),
@@ -114,16 +114,15 @@ class HttpClient:
         self._thread.start()
 
     def submit(self, body: bytes) -> Asking:
-        """Ask as soon as a place is free. The future gives the reply or raises `RequestError`; it may be cancelled."""
+        """Send a request as soon as a slot is free. The future returns the reply or raises `RequestError`; it can be
+        cancelled."""
         asking = Asking(body)
         asking.future = asyncio.run_coroutine_threadsafe(self._ask(asking), self._loop)
         return asking
 
     def close(self) -> None:
-        """Drop what is under way and end the thread."""
-        with suppress(
-            TimeoutError
-        ):  # a name that is still looked up cannot be dropped; the thread ends with the process
+        """Drop requests in flight and stop the thread."""
+        with suppress(TimeoutError):  # a pending DNS lookup cannot be cancelled; its thread ends with the process
             asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(_CLOSE_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSE_SECONDS)
@@ -155,7 +154,7 @@ class HttpClient:
         raise AssertionError("a last try returns or raises")
 
     async def _once(self, body: bytes) -> Reply:
-        """One try, whatever happens in it."""
+        """One attempt; any failure becomes a `RequestError`."""
         library = self._library
         try:
             async with asyncio.timeout(self._settings.timeout):
@@ -164,21 +163,21 @@ class HttpClient:
         except RequestError:
             raise
         except TimeoutError as error:
-            raise RequestError("timeout", f"no whole answer in {self._settings.timeout:g} s") from error
+            raise RequestError("timeout", f"no complete response within {self._settings.timeout:g} s") from error
         except (library.ConnectError, library.ConnectTimeout, library.ProxyError) as error:
             raise RequestError("unreachable", f"no connection: {error!r}", is_temporary=True) from error
         except library.ProtocolError as error:
-            raise RequestError("bad_http", f"the answer is no whole HTTP: {error}", is_temporary=True) from error
+            raise RequestError("bad_http", f"the response is not complete HTTP: {error}", is_temporary=True) from error
         except library.TransportError as error:
             raise RequestError("connection_broken", f"the connection broke: {error!r}", is_temporary=True) from error
-        except Exception as error:  # a server can make a library fail anywhere: that belongs to this sample
+        except Exception as error:  # a server can make the library fail anywhere: that concerns only this sample
             raise RequestError("raised", f"{type(error).__name__}: {error}") from error
 
     async def _reply(self, response: Any) -> Reply:
         status, headers = response.status_code, response.headers
         if 300 <= status < 400:
             where = headers.get("location", "no address")
-            raise RequestError("redirect", f"the server sends on to another address ({status}), not followed: {where}")
+            raise RequestError("redirect", f"the server redirects to another address ({status}), not followed: {where}")
         if status != 200:
             text = (await _beginning(response)).decode("utf-8", "replace")
             is_busy = status == 429 or status >= 500
@@ -196,12 +195,13 @@ def http_library() -> Any:
         except ImportError as error:
             missing = error
     raise ConfigError(
-        "asking a server needs the package httpx2", seen=str(missing), do="pip install 'truebatch[http]'"
+        "the HTTP backend needs the package httpx2", seen=str(missing), do="pip install 'truebatch[http]'"
     ) from missing
 
 
 def pause_seconds(first: float, number: int, draw: float, retry_after: str = "") -> float:
-    """Seconds after try `number`: growing, spread by `draw` (0 to 1), at least what the server asks for, up to a limit."""
+    """Pause after attempt `number`: exponential with jitter `draw` (0 to 1), at least what the server requests,
+    capped."""
     grown: float = first * 2.0 ** min(number - 1, 32) * (0.5 + draw / 2)
     return min(LONGEST_PAUSE, max(grown, _asked_seconds(retry_after)))
 
@@ -220,16 +220,16 @@ def _asked_seconds(retry_after: str) -> float:
 
 
 async def read_body(chunks: AsyncIterator[bytes], packing: str, most: int) -> bytearray:
-    """The body, unpacked as it comes; nothing beyond the limit is ever held, packed or unpacked."""
+    """The body, decompressed while reading; never holds more than the limit, compressed or not."""
     unpack, is_whole = _unpacker(packing)
     body, received = bytearray(), 0
     async for chunk in chunks:
         received += len(chunk)
         body += unpack(chunk, most + 1 - len(body))
         if max(received, len(body)) > most:
-            raise RequestError("too_large", f"the answer has more than {most:,} bytes")
+            raise RequestError("too_large", f"the response has more than {most:,} bytes")
     if not is_whole():
-        raise RequestError("bad_answer", f"the answer's {packing} is cut off, or followed by something else")
+        raise RequestError("bad_answer", f"the response's {packing} data is truncated, or followed by something else")
     return body
 
 
@@ -240,20 +240,20 @@ def _unpacker(packing: str) -> tuple[Unpack, Callable[[], bool]]:
     if packing in ("", "identity"):
         return (lambda chunk, most: chunk[:most]), (lambda: True)
     if packing not in ("gzip", "x-gzip", "deflate"):
-        raise RequestError("bad_answer", f"the answer is packed in a way that was not asked for: {packing[:100]}")
+        raise RequestError("bad_answer", f"the response has a content encoding that was not requested: {packing[:100]}")
     inner = zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # gzip or zlib, as its first bytes say
 
     def unpack(chunk: bytes, most: int) -> bytes:
         try:
             return inner.decompress(chunk, max(1, most))
         except zlib.error as error:
-            raise RequestError("bad_answer", f"the answer cannot be unpacked: {error}") from error
+            raise RequestError("bad_answer", f"the response cannot be decompressed: {error}") from error
 
     return unpack, lambda: inner.eof and not inner.unused_data
 
 
 async def _beginning(response: Any) -> bytes:
-    """The first bytes of an answer that is an error."""
+    """The first bytes of an error response."""
     found = bytearray()
     async for chunk in response.aiter_raw():
         found += chunk

@@ -1,4 +1,4 @@
-"""Requests under way: new ones leave as places get free, and each comes back as soon as it is done."""
+"""Requests in flight: new ones are sent as slots free up, and each result is returned as soon as it is done."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from truebatch.scoring.backends.http.client import Asking, HttpClient, Reply, Re
 from truebatch.scoring.backends.interface import SampleError
 
 GRACE_SECONDS = 20.0
-"""Whoever is asked to stop waits so long for answers to what was sent."""
+"""Seconds to wait for responses in flight after a request to stop."""
 _LOOK_SECONDS = 0.2
 Tag = TypeVar("Tag")
 
 
 class InFlight(Generic[Tag]):
-    """Keeps `most` requests under way until there are no more, or until it is asked to end."""
+    """Keeps `most` requests in flight until there are no more, or until it is asked to stop."""
 
     def __init__(self, client: HttpClient, most: int, is_stopped: Callable[[], bool]) -> None:
         self._client, self._most, self._is_stopped = client, most, is_stopped
@@ -27,7 +27,7 @@ class InFlight(Generic[Tag]):
         self._ends: float | None = None
 
     def run(self, bodies: Iterable[tuple[Tag, bytes | SampleError]]) -> Iterator[tuple[Tag, Reply | SampleError]]:
-        """What became of each, as they finish; what was not answered before the end is left out."""
+        """The result of each as it finishes; requests without a response before the end are left out."""
         source, is_open = iter(bodies), True
         while is_open or self._tags:
             if self._is_stopped():
@@ -58,7 +58,7 @@ class InFlight(Generic[Tag]):
         asking.future.add_done_callback(lambda _: self._done.put(asking))
 
     def _finished(self, *, is_patient: bool) -> Iterator[tuple[Tag, Reply | SampleError]]:
-        """One that is done, if there is one, or comes soon."""
+        """A finished request, if there is one now or soon."""
         if self._ends is not None:
             is_late = time.monotonic() > self._ends
             for asking in [one for one in self._tags if is_late or not one.is_sent]:

@@ -1,6 +1,6 @@
 """A model behind an OpenAI-compatible address (vLLM, SGLang, llama.cpp, ...) as a backend.
 
-The server batches by itself: a number of samples are asked for at a time, and each is done when it is answered.
+The server does the batching: a number of samples are requested at a time, and each is done when answered.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from truebatch.scoring.readouts import Generate, Head, Readout, as_labels, descr
 from truebatch.scoring.readouts.label_trie import LabelReading
 
 TOP = 20
-"""Most next tokens that servers tell the probabilities of."""
+"""Maximum number of next tokens for which servers return probabilities."""
 _WAITING = 8
-"""Requests that wait for a free place, so that none stays empty."""
+"""Requests queued for a free slot, so that no slot stays idle."""
 _MESSAGE = 500
 _SHORTEST_SECRET = 8
-"""Characters of a key that is looked for in answers: servers without keys are given `EMPTY` and the like."""
+"""Minimum length of a key to look for in responses: servers without keys are given `EMPTY` and the like."""
 _DOUBTED = ("http_401", "http_403", "http_404", "unreachable")
-"""What is a matter of the server if it befalls all samples, and of a sample if others are answered after it."""
+"""Errors blamed on the server if every sample gets them, and on the sample if later ones succeed."""
 _Tag = TypeVar("_Tag")
 
 
 @dataclass(eq=False, slots=True)
 class HttpBackend:
-    """Asks a server. What it answers for a sample is its own matter: levels of sameness cannot be promised here."""
+    """Backend for a server. Its results are its own: no level of reproducibility can be guaranteed here."""
 
     address: str
     """Such as http://localhost:8000/v1"""
@@ -52,7 +52,7 @@ class HttpBackend:
     readout: Readout
     settings: HttpSettings = field(default_factory=HttpSettings)
     key: str = field(default="", repr=False)
-    """Sent to the address as a bearer token, and kept nowhere."""
+    """Sent to the address as a bearer token, and never saved."""
     _client: HttpClient | None = field(default=None, init=False, repr=False)
     _has_answered: bool = field(default=False, init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
@@ -62,15 +62,17 @@ class HttpBackend:
         check_key(self.address, self.key)
         http_library()
         if isinstance(self.readout, Head):
-            raise ConfigError("a server has no heads to read", seen="Head()", do="use labels or generate")
+            raise ConfigError("a server cannot read a model's head", seen="Head()", do="use labels or generate")
         if isinstance(self.readout, Generate) and self.readout.settings.beams > 1:
-            raise ConfigError("servers have no beam search", seen=f"beams={self.readout.settings.beams}", do="beams=1")
+            raise ConfigError(
+                "servers do not support beam search", seen=f"beams={self.readout.settings.beams}", do="beams=1"
+            )
         if not isinstance(self.readout, Generate) and self.readout.prefix:
             seen = f"prefix={self.readout.prefix!r}"
-            raise ConfigError("a server cannot be given the beginning of an answer", seen=seen, do="leave prefix out")
+            raise ConfigError("a server does not support an answer prefix", seen=seen, do="omit the prefix")
 
     def describe(self) -> Mapping[str, Any]:
-        """The name of the model there; its weights and version are not known here."""
+        """The name of the model there; its weights and version are unknown here."""
         return {"backend": "http", "model": self.served, "readout": describe_readout(self.readout)}
 
     def cost(self, sample: ScoreRequest, /) -> Cost:
@@ -86,20 +88,21 @@ class HttpBackend:
             messages = [{"role": "system", "content": sample.system}] if sample.system else []
             messages.append({"role": "user", "content": sample.user})
         request = {"model": self.served, "messages": _placed(messages, [_url(i) for i in sample.images], sample.id)}
-        return {**request, **self._wanted(), **sample.options}  # what it does not know, the server refuses
+        return {**request, **self._wanted(), **sample.options}  # the server rejects what it does not support
 
     def judge(self, prepared: Sequence[dict[str, Any]], /) -> Sequence[ScoreResponse | SampleError]:
-        """Answers to all requests, asked as `as_completed` does."""
+        """Responses to all requests, in order; see `as_completed`."""
         found = dict(self.as_completed(enumerate(prepared), lambda: False))
         return [found[number] for number in range(len(prepared))]
 
     def as_completed(
         self, prepared: Iterable[tuple[_Tag, dict[str, Any] | SampleError]], is_stopped: Callable[[], bool]
     ) -> Iterator[tuple[_Tag, ScoreResponse | SampleError]]:
-        """The answer to every request as soon as it is there; what could not be prepared comes straight back.
+        """Yield every response as soon as it arrives; samples that could not be prepared come back at once.
 
-        Once `is_stopped`, nothing more is sent and what was sent is waited for a while: what is answered is given, the
-        rest left out. A server that refuses everybody raises `ConfigError`, after what was answered was given.
+        Once `is_stopped`, nothing more is sent and requests in flight get a short time: responses that arrive are
+        yielded, the rest left out. A server that rejects every request raises `ConfigError`, after the received
+        responses were yielded.
         """
         with self._lock:
             client = self._client = self._client or HttpClient(self.address, self.key, self._limited())
@@ -125,14 +128,14 @@ class HttpBackend:
             yield from self._settled(doubted, is_sure=len(doubted) >= most)
 
     def close(self) -> None:
-        """Drop what is under way."""
+        """Drop requests in flight."""
         with self._lock:
             client, self._client = self._client, None
         if client is not None:
             client.close()
 
     def _limited(self) -> HttpSettings:
-        """The settings, with a byte limit that fits what is asked for where none is given."""
+        """The settings, with a default byte limit that fits the request."""
         new = self.readout.settings.max_new_tokens if isinstance(self.readout, Generate) else 1
         return replace(self.settings, answer_bytes=self.settings.answer_bytes or ANSWER_BYTES + TOKEN_BYTES * new)
 
@@ -147,24 +150,24 @@ class HttpBackend:
     def _settled(
         self, doubted: Sequence[tuple[_Tag, SampleError]], *, is_sure: bool
     ) -> Iterator[tuple[_Tag, SampleError]]:
-        """Nobody was answered after these: the server is to blame, unless it answered before and is still there."""
+        """No request succeeded after these: the server is at fault, unless it answered before and is still up."""
         error = doubted[-1][1]
         if self._has_answered and not is_sure and error.kind != "unreachable":
             yield from doubted
             return
         if error.kind == "unreachable":
             raise ConfigError(
-                "the server cannot be reached; what was judged stays",
+                "the server cannot be reached; finished results are kept",
                 seen=f"{self.address}: {error}",
-                do="start it, or correct the address, then give the same command again: it goes on",
+                do="start it, or correct the address, then run the same command again: it resumes",
             )
         do = (
             "check the address and the model"
             if error.kind == "http_404"
-            else f"check the key ({KEY_ENV}, or --key-env NAME) and what it may use; then give the same command again"
+            else f"check the key ({KEY_ENV}, or --key-env NAME) and its permissions; then run the same command again"
         )
         code = error.kind.removeprefix("http_")
-        raise ConfigError(f"the server refuses every request ({code})", seen=str(error), do=do)
+        raise ConfigError(f"the server rejects every request ({code})", seen=str(error), do=do)
 
     def _answer(self, reply: Reply) -> ScoreResponse | SampleError:
         if self._is_secret and self.key.encode() in reply.body:
@@ -189,7 +192,8 @@ class HttpBackend:
         return SampleError(error.stage, error.kind, said[:_MESSAGE], error.output)
 
     def _read(self, chances: Mapping[str, float], tokens: int) -> ScoreResponse | SampleError:
-        """Labels among the likeliest next tokens. One that is not among them has at most the least of their chances."""
+        """Read labels from the likeliest next tokens. A label not among them is at most as probable as the least likely
+        one."""
         labels = as_labels(self.readout)
         assert labels is not None
         least = min(chances.values())
@@ -207,13 +211,13 @@ class HttpBackend:
         )
 
 
-_KEY_IN_ANSWER = SampleError("model", "key_in_answer", "the server's answer holds the API key; it is not kept")
+_KEY_IN_ANSWER = SampleError("model", "key_in_answer", "the server's response contains the API key; it is not saved")
 
 
 def _packed(request: dict[str, Any] | SampleError) -> bytes | SampleError:
     try:
         return request if isinstance(request, SampleError) else json.dumps(request, allow_nan=False).encode()
-    except (TypeError, ValueError) as error:  # of options that only Python has
+    except (TypeError, ValueError) as error:  # from options that exist only in Python
         return SampleError("prepare", "wrong_option", f"the request cannot be written as JSON: {error}")
 
 
@@ -224,7 +228,7 @@ def _holds(value: Any, key: str) -> bool:
 
 
 def _placed(messages: list[dict[str, Any]], urls: list[str], name: str) -> list[dict[str, Any]]:
-    """Images at their places in the messages, the rest before the first words of the user."""
+    """Insert images at their placeholders in the messages, the rest before the user's first text."""
     left = list(urls)
     out = []
     for message in messages:
@@ -238,7 +242,7 @@ def _placed(messages: list[dict[str, Any]], urls: list[str], name: str) -> list[
     if left:
         user = next((one for one in out if one["role"] == "user"), None)
         if user is None:
-            raise SampleError("prepare", "wrong_images", f"{name} has images and no message of a user")
+            raise SampleError("prepare", "wrong_images", f"{name} has images but no user message")
         words = user["content"]
         rest = [{"type": "text", "text": words}] if isinstance(words, str) else words
         user["content"] = [*(_part(url) for url in left), *rest]
@@ -250,7 +254,7 @@ def _part(url: str) -> dict[str, Any]:
 
 
 def _url(image: Any) -> str:
-    """The image as a data address, decoded once here so that a broken one never reaches the server."""
+    """The image as a data URL, decoded once here so that a broken one never reaches the server."""
     file = io.BytesIO()
     open_picture(image).save(file, "PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
