@@ -35,7 +35,7 @@ def open_named(run: Path, overrides: list[str], named: str | None) -> Trained:
 
 
 def open_named_settings(run: Path, overrides: list[str], named: str | None) -> tuple[System[Any], Any]:
-    """The system and the settings of a run, without its weights; what they read elsewhere is said."""
+    """The system and the settings of a run, without its weights; lists what they read elsewhere."""
     from truebatch.training.load_trained import differing_system, open_settings
 
     system, config = open_settings(run, overrides, named=named)

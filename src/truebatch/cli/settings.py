@@ -50,7 +50,7 @@ def settle(document: Document, folder: Path, *, fresh: bool) -> bool:
 
 
 def checked(system: System[Any], document: Document) -> Any:
-    """The settings of a system, every value checked and complete; what is wrong is named with its place."""
+    """The settings of a system, every value checked and complete; errors name their location."""
     from truebatch.config.load import check_config
     from truebatch.training.train_system import settings_type, settled
 

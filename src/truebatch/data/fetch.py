@@ -44,7 +44,7 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LoadTask:
-    """One micro-batch to make."""
+    """One micro-batch to load."""
 
     number: int
     """Its position in the sequence of this rank."""
@@ -60,7 +60,8 @@ class LoadTask:
 
 
 def read_microbatch(recipe: Recipe, task: LoadTask, *, report: Callable[[int], None]) -> MicroBatch:
-    """Load, transform and collate. `tell` hears each sample id before that sample is touched, and -1 before collate."""
+    """Load, transform and collate. `report` is called with each sample id before that sample is read, and with -1
+    before collate."""
     samples = []
     for at, sample_id in enumerate(task.rows.ids.tolist()):
         report(sample_id)
@@ -100,7 +101,7 @@ def _describe(error: Exception) -> str:
 
 
 def _cut_sample(sample: Sample, at: int, task: LoadTask, fields: Sequence[Field]) -> Sample:
-    """The sample, or what the plan keeps of it. Cut before any shift, so no label comes from behind the cut."""
+    """The sample, or the part of it that the plan keeps. Cut before any shift, so no label comes from past the cut."""
     if task.lengths is None or task.measured is None or task.lengths[at] == task.measured[at]:
         return sample
     keys = {f.key for f in fields if f.axis == CELLS and f.kind != "once"}
@@ -111,7 +112,7 @@ def _cut_sample(sample: Sample, at: int, task: LoadTask, fields: Sequence[Field]
 
 
 def _check_lengths(batch: MicroBatch, task: LoadTask) -> None:
-    """A sample that is not as long as planned would shift costs, counts and the balance of ranks without a word."""
+    """A sample with another length than planned would silently change costs, counts and the balance of ranks."""
     cells = batch.axes.get(CELLS)
     if task.lengths is None or not isinstance(cells, RowAxis):
         return

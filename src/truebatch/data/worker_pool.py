@@ -50,7 +50,7 @@ class _LoaderWorker:
     sock: socket.socket
     status: Status
     tasks: dict[int, LoadTask] = field(default_factory=dict)
-    """Sent and not answered, oldest first."""
+    """Sent but not yet answered, oldest first."""
     sent: float = 0.0
 
 
@@ -77,7 +77,7 @@ class WorkerPool:
             raise
 
     def submit(self, task: LoadTask) -> None:
-        """Give the task to the worker with the least to do; returns at once."""
+        """Give the task to the least busy worker; returns at once."""
         _give(min(self._workers, key=lambda worker: len(worker.tasks)), task)
 
     def take(self, number: int, *, last: int) -> MicroBatch:

@@ -130,7 +130,7 @@ def _check_room(devices: int) -> None:
 
 
 def _preflight(system: System[Any], config: Any) -> None:
-    """Read the data once before processes are started: a mistake is then said once, and tokens are cached."""
+    """Read the data once before starting processes, so that errors are reported once and tokens are cached."""
     system.prepare(config).measured_data(config.train.limit)
 
 
