@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import nn
 from tests.tiny import TEXT_FIELDS, NextToken, TextModel, text_samples
 from truebatch.batch.keyed_random import KeyedDropout
 from truebatch.errors import ConfigError, LawError, NonFiniteError, RunError
+from truebatch.training import context, validation
 from truebatch.training.checkpoint.retention import best_step, list_checkpoints
 from truebatch.training.checkpoint.store import load_newest
 from truebatch.training.config import TrainConfig
@@ -396,3 +398,52 @@ def test_a_run_that_no_longer_moves_is_reported_with_its_stacks():
     assert done.returncode == 75, done.stderr
     assert "rank 0" in done.stderr
     assert "in hang" in done.stderr
+
+
+class CountedReads:
+    """A dataset that knows how often each sample was read."""
+
+    def __init__(self, samples):
+        self.samples, self.reads = samples, [0] * len(samples)
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, sample_id):
+        self.reads[sample_id] += 1
+        return self.samples[sample_id]
+
+
+def test_samples_are_read_once_to_be_measured_and_compared_and_validation_samples_once_in_all(tmp_path):
+    """Beside training: the first two are read once more, to see whether a sample is the same each time."""
+    samples, held = CountedReads(text_samples([3, 9, 5, 7])), CountedReads(text_samples([4, 6, 8]))
+    data = TrainData(samples=samples, fields=TEXT_FIELDS, validation=held)
+    config = TrainConfig(epochs=3, samples_per_step=2, cells=32)
+    train(TextModel(), NextToken(), data, config, out=tmp_path / "run")
+    assert samples.reads == [1 + 1 + 3] * 2 + [1 + 3] * 2
+    assert held.reads == [1 + 3] * 3
+
+
+def test_every_epoch_is_planned_once_and_validation_once(monkeypatch):
+    planned = []
+    for module in (context, validation):
+        real = module.build_plan
+        monkeypatch.setattr(
+            module, "build_plan", lambda *a, real=real, **k: planned.append(k.get("epoch")) or real(*a, **k)
+        )
+    data = TrainData(samples=text_samples([3, 9, 5, 7]), fields=TEXT_FIELDS, validation=text_samples([4, 6]))
+    train(TextModel(), NextToken(), data, TrainConfig(epochs=3, samples_per_step=2, cells=32))
+    assert planned == [0, None, 1, 2]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_validation_is_loaded_with_the_workers_of_training_and_gives_the_same_loss(monkeypatch, workers):
+    found, real = [], validation.load_steps
+    monkeypatch.setattr(validation, "load_steps", lambda *a, **k: found.append(k["config"].workers) or real(*a, **k))
+    data = TrainData(samples=text_samples([3, 9, 5, 7]), fields=TEXT_FIELDS, validation=text_samples([4, 6, 8]))
+    torch.manual_seed(0)
+    config = TrainConfig(epochs=1, samples_per_step=4, cells=32, workers=workers)
+    best = train(TextModel(), NextToken(), data, config).best_loss
+    assert found == [workers]
+    torch.manual_seed(0)
+    assert best == train(TextModel(), NextToken(), data, replace(config, workers=0)).best_loss

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from truebatch.training.callbacks import CallbackAction, join_wishes
 from truebatch.training.checkpoint.save_resume import save_run
 from truebatch.training.context import Job
-from truebatch.training.data import measure_by_reading
 from truebatch.training.distributed.collectives import all_reduce_max, broadcast_from_rank0
 from truebatch.training.logging.metrics_jsonl import MetricsLog
 from truebatch.training.memory.quarantine import refuse_nothing_done
 from truebatch.training.optim.nonfinite import check_parameters
 from truebatch.training.train_state import EndReason, TrainState
-from truebatch.training.validation import evaluate_loss
+from truebatch.training.validation import validate
 
 
 def finish_step(job: Job, progress: TrainState, log: MetricsLog | None) -> None:
@@ -71,20 +68,11 @@ def _agree(job: Job, mine: bool) -> bool:
     return all_reduce_max(int(mine), job.engine.device) > 0
 
 
-def _beat(job: Job) -> Callable[[], None]:
-    """A long validation is not a stuck run."""
-    dog = job.dog
-    return (lambda: None) if dog is None else (lambda: dog.beat("validation"))
-
-
 def _validate(job: Job, progress: TrainState, log: MetricsLog | None) -> bool:
     """The loss of the validation samples; True if it is the best so far."""
-    if job.data.validation is None:
+    if job.validation is None:
         return False
-    measured = measure_by_reading(job.data.validation, job.data.fields, what="validation dataset")
-    terms = evaluate_loss(
-        job.engine, job.data.validation, measured, job.data.fields, job.config.plan_config(), beat=_beat(job)
-    )
+    terms = validate(job.engine, job.validation, watchdog=job.watchdog)
     total = sum(terms.values())
     is_best = progress.improve(total, min_delta=job.config.min_delta)
     named = {f"validation/{name}": value for name, value in terms.items()}

@@ -7,17 +7,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from truebatch.html_repr import html_table
+from truebatch.planning.config import PlanConfig
 from truebatch.planning.lengths.measured_values import Measured
+from truebatch.planning.plan import Plan, build_plan
 from truebatch.training.callbacks import Logger
 from truebatch.training.checks.batch_coupling import Coupling
 from truebatch.training.config import TrainConfig
 from truebatch.training.data import TrainData
+from truebatch.training.distributed.collectives import num_ranks
 from truebatch.training.logging.metrics_jsonl import MetricsLog
 from truebatch.training.run_dir.run_dir import RunFolder
 from truebatch.training.run_dir.signals import StopFlag
 from truebatch.training.run_dir.watchdog import Watchdog
 from truebatch.training.step import StepEngine
 from truebatch.training.train_state import EndReason
+from truebatch.training.validation import ValidationSet
 
 Record = dict[str, Any]
 
@@ -55,13 +59,36 @@ class TrainResult:
         return html_table(rows, header=("step", "loss", "tokens", "seconds"), title=title)
 
 
+@dataclass(slots=True, eq=False)
+class EpochPlans:
+    """The plan of each epoch, made once; only that of the last epoch asked for is held."""
+
+    measured: Measured
+    config: PlanConfig
+    _last: Plan | None = None
+
+    def of(self, epoch: int) -> Plan:
+        """The plan of an epoch, the same on every rank."""
+        if self._last is None or self._last.epoch != epoch:
+            measured = self.measured
+            self._last = build_plan(
+                measured.lengths,
+                self.config,
+                epoch=epoch,
+                ranks=num_ranks(),
+                costs=measured.costs,
+                counts=measured.counts,
+            )
+        return self._last
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Job:
     """Everything a run needs, settled before its first step."""
 
     engine: StepEngine
     data: TrainData
-    measured: Measured
+    plans: EpochPlans
     config: TrainConfig
     num_steps: int
     couplings: list[Coupling]
@@ -69,10 +96,11 @@ class Job:
     run: RunFolder | None
     stop: StopFlag
     say: Callable[[str], None]
+    validation: ValidationSet | None = None
     watches: Sequence[Logger] = ()
     records: list[Record] = field(default_factory=list)
-    dog: Watchdog | None = None
-    """Told of every step: a run that no longer moves is reported with its stacks."""
+    watchdog: Watchdog | None = None
+    """Learns of every step: a run that no longer moves is reported with its stacks."""
 
     def tell(self, log: MetricsLog | None, record: Record) -> None:
         """One record to the log and to whoever watches."""

@@ -17,7 +17,7 @@ from truebatch.batch.microbatch import CELLS, MicroBatch
 from truebatch.data.fetch import Dataset, Transform
 from truebatch.errors import DataError, TruebatchError
 from truebatch.planning.lengths.measured_values import Measured
-from truebatch.planning.rows import Ints, padded_rows
+from truebatch.planning.rows import padded_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -41,8 +41,10 @@ class TrainData:
     """(sample, sample id, epoch) -> sample, for augmentation keyed by sample."""
 
 
-def measure_by_reading(samples: Dataset, fields: Sequence[Field], *, what: str = "dataset") -> Measured:
-    """The length of every sample along the planned axis, read from the samples themselves."""
+def measure_by_reading(
+    samples: Dataset, fields: Sequence[Field], *, what: str = "dataset", content: ContentHash | None = None
+) -> Measured:
+    """The length of every sample along the planned axis, read from the samples themselves; `content` is told of each."""
     number = len(samples) if isinstance(samples, Sized) else -1
     if number <= 0:
         raise DataError(
@@ -51,9 +53,12 @@ def measure_by_reading(samples: Dataset, fields: Sequence[Field], *, what: str =
     field = planned_field(fields)
     if field is None:
         return Measured(lengths=np.ones(number, dtype=np.int64), found="one cell a sample")
-    lengths = np.fromiter(
-        (length_of(read_sample(samples, i), field.key, i) for i in range(number)), dtype=np.int64, count=number
-    )
+    lengths = np.empty(number, dtype=np.int64)
+    for sample_id in range(number):
+        sample = read_sample(samples, sample_id)
+        lengths[sample_id] = length_of(sample, field.key, sample_id)
+        if content is not None:
+            content.add(sample_id, sample)
     return Measured(lengths=lengths, found=f"length of field {field.key!r}")
 
 
@@ -107,37 +112,66 @@ SELECTED = 128
 """Samples whose content is looked at, to tell whether the data is what it was: all of a small dataset."""
 
 
-def content_of(data: TrainData, *, say: Callable[[str], None] = lambda _line: None) -> str:
+class ContentHash:
+    """What some samples hold, the same ones every time, as one hash. Give it the samples in order, as they are read."""
+
+    def __init__(self, data: TrainData) -> None:
+        number = len(data.samples) if isinstance(data.samples, Sized) else 0
+        chosen = np.arange(number)
+        if number > SELECTED:
+            chosen = np.sort(np.random.default_rng((SELECTED, number)).choice(number, SELECTED, replace=False))
+        self._data, self._chosen, self._num_added = data, [int(i) for i in chosen], 0
+        self._digest, self._first_two = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
+        self._problem = ""
+
+    def add(self, sample_id: int, sample: Any) -> None:
+        """Take a sample in, if it is one of the chosen."""
+        if self._problem or self._num_added == len(self._chosen) or sample_id != self._chosen[self._num_added]:
+            return
+        try:
+            _hash_sample(self._digest, sample_id, sample, self._data.fields)
+            if self._num_added < 2:
+                _hash_sample(self._first_two, sample_id, sample, self._data.fields)
+        except _NotComparableError as error:
+            self._problem = str(error)
+        self._num_added += 1
+
+    def finish(self) -> tuple[str, str]:
+        """The hash, or why there is none; chosen samples that nobody has read yet are read, and the first two again."""
+        for sample_id in self._chosen[self._num_added :]:
+            if not self._problem:
+                self.add(sample_id, read_sample(self._data.samples, sample_id))
+        if self._problem:
+            return "", self._problem
+        again, first_two = hashlib.blake2b(digest_size=16), self._chosen[:2]
+        for sample_id in first_two:
+            _hash_sample(again, sample_id, read_sample(self._data.samples, sample_id), self._data.fields)
+        if again.digest() != self._first_two.digest():
+            return "", f"sample {first_two[0]} or {first_two[-1]} differs each time it is read"
+        return self._digest.hexdigest(), ""
+
+
+def content_of(
+    data: TrainData, *, read: ContentHash | None = None, say: Callable[[str], None] = lambda _line: None
+) -> str:
     """A hash of what some samples hold, the same ones every time; empty where they cannot be compared, and `say` is told.
 
     That is so where samples are drawn anew when they are read, or hold what has no numbers. A sample that cannot be
-    read raises `DataError` with its number.
+    read raises `DataError` with its number. `read`: what has taken in the samples already, while they were measured.
     """
-    number = len(data.samples) if isinstance(data.samples, Sized) else 0
-    chosen = np.arange(number)
-    if number > SELECTED:
-        chosen = np.sort(np.random.default_rng((SELECTED, number)).choice(number, SELECTED, replace=False))
-    try:
-        if _hash_samples(data, chosen[:2]) == _hash_samples(data, chosen[:2]):
-            return _hash_samples(data, chosen)
-        why = f"sample {chosen[0]} or {chosen[-1] if number < 2 else chosen[1]} differs each time it is read"
-    except _NotComparableError as error:
-        why = str(error)
-    say(f"warning: only the lengths of the data will be compared when this run goes on: {why}")
-    return ""
+    found, problem = (read or ContentHash(data)).finish()
+    if problem:
+        say(f"warning: only the lengths of the data will be compared when this run goes on: {problem}")
+    return found
 
 
-def _hash_samples(data: TrainData, chosen: Ints) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for sample_id in chosen:
-        sample = read_sample(data.samples, int(sample_id))
-        for name, value in _hashed_values(sample, data.fields):
-            digest.update(name.encode() + b"\0")
-            try:
-                _add_value(digest, value)
-            except Exception as error:  # whatever a value of the user's own raises, it is told and not compared
-                raise _NotComparableError(f"sample {sample_id}, {name!r}: {type(error).__name__}: {error}") from error
-    return digest.hexdigest()
+def _hash_sample(digest: Any, sample_id: int, sample: Any, fields: Sequence[Field]) -> None:
+    for name, value in _hashed_values(sample, fields):
+        digest.update(name.encode() + b"\0")
+        try:
+            _add_value(digest, value)
+        except Exception as error:  # whatever a value of the user's own raises, it is told and not compared
+            raise _NotComparableError(f"sample {sample_id}, {name!r}: {type(error).__name__}: {error}") from error
 
 
 class _NotComparableError(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
@@ -60,6 +60,20 @@ class TrainState:
     def reopen(self) -> None:
         """The run has not ended after all: it has more steps to do."""
         self.end, self.why = None, ""
+
+    def advance(self, step_in_epoch: int, *, steps_per_epoch: int) -> None:
+        """This step of the epoch is done, and the next is the following one or the first of another epoch."""
+        self.step_in_epoch = step_in_epoch + 1
+        if self.step_in_epoch == steps_per_epoch:
+            self.epoch, self.step_in_epoch = self.epoch + 1, 0
+
+    def roll_back_to(self, back: TrainState) -> None:
+        """Be where an earlier checkpoint was, and pass over the step that was to come."""
+        back.skipped_steps = sorted({*self.skipped_steps, self.step})
+        back.rollbacks, back.num_steps = self.rollbacks + 1, self.num_steps
+        back.reopen()  # It may have been the end of a run that has since got more steps.
+        for one in fields(self):
+            setattr(self, one.name, getattr(back, one.name))
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for a checkpoint. An interruption is not the end of a run: another start resumes it."""

@@ -62,7 +62,7 @@ def train_system(system: System[ConfigT], config: ConfigT, start: Start) -> Trai
     config = settled(system, config)
     settings = train_settings(config)
     seed_random(settings.seed)  # the same on every rank, for what builds data and model
-    device = find_place(settings).device
+    place = find_place(settings)
     say = start.say if rank() == 0 else (lambda _line: None)
     task = system.prepare(config)
     data = task.measured_data(settings.limit)
@@ -78,7 +78,7 @@ def train_system(system: System[ConfigT], config: ConfigT, start: Start) -> Trai
         if rank() == 0:
             write_json(run.folder / ABOUT, {"system": lasting_target(start.target or system.name)})
         _say_where(run, settings, say)
-        for line in stale_fit_warnings(run.folder, model, settings, device=device, fields=data.fields):
+        for line in stale_fit_warnings(run.folder, model, settings, device=place.device, fields=data.fields):
             say(line)
         result = train(
             model,
@@ -90,10 +90,11 @@ def train_system(system: System[ConfigT], config: ConfigT, start: Start) -> Trai
             say=say,
             watches=start.watches,
             attendants=task.callbacks(model, run.folder) if task.callbacks is not None else (),
+            place=place,
         )
         if not result.is_interrupted and rank() == 0:
             model.zero_grad(set_to_none=True)
-            free_memory(device)  # an export holds the weights twice
+            free_memory(place.device)  # an export holds the weights twice
             if result.best_loss is not None and best_step(run.checkpoints) is None:
                 say("warning: the checkpoint of the best validation is gone; the model of the last step is exported")
             _export(task, model, run, step=result.step)

@@ -29,9 +29,6 @@ from truebatch.batch.torch_compile import compile_layers, force_eager
 from truebatch.data.loader import LoadedStep, LoaderConfig
 from truebatch.errors import ConfigError, MemoryLimitError, RestartError, TruebatchError, exit_code_of
 from truebatch.objective import Objective
-from truebatch.planning.config import PlanConfig
-from truebatch.planning.lengths.measured_values import Measured
-from truebatch.planning.plan import Plan, build_plan
 from truebatch.training.after_step import finish_step
 from truebatch.training.callbacks import Callback, Logger
 from truebatch.training.checkpoint.save_resume import resume_run
@@ -39,8 +36,15 @@ from truebatch.training.checkpoint.state_dict import seed_random
 from truebatch.training.checks.batch_coupling import refuse_couplings, refused_if_seen
 from truebatch.training.checks.compare_one_by_one import compare_with_one_by_one
 from truebatch.training.config import TrainConfig
-from truebatch.training.context import Job, Record, TrainResult
-from truebatch.training.data import TrainData, content_of, first_samples, measure_by_reading, single_sample_batch_fn
+from truebatch.training.context import EpochPlans, Job, Record, TrainResult
+from truebatch.training.data import (
+    ContentHash,
+    TrainData,
+    content_of,
+    first_samples,
+    measure_by_reading,
+    single_sample_batch_fn,
+)
 from truebatch.training.distributed.collectives import (
     all_gather_list,
     is_peer_failure,
@@ -49,7 +53,7 @@ from truebatch.training.distributed.collectives import (
     rank,
     sum_numbers,
 )
-from truebatch.training.distributed.device import find_place, move_model
+from truebatch.training.distributed.device import DeviceContext, find_place, move_model
 from truebatch.training.logging.metrics_jsonl import MetricsLog, find_gaps, open_metrics
 from truebatch.training.memory.oom import is_out_of_memory
 from truebatch.training.memory.oom_retry import Guard, load_steps_with_oom_retry
@@ -62,6 +66,7 @@ from truebatch.training.run_dir.signals import EXIT_INTERRUPTED, catch_signals
 from truebatch.training.run_dir.watchdog import Watchdog, watch_progress
 from truebatch.training.step import StepEngine, StepOutcome, apply_update, check_moved, step_counts, take_gradients
 from truebatch.training.train_state import EndReason, TrainState
+from truebatch.training.validation import ValidationSet
 
 
 def train(
@@ -75,6 +80,7 @@ def train(
     say: Callable[[str], None] | None = None,
     watches: Sequence[Logger] = (),
     attendants: Sequence[Callback] = (),
+    place: DeviceContext | None = None,
 ) -> TrainResult:
     """Train a model; with `out`, as a run that can be killed at any moment and goes on when it is started again.
 
@@ -84,18 +90,21 @@ def train(
         say: gets one line now and then; by default nothing is printed.
         watches: told of every step, on rank 0.
         attendants: told of every step on every rank, may stop the run, and have a state that is saved with it.
+        place: the device to run on, if it has been found already.
     """
     plan_config = config.plan_config()
     couplings = refuse_couplings(model.train(), config.allow)
-    place = find_place(config)
+    place = place or find_place(config)
     move_model(model, place, config)
     if config.compile:
         cache_device_capability(place.device)
         compile_layers(model)
     name_purposes(model)
     data = first_samples(data, config.limit)
-    measured = data.measured or measure_by_reading(data.samples, data.fields)
-    guard = Guard(fields=data.fields, when_too_large=config.oom, say=say or (lambda _line: None))
+    say = say or (lambda _line: None)
+    content = ContentHash(data) if out is not None and rank() == 0 else None
+    measured = data.measured or measure_by_reading(data.samples, data.fields, content=content)
+    guard = Guard(fields=data.fields, when_too_large=config.oom, say=say)
     engine = StepEngine(
         model=model,
         objective=objective,
@@ -109,18 +118,26 @@ def train(
         attendants=tuple(attendants),
         changes_buffers=bool(config.allow),
     )
-    num_steps = _num_steps(measured, plan_config, config)
-    with opened_run(out, config) as run, catch_signals() as stop, _watched(config) as dog:
+    plans = EpochPlans(measured, plan_config)
+    most_steps = config.epochs * plans.of(0).num_steps
+    num_steps = min(config.max_steps or most_steps, most_steps)
+    with opened_run(out, config) as run, catch_signals() as stop, _watched(config) as watchdog:
         if run is not None and rank() == 0:
-            tell = say or (lambda _line: None)
-            check_data(run, measured, content=content_of(data, say=tell), say=tell)
+            check_data(run, measured, content=content_of(data, read=content, say=say), say=say)
         open_guard(guard, None if run is None else run.folder, is_sharded=is_sharded(model))
         job = Job(
-            engine=engine, data=data, measured=measured, config=config, num_steps=num_steps, couplings=couplings,
-            run=run, stop=stop, say=say or (lambda _line: None), watches=watches if rank() == 0 else (),
-            dog=dog,
+            engine=engine, data=data, plans=plans, config=config, num_steps=num_steps, couplings=couplings, run=run,
+            stop=stop, say=say, validation=_validation_set(data, config, place),
+            watches=watches if rank() == 0 else (), watchdog=watchdog,
         )  # fmt: skip
-        return _run(job, plan_config)
+        return _run(job)
+
+
+def _validation_set(data: TrainData, config: TrainConfig, place: DeviceContext) -> ValidationSet | None:
+    if data.validation is None:
+        return None
+    loader = LoaderConfig(workers=config.workers, pin_memory=place.device.type == "cuda")
+    return ValidationSet(samples=data.validation, fields=data.fields, plan_config=config.plan_config(), loader=loader)
 
 
 def _watched(config: TrainConfig) -> AbstractContextManager[Watchdog | None]:
@@ -142,12 +159,7 @@ def default_group(model: nn.Module, config: TrainConfig) -> Group:
     return Group(optimiser=optimiser, max_grad_norm=config.max_grad_norm, schedule=config.lr_schedule())
 
 
-def _num_steps(measured: Measured, plan_config: PlanConfig, config: TrainConfig) -> int:
-    each = build_plan(measured.lengths, plan_config, costs=measured.costs, counts=measured.counts).num_steps
-    return min(config.max_steps or config.epochs * each, config.epochs * each)
-
-
-def _run(job: Job, plan_config: PlanConfig) -> TrainResult:
+def _run(job: Job) -> TrainResult:
     progress = _begin(job)
     log = _open_log(job, progress)
     for watch in job.watches:
@@ -155,11 +167,7 @@ def _run(job: Job, plan_config: PlanConfig) -> TrainResult:
     try:
         _status(job, "running", progress)
         while not progress.is_done:
-            plan = build_plan(
-                job.measured.lengths, plan_config, epoch=progress.epoch, ranks=num_ranks(),
-                costs=job.measured.costs, counts=job.measured.counts,
-            )  # fmt: skip
-            progress = _epoch(job, progress, plan, log)
+            _train_epoch(job, progress, log)
         for attendant in job.engine.attendants:
             attendant.ended(progress.step)
     except BaseException as caught:
@@ -255,25 +263,24 @@ def _status(
         write_status(job.run, state, step=progress.step, exit_code=exit_code, message=message, reason=progress.end)
 
 
-def _epoch(job: Job, progress: TrainState, plan: Plan, log: MetricsLog | None) -> TrainState:
+def _train_epoch(job: Job, progress: TrainState, log: MetricsLog | None) -> None:
+    """The steps of an epoch from where the run is; fewer if the run ends or is rolled back."""
+    plan = job.plans.of(progress.epoch)
     steps = load_steps_with_oom_retry(
         plan, job.data.samples, job.data.fields, device=job.engine.device, start_step=progress.step_in_epoch,
         transform=job.data.transform, config=_loader_config(job),
     )  # fmt: skip
     try:
         for loaded in steps:
-            rolled = _step(job, progress, loaded, log)
-            if rolled is not None:
-                return rolled
-            progress.step_in_epoch = loaded.number + 1
-            if progress.step_in_epoch == plan.num_steps:
-                progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
+            is_rolled_back = train_step(job, progress, loaded, log)
+            if is_rolled_back:
+                return
+            progress.advance(loaded.number, steps_per_epoch=plan.num_steps)
             finish_step(job, progress, log)
             if progress.is_done:
-                break
+                return
     finally:
         steps.close()
-    return progress
 
 
 def _loader_config(job: Job) -> LoaderConfig:
@@ -282,18 +289,18 @@ def _loader_config(job: Job) -> LoaderConfig:
     config = job.config
     if not config.compile or config.cells is None:
         return LoaderConfig(workers=config.workers, pin_memory=pins)
-    slots = most_segments(job.measured.lengths, config.cells)
+    slots = most_segments(job.plans.measured.lengths, config.cells)
     return LoaderConfig(workers=config.workers, pin_memory=pins, slots=slots, row_cells=config.cells)
 
 
-def _step(job: Job, progress: TrainState, loaded: LoadedStep, log: MetricsLog | None) -> TrainState | None:
-    """One step; a Progress only if the run rolled back to an earlier one."""
+def train_step(job: Job, progress: TrainState, loaded: LoadedStep, log: MetricsLog | None) -> bool:
+    """One step: counts, gradients, update and a line in the log; True if the run was rolled back to an earlier step."""
     began = time.perf_counter()
-    if job.dog is not None:
-        job.dog.beat(f"step {progress.step}")
+    if job.watchdog is not None:
+        job.watchdog.beat(f"step {progress.step}")
     if progress.step in progress.skipped_steps:
         _pass_over(job, progress, loaded, log)
-        return None
+        return False
     engine, batches = job.engine, loaded.batches
     for attendant in engine.attendants:
         attendant.before_step(progress.step)
@@ -303,20 +310,19 @@ def _step(job: Job, progress: TrainState, loaded: LoadedStep, log: MetricsLog | 
         _compare(job, progress, loaded, counts)
     rates = {g.name: g.set_rate(progress.step, job.num_steps) for g in engine.groups}
     outcome = _take_gradients(job, progress, loaded, counts)
+    is_updated = False
     if is_bad(engine, outcome):
-        rolled = handle_nonfinite(job, progress, loaded, outcome, log)
-        if rolled is not None:
-            return rolled
-        is_updated = False
+        if handle_nonfinite(job, progress, loaded, outcome, log):
+            return True
     else:
         is_updated = apply_update(engine, outcome)
         progress.nonfinite_in_row = 0
     if engine.guard is not None and engine.guard.left_in_row:  # no sample of this step fits
         _pass_over(job, progress, loaded, log)
-        return None
+        return False
     progress.step += 1
     _record(job, progress, loaded, outcome, rates, is_updated, time.perf_counter() - began, log)
-    return None
+    return False
 
 
 def _compare(job: Job, progress: TrainState, loaded: LoadedStep, counts: Mapping[str, int]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,56 +13,76 @@ from truebatch.batch.keyed_random import noise_for
 from truebatch.batch.microbatch import MicroBatch
 from truebatch.batch.torch_compile import force_eager
 from truebatch.data.fetch import Dataset
-from truebatch.data.loader import LoadedStep, LoaderConfig, load_steps
+from truebatch.data.loader import LoaderConfig, load_steps
 from truebatch.errors import DataError
 from truebatch.objective import add_counts
 from truebatch.planning.config import PlanConfig
 from truebatch.planning.lengths.measured_values import Measured
-from truebatch.planning.plan import build_plan
+from truebatch.planning.plan import Plan, build_plan
 from truebatch.testing.failpoints import failpoint
+from truebatch.training.data import measure_by_reading
 from truebatch.training.distributed.collectives import is_sharded, names_over_ranks, num_ranks, rank, sum_over_ranks
 from truebatch.training.memory.oom import first_line, is_out_of_memory
 from truebatch.training.memory.oom_retry import OomRetry
+from truebatch.training.run_dir.watchdog import Watchdog
 from truebatch.training.step import StepEngine, sums_of
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
+class ValidationSet:
+    """Samples that are never trained on: measured and planned when they are first needed, once per run."""
+
+    samples: Dataset
+    fields: Sequence[Field]
+    plan_config: PlanConfig
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
+    _plan: Plan | None = None
+
+    def plan(self) -> Plan:
+        """All of it, the same at every validation."""
+        if self._plan is None:
+            measured = measure_by_reading(self.samples, self.fields, what="validation dataset")
+            self._plan = _plan_of(measured, self.plan_config)
+        return self._plan
+
+
 def evaluate_loss(
-    engine: StepEngine,
-    dataset: Dataset,
-    measured: Measured,
-    fields: Sequence[Field],
-    plan_config: PlanConfig,
-    *,
-    beat: Callable[[], None] = lambda: None,
+    engine: StepEngine, dataset: Dataset, measured: Measured, fields: Sequence[Field], plan_config: PlanConfig
 ) -> dict[str, float]:
     """Every loss term over the whole dataset, in eval mode; the same on every rank, however it is cut.
 
-    `beat` is called before each micro-batch. A dataset without anything to count raises `DataError`.
+    A dataset without anything to count raises `DataError`.
     """
-    plan = build_plan(measured.lengths, plan_config, ranks=num_ranks(), costs=measured.costs)
+    plan = _plan_of(measured, plan_config)
+    return validate(engine, ValidationSet(samples=dataset, fields=fields, plan_config=plan_config, _plan=plan))
+
+
+def _plan_of(measured: Measured, plan_config: PlanConfig) -> Plan:
+    return build_plan(measured.lengths, plan_config, ranks=num_ranks(), costs=measured.costs)
+
+
+def validate(engine: StepEngine, data: ValidationSet, *, watchdog: Watchdog | None = None) -> dict[str, float]:
+    """`evaluate_loss` of a run's validation samples. The watchdog learns of every micro-batch: a long validation is not a
+    stuck run."""
     was_training = engine.model.training
     engine.model.eval()
-    try:
-        with force_eager():  # these rows are made to measure
-            steps = load_steps(plan, dataset, fields, rank=rank(), config=LoaderConfig())
-            return _whole_loss(engine, steps, beat)
-    finally:
-        engine.model.train(was_training)
-
-
-@torch.no_grad()
-def _whole_loss(engine: StepEngine, steps: Iterable[LoadedStep], beat: Callable[[], None]) -> dict[str, float]:
+    steps = load_steps(data.plan(), data.samples, data.fields, rank=rank(), config=data.loader)
     totals: dict[str, torch.Tensor] = {}
     counts: dict[str, int] = {}
-    for step in steps:
-        for batch in step:
-            beat()
-            if batch.num_samples == 0:
-                continue
-            counts = add_counts([counts, engine.objective.counts(batch)])
-            for name, value in _sums_of_batch(engine, batch).items():
-                totals[name] = totals.get(name, 0) + value
-    return _divide(totals, counts, engine.device)
+    try:
+        with torch.no_grad(), force_eager():  # these rows are made to measure
+            for batch in (batch for step in steps for batch in step):
+                if watchdog is not None:
+                    watchdog.beat("validation")
+                if batch.num_samples == 0:
+                    continue
+                counts = add_counts([counts, engine.objective.counts(batch)])
+                for name, value in _sums_of_batch(engine, batch).items():
+                    totals[name] = totals.get(name, 0) + value
+            return _divide(totals, counts, engine.device)
+    finally:
+        steps.close()
+        engine.model.train(was_training)
 
 
 def _sums_of_batch(engine: StepEngine, batch: MicroBatch) -> dict[str, torch.Tensor]:

@@ -28,8 +28,11 @@ def is_bad(engine: StepEngine, outcome: StepOutcome) -> bool:
 
 def handle_nonfinite(
     job: Job, progress: TrainState, loaded: LoadedStep, outcome: StepOutcome, log: MetricsLog | None
-) -> TrainState | None:
-    """What the policy says about a step that is not finite. The parameters have not been touched."""
+) -> bool:
+    """Do what the policy says about a step that is not finite; True if the run was rolled back to an earlier one.
+
+    The parameters have not been touched.
+    """
     ids = [i for batch in loaded.batches for i in batch.sample_ids]
     what = f"step {progress.step} is not finite ({', '.join(outcome.nonfinite)}); samples {ids[:16]}"
     job.say(what)
@@ -38,9 +41,10 @@ def handle_nonfinite(
     progress.nonfinite_in_row += 1
     policy, limit = job.config.nonfinite, job.config.nonfinite_limit
     if policy == "roll_back" and progress.rollbacks < limit:
-        return _roll_back(job, progress, log)
+        _roll_back(job, progress, log)
+        return True
     if policy == "skip" or (policy == "skip_then_raise" and progress.nonfinite_in_row < limit):
-        return None
+        return False
     raise NonFiniteError(
         f"step {progress.step} is not finite; the model was not updated",
         seen=f"{', '.join(outcome.nonfinite)} from samples {ids[:16]}{' ...' if len(ids) > 16 else ''}",
@@ -75,7 +79,7 @@ def _here(value: Tensor) -> Tensor:
     return value.to_local() if hasattr(value, "to_local") else value
 
 
-def _roll_back(job: Job, progress: TrainState, log: MetricsLog | None) -> TrainState:
+def _roll_back(job: Job, progress: TrainState, log: MetricsLog | None) -> None:
     """The last good checkpoint once more, without the step whose samples are not finite."""
     found = resume_run(job.run.checkpoints, job.engine) if job.run is not None else None
     if found is None:
@@ -84,12 +88,7 @@ def _roll_back(job: Job, progress: TrainState, log: MetricsLog | None) -> TrainS
             seen="no good checkpoint",
             do="give `out` and a smaller save_every, or use nonfinite='skip'",
         )
-    back = found[0]
     if log is not None:
-        log.cut_after(back.step)
-    back.skipped_steps = sorted({*progress.skipped_steps, progress.step})
-    back.rollbacks = progress.rollbacks + 1
-    back.num_steps = progress.num_steps
-    back.reopen()  # It may have been the end of a run that has since got more steps.
-    job.say(f"rolled back to step {back.step}; step {progress.step} will be passed over")
-    return back
+        log.cut_after(found[0].step)
+    job.say(f"rolled back to step {found[0].step}; step {progress.step} will be passed over")
+    progress.roll_back_to(found[0])
