@@ -74,4 +74,4 @@ def divide_once(sums: Mapping[str, Tensor], counts: Mapping[str, int]) -> Tensor
     if not sums:
         raise BatchError("an objective gave no loss term", seen="sums() -> {}", do="return at least one named sum")
     parts = [total / max(counts[name], 1) for name, total in sums.items()]
-    return torch.stack(parts).sum()
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()

@@ -223,7 +223,7 @@ def test_two_processes_are_stopped_together_go_on_together_and_give_the_run_of_o
     process = start("--out", "two", "--devices", "2", "--set", "sleep_seconds=0.04")
     out, error = process.communicate(timeout=600)
     assert process.returncode == 0, (out, error)
-    assert "going on after step" in out
+    assert "resuming after step" in out
     assert out.count("run: two;") == 1
     assert losses("two") == pytest.approx(losses("one"), rel=1e-5)
 

@@ -108,7 +108,7 @@ def test_memory_that_runs_out_beside_a_step_is_said_and_no_fault_of_ours(error, 
         def after_step(self, step):
             raise error
 
-    with pytest.raises(MemoryLimitError, match="beside the steps"):
+    with pytest.raises(MemoryLimitError, match="outside the training step"):
         run(Greedy(), tmp_path / "run", max_steps=3)
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("failed", 2)

@@ -53,7 +53,7 @@ def _is_in_doubt(job: Job) -> bool:
 
 
 def _ask(job: Job, step: int) -> CallbackAction:
-    """What the attendants wish, the same on every rank."""
+    """What the callbacks ask for, the same on every rank."""
     if not job.engine.attendants:
         return CallbackAction()
     return broadcast_from_rank0(join_wishes([one.after_step(step) for one in job.engine.attendants]))

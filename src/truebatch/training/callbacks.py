@@ -1,9 +1,7 @@
-"""Whoever stands beside a run and may act: schedules that follow the step, detectors that end a run.
+"""Callbacks and loggers of a run.
 
-Unlike a watch, an attendant is called on every rank, may change what the objective reads, and has a state that is saved
-with the run and comes back with it.
-
-Whoever looks on while a run goes: the terminal, trackers. They are told, and cannot change anything.
+Callbacks run on every rank, may change what the objective reads, may stop training, and are checkpointed. Loggers (the
+terminal, trackers) run on rank 0, read the records of a run and change nothing.
 """
 
 from __future__ import annotations

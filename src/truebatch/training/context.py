@@ -1,4 +1,4 @@
-"""A run as its parts see it: all that is settled before the first step, and how it ended."""
+"""What the parts of a run share: all that is settled before the first step, and how the run ended."""
 
 from __future__ import annotations
 

@@ -67,6 +67,11 @@ class StepEngine:
     """Told of every step; their states are saved with the weights."""
     changes_buffers: bool = False
     """A forward pass may change buffers (it is allowed to): a try that memory broke off leaves none changed."""
+    is_sharded: bool = field(init=False)
+    """Parameters are sharded over ranks; found once, for a step would look at every parameter."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_sharded", is_sharded(self.model))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +138,7 @@ def take_gradients(
     """The gradient of a whole step in `.grad`, at the parameters as they are; nothing is updated."""
     clear_gradients(engine)
     sums, counts = accumulate_what_fits(engine, batches, counts, epoch=epoch)
-    if not is_sharded(engine.model):
+    if not engine.is_sharded:
         reduce_gradients([p for group in engine.groups for p in group.parameters])
     if engine.scaler is not None:
         for group in _moved(engine):
@@ -213,7 +218,7 @@ def accumulate(
     With a guard, memory that runs out only changes the cut: gradients are cleared and all of it runs again, at most
     ceil(log2 samples) + 1 times. Nothing here talks to other ranks unless parameters are sharded.
     """
-    sharded = is_sharded(engine.model)
+    sharded = engine.is_sharded
     retry = engine.guard and OomRetry(engine.guard, batches, device=engine.device, is_sharded=sharded)
     buffers = copy_buffers(engine.model) if retry and engine.changes_buffers else []
     apart = [] if sharded else parameters_to_add(engine.model, [p for g in engine.groups for p in g.parameters])
@@ -225,7 +230,7 @@ def accumulate(
                 if sharded:
                     engine.model.set_requires_gradient_sync(at == len(parts) - 1)  # type: ignore[operator]
                 if batch.num_samples or sharded:
-                    _forward_backward(engine, batch, counts, sums, epoch=epoch, is_sharded=sharded, apart=apart)
+                    _forward_backward(engine, batch, counts, sums, epoch=epoch, apart=apart)
             if retry:
                 retry.note_success()
             return sums
@@ -245,7 +250,6 @@ def _forward_backward(
     sums: dict[str, Tensor],
     *,
     epoch: int,
-    is_sharded: bool,
     apart: Sequence[nn.Parameter],
 ) -> None:
     """Add the gradient of one micro-batch to `.grad`, and its sums to `sums`."""
@@ -260,7 +264,7 @@ def _forward_backward(
         _check_sums(given)
         failpoint("step.backward")
         with batched_grad_accumulation(apart):
-            _backward(engine, given, counts, weight=weight * (num_ranks() if is_sharded else 1))
+            _backward(engine, given, counts, weight=weight * (num_ranks() if engine.is_sharded else 1))
     for name, value in given.items():
         sums[name] += value.detach().float() * weight
     failpoint("step.accumulated")

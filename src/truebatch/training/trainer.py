@@ -1,4 +1,6 @@
-"""`train`: plan -> load -> step -> finite? -> update -> log -> validate -> checkpoint, and on from wherever it stopped.
+"""`train`: plan -> load -> step -> finite? -> update -> log -> validate -> checkpoint; a second start resumes it.
+
+`train_step` is one step, and `training/step.py` its gradient and its update; `finish_step` is what follows.
 
 >>> import torch
 >>> from truebatch import Field, TrainConfig, TrainData, train
@@ -189,22 +191,22 @@ def _run(job: Job) -> TrainResult:
 
 
 def _named(error: BaseException) -> BaseException:
-    """What a library says when another process of the run is gone, or memory at a place that no smaller step would help, in
-    words; any other error as it is."""
+    """An error of a library in words: another process of the run is gone, or memory ran out outside the training step. Any
+    other error unchanged."""
     if isinstance(error, TruebatchError):
         return error
     if isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error):
         return MemoryLimitError(
-            "memory ran out beside the steps, where a smaller cut does not help",
+            "out of memory outside the training step; a smaller micro-batch would not help",
             seen=(str(error) or type(error).__name__).strip().splitlines()[0][:200],
-            do="see what else takes memory on this device; the same command goes on from the last checkpoint",
+            do="see what else takes memory on this device; the same command resumes from the last checkpoint",
         )
     if not is_peer_failure(error):
         return error
     return RestartError(
         "another process of this run is gone",
         seen=f"rank {rank()} of {num_ranks()} waited for it: {str(error).strip().splitlines()[0][:160]}",
-        do="look at what the other ranks have said; the same command goes on from the last checkpoint",
+        do="look at what the other ranks have said; the same command resumes from the last checkpoint",
     )
 
 
@@ -220,8 +222,8 @@ def _begin(job: Job) -> TrainState:
         return TrainState(num_steps=job.num_steps)
     progress, rejected = found
     for why in rejected:
-        job.say(f"passed over a checkpoint: {why}")
-    job.say(f"going on after step {progress.step}")
+        job.say(f"skipped a corrupt checkpoint: {why}")
+    job.say(f"resuming after step {progress.step}")
     _note_steps(job, progress)
     is_stopped_early = progress.end in (EndReason.CHECK_FAILED, EndReason.NO_IMPROVEMENT)
     if progress.step >= job.num_steps:

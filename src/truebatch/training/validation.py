@@ -21,7 +21,7 @@ from truebatch.planning.lengths.measured_values import Measured
 from truebatch.planning.plan import Plan, build_plan
 from truebatch.testing.failpoints import failpoint
 from truebatch.training.data import measure_by_reading
-from truebatch.training.distributed.collectives import is_sharded, names_over_ranks, num_ranks, rank, sum_over_ranks
+from truebatch.training.distributed.collectives import names_over_ranks, num_ranks, rank, sum_over_ranks
 from truebatch.training.memory.oom import first_line, is_out_of_memory
 from truebatch.training.memory.oom_retry import OomRetry
 from truebatch.training.run_dir.watchdog import Watchdog
@@ -88,7 +88,7 @@ def validate(engine: StepEngine, data: ValidationSet, *, watchdog: Watchdog | No
 def _sums_of_batch(engine: StepEngine, batch: MicroBatch) -> dict[str, torch.Tensor]:
     """What the objective sums up over a micro-batch, cut smaller where memory runs out, as in a step."""
     retry = engine.guard and OomRetry(
-        engine.guard, [batch], device=engine.device, is_sharded=is_sharded(engine.model), is_step=False
+        engine.guard, [batch], device=engine.device, is_sharded=engine.is_sharded, is_step=False
     )
     while True:
         part = batch

@@ -185,7 +185,7 @@ def test_a_run_goes_on_with_the_layout_it_began_with_and_only_with_its_own_data(
     capsys.readouterr()
     assert train("causal_lm", "--set", "train.max_steps=3") == 0
     out = capsys.readouterr().out
-    assert "going on after step 1" in out
+    assert "resuming after step 1" in out
     assert "proven" not in out
     assert "step 3/3" in out
     whole = losses()

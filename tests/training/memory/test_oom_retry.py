@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -286,6 +287,7 @@ def test_sharded_parameters_save_the_budget_and_stop_to_be_started_again(tmp_pat
     guard.folder = tmp_path
     batches = [padded(samples, [0, 1, 2, 3], TEXT_FIELDS)]
     monkeypatch.setattr(step, "is_sharded", lambda model: True)
+    engine = replace(engine)
     engine.model.set_requires_gradient_sync = lambda is_last: None
     with pytest.raises(RestartError, match="sharded") as caught:
         gradient(engine, batches)
