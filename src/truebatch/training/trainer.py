@@ -97,11 +97,7 @@ def train(
     plan_config = config.plan_config()
     couplings = refuse_couplings(model.train(), config.allow)
     place = place or find_place(config)
-    move_model(model, place, config)
-    if config.compile:
-        cache_device_capability(place.device)
-        compile_layers(model)
-    name_purposes(model)
+    _prepare_model(model, place, config)
     data = first_samples(data, config.limit)
     say = say or (lambda _line: None)
     content = ContentHash(data) if out is not None and rank() == 0 else None
@@ -133,6 +129,14 @@ def train(
             watches=watches if rank() == 0 else (), watchdog=watchdog,
         )  # fmt: skip
         return _run(job)
+
+
+def _prepare_model(model: nn.Module, place: DeviceContext, config: TrainConfig) -> None:
+    move_model(model, place, config)
+    if config.compile:
+        cache_device_capability(place.device)
+        compile_layers(model)
+    name_purposes(model)
 
 
 def _validation_set(data: TrainData, config: TrainConfig, place: DeviceContext) -> ValidationSet | None:
