@@ -22,7 +22,7 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="module")
 def result(tmp_path_factory, corpus):
     out = tmp_path_factory.mktemp("bench") / "result.json"
-    config = replace(chinese_gpt.make_config(quick=True, data=corpus), sizes=(1, 4), samples=4)
+    config = replace(chinese_gpt.make_config(quick=True, data=corpus), sizes=(1, 4), samples=4, seconds=1e9)
     chinese_gpt.run_gpt_bench(config, out=out, say=lambda _line: None)
     return json.loads(out.read_text(encoding="utf-8"))
 

@@ -34,7 +34,9 @@ def test_one_call_a_set_gives_the_loss_and_the_gradient_of_one_call_a_micro_batc
 
 
 def test_a_dry_run_writes_every_row_and_one_loss_curve(tmp_path):
-    result = run_seqset(make_config(device="cpu", quick=True), out=tmp_path / "rows.json", say=lambda line: None)
+    result = run_seqset(
+        make_config(device="cpu", quick=True, seconds=1e9), out=tmp_path / "rows.json", say=lambda line: None
+    )
     assert json.loads((tmp_path / "rows.json").read_text())["ratios"] == result["ratios"]
     assert [row["batch_size"] for row in result["rows"]] == [1, 4, 1]
     assert result["curves"]["largest_relative_difference"] < 1e-5

@@ -15,7 +15,7 @@ def measured(tmp_path_factory):
     out = tmp_path_factory.mktemp("bench") / "r.json"
     lines: list[str] = []
     before = [getattr(owner, name) for owner, name, _ in PLACES]
-    result = run_reward_bench(make_config(quick=True), out=out, say=lines.append)
+    result = run_reward_bench(make_config(quick=True, seconds=1e9), out=out, say=lines.append)
     assert [getattr(owner, name) for owner, name, _ in PLACES] == before
     return result, out, lines
 

@@ -25,7 +25,7 @@ def test_loading_alone_is_measured_in_the_steps_of_the_plain_rows(tmp_path, monk
 
     monkeypatch.setattr(run, "planned_steps", watch)
     threads = torch.get_num_threads()
-    config = make_config(quick=True, only="loading", fitted=3)
+    config = make_config(quick=True, only="loading", fitted=3, seconds=1e9)
     run_pruning(config, out=tmp_path / "out.json", say=lambda _: None)
     torch.set_num_threads(threads)
     written = json.loads((tmp_path / "out.json").read_text())
