@@ -11,11 +11,12 @@ from PIL import Image
 import truebatch
 from truebatch.config.load import load_config
 from truebatch.reports.artifacts import kept_findings
+from truebatch.testing.toy_images import SHAPES
 from truebatch.training.load_trained import open_trained
 from truebatch.training.train_system import Start, settings_type, train_system
 from truebatch_systems.vlm_pruning.backbones.tiny import tiny_model
 from truebatch_systems.vlm_pruning.data.encode import EncodedSamples
-from truebatch_systems.vlm_pruning.data.toy_shapes import CHANCE, EDGES, SHAPES
+from truebatch_systems.vlm_pruning.data.toy_shapes import CHANCE, EDGES
 from truebatch_systems.vlm_pruning.eval.baselines import WAYS
 from truebatch_systems.vlm_pruning.eval.evaluate import answer_samples, evaluate
 from truebatch_systems.vlm_pruning.eval.plots import show

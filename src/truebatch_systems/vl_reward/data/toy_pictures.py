@@ -16,6 +16,7 @@ import numpy as np
 from truebatch.errors import DataError
 from truebatch.scoring.backends.interface import Cost, SampleError, ScoreRequest, ScoreResponse
 from truebatch.scoring.inputs.images import open_picture
+from truebatch.testing.toy_images import draw_shape
 from truebatch_systems.vl_reward.data.prompts import CategoryPrompt
 
 COLOURS = {"red": (200, 40, 40), "green": (40, 160, 70), "blue": (50, 80, 200), "yellow": (220, 190, 40)}
@@ -79,13 +80,7 @@ def draw_scene(scene: ToyScene) -> Any:
     image = Image.new("RGB", scene.size, "white")
     x, y = (share * side for share, side in zip(CORNERS[scene.place], scene.size, strict=True))
     r = min(width, height) * 0.2
-    pen, box = ImageDraw.Draw(image), (x - r, y - r, x + r, y + r)
-    if scene.shape == "square":
-        pen.rectangle(box, fill=COLOURS[scene.colour])
-    elif scene.shape == "circle":
-        pen.ellipse(box, fill=COLOURS[scene.colour])
-    else:
-        pen.polygon([(x, y - r), (x - r, y + r), (x + r, y + r)], fill=COLOURS[scene.colour])
+    draw_shape(ImageDraw.Draw(image), scene.shape, (x - r, y - r, x + r, y + r), COLOURS[scene.colour])
     return image
 
 

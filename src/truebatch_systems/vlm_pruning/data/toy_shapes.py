@@ -18,8 +18,8 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from truebatch.errors import ConfigError
+from truebatch.testing.toy_images import SHAPES, draw_shape
 
-SHAPES = ("circle", "square", "triangle", "cross")
 COLOURS = {"red": (236, 56, 48), "green": (48, 208, 72), "blue": (72, 104, 240), "yellow": (236, 212, 44)}
 COUNTS = ("zero", "one", "two", "three")
 EDGES = ("top", "bottom", "left", "right")
@@ -227,13 +227,4 @@ def draw_scene(scene: Scene, *, grid: int = 4, cell: int = 14, seed: int = 0) ->
 def _draw_thing(pen: ImageDraw.ImageDraw, thing: Thing, cell: int, inset: int, shade: tuple[int, ...]) -> None:
     left, top = thing.column * cell + 1 + inset, thing.row * cell + 1 + inset
     right, bottom = (thing.column + 1) * cell - 2 - inset, (thing.row + 1) * cell - 2 - inset
-    middle, third = (left + right) // 2, max(1, (right - left) // 3)
-    if thing.shape == "circle":
-        pen.ellipse((left, top, right, bottom), fill=shade)
-    elif thing.shape == "square":
-        pen.rectangle((left, top, right, bottom), fill=shade)
-    elif thing.shape == "triangle":
-        pen.polygon([(middle, top), (right, bottom), (left, bottom)], fill=shade)
-    else:
-        pen.rectangle((left + third, top, right - third, bottom), fill=shade)
-        pen.rectangle((left, top + third, right, bottom - third), fill=shade)
+    draw_shape(pen, thing.shape, (left, top, right, bottom), shade)

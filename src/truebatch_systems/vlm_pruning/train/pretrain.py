@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from truebatch.hf.forward_inputs import inner_model
 from truebatch.hf.pretrained import without_chatter
+from truebatch.testing.toy_images import SHAPES
 from truebatch.training.load_trained import open_trained
 from truebatch.training.train_system import MODEL, Start, train_system
 from truebatch_systems.vlm_pruning.backbones.llava import CLIP_MEAN, CLIP_STD, tower_features
@@ -31,7 +32,7 @@ from truebatch_systems.vlm_pruning.config import (
 )
 from truebatch_systems.vlm_pruning.data.encode import EncodedSamples
 from truebatch_systems.vlm_pruning.data.image_size import RESAMPLE
-from truebatch_systems.vlm_pruning.data.toy_shapes import COLOURS, EDGES, SHAPES, Scene, draw_scene, edge_of, make_scene
+from truebatch_systems.vlm_pruning.data.toy_shapes import COLOURS, EDGES, Scene, draw_scene, edge_of, make_scene
 from truebatch_systems.vlm_pruning.eval.evaluate import evaluate_modes
 from truebatch_systems.vlm_pruning.model.model import PrunedVLM
 from truebatch_systems.vlm_pruning.system import VLM_PRUNING
