@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 _FORMER = re.compile(
-    r"^(?:truebatch bench|python -m truebatch\.bench\.|(?:PYTHONPATH=src )?python benchmarks/) ?(\w+)(?:\.py)?"
+    r"^(?:truebatch bench|python -m truebatch\.bench\.|(?:PYTHONPATH=src )?python benchmarks/"
+    r"|python -m benchmarks\.(?:scripts\.)?(?=\w+(?: |$))) ?(\w+)(?:\.py)?"
 )
 """How benchmarks were called when they were part of the package, in results that are kept."""
 
@@ -27,6 +28,10 @@ def present_command(command: str) -> str:
     'python -m benchmarks training --device cuda'
     >>> present_command("python benchmarks/planning.py --out a.json")
     'python -m benchmarks planning --out a.json'
+    >>> present_command("python -m benchmarks.fit_cuda --out a.json")
+    'python -m benchmarks fit_cuda --out a.json'
+    >>> present_command("python -m benchmarks.training.run --out a.json")
+    'python -m benchmarks.training.run --out a.json'
     >>> present_command("truebatch bench census --json a.json")
     'truebatch census --json a.json'
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -134,3 +135,15 @@ def test_every_kept_result_belongs_to_a_figure_and_a_figure_is_kept_or_says_it_i
 def test_every_benchmark_makes_a_figure():
     made = {figure.command.split()[0] for figure in FIGURES}
     assert {one.name for one in bench_app.registered_commands} - made == {"tables"}
+
+
+def test_every_benchmark_that_a_page_names_exists():
+    pages = [*DOCS.rglob("*.md"), *DOCS.parent.glob("*.md"), *(DOCS.parent / ".github").rglob("*.yml")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    named = set(re.findall(r"python -m benchmarks (\w+)", text)) - {"NAME"}
+    assert len(named) > 10
+    assert named <= {one.name for one in bench_app.registered_commands}
+    modules = re.findall(r"python -m (benchmarks\.[\w.]+)", text)
+    assert [name for name in modules if find_spec(name) is None] == []
+    former = [page.name for page in pages if re.search(r"truebatch bench\b", page.read_text(encoding="utf-8"))]
+    assert set(former) <= {"CHANGELOG.md"}  # which says that the command moved
