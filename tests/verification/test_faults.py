@@ -29,7 +29,7 @@ FAULTS = {
     "mask ignored": (P.MaskIgnored, None, "later tokens are seen"),
     "mask ignored, causal": (P.MaskIgnoredButCausal, None, "attention mask ignored"),
     "wrong polarity": (P.WrongPolarity, None, "mask in the wrong polarity"),
-    "2-D mask": (P.TwoDimensionalMask, None, "2-D mask handed to decoder layers"),
+    "2-D mask": (P.TwoDimensionalMask, None, "2-D mask passed to decoder layers"),
     "positions from padding": (P.PositionsFromPadding, None, "positions counted from padding"),
     "row 0": (P.RowZeroSpan, None, "row 0 stands for the whole micro-batch"),
     "zeros on error": (P.ZerosOnError, None, "exception swallowed"),

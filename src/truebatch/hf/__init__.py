@@ -1,1 +1,1 @@
-"""The hf room."""
+"""Hugging Face models: loading, packed attention, heads, generation, fine-tuning."""

@@ -1,4 +1,4 @@
-"""What the forward of a Hugging Face model takes, and the rows of a micro-batch said in its words.
+"""The forward signature of a Hugging Face model, and its keyword arguments for the rows of a micro-batch.
 
 MicroBatch -> route (alone | padded | packed | block) -> attention_mask, position_ids, segment table
 """
@@ -21,7 +21,8 @@ from truebatch.hf.attention.packed import packed_inputs
 from truebatch.hf.attention.rope import begin_call
 
 ONE_AT_A_TIME = RLock()
-"""Held while a model is called: attention, masks and kernels are chosen for the process, and judges may run in threads."""
+"""Held while a model is called: attention, masks and kernels are chosen for the process, and judges may run in
+threads."""
 
 Route = Literal["alone", "padded", "packed", "block"]
 """alone: one sample, called with what a tokenizer gives, the reference. padded: an attention mask and positions.

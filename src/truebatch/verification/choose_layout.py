@@ -52,8 +52,8 @@ def choose_layout(
 ) -> LayoutChoice:
     """The fastest layout in which this model is proven equal to one by one.
 
-    A Hugging Face model needs nothing else (samples are made up); another model needs its objective, samples and fields.
-    Raises LawError with every reason if no layout is right.
+    A Hugging Face model needs nothing else (samples are made up); another model needs its objective, samples and
+    fields. Raises LawError with every reason if no layout is right.
 
     >>> from truebatch import choose_layout
     >>> from truebatch.testing.tiny_hf.model import tiny_model
@@ -84,12 +84,12 @@ def choose_layout(
     raise LawError(
         "no layout of this model equals one by one",
         seen="; ".join(f"{name}: {why}" for name, why in reasons.items()),
-        do="run it one sample at a time, or mend the cause that `verify` names",
+        do="run it one sample at a time, or fix the cause that `verify` names",
     )
 
 
 def try_layout(subject: Subject, layout: LayoutName, config: VerifyConfig) -> VerifyReport:
-    """Put one layout to the proof."""
+    """Verify one layout."""
     if layout == "grouped":
         twins, arrangement = _with_twins(subject)
         return prove(twins, replace(config, layout="right"), chosen=[arrangement])
@@ -113,7 +113,7 @@ def _subject(
     if objective is not None:
         if samples is None or fields is None:
             raise ConfigError(
-                "choosing a layout needs samples and fields beside the objective",
+                "choosing a layout needs samples and fields besides the objective",
                 seen=f"samples={type(samples).__name__}, fields={type(fields).__name__}",
                 do="call choose_layout(model, objective, samples, fields)",
             )

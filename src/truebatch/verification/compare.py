@@ -146,7 +146,7 @@ def _detached(outcome: ForwardResult) -> ForwardResult:
 
 
 def device_of(subject: Runnable) -> torch.device:
-    """Where a subject runs: the card that holds some of it, if one does."""
+    """Where a subject runs: the GPU that holds some of it, if any."""
     parts = [] if subject.model is None else [*subject.model.parameters(), *subject.model.buffers()]
     return next((part.device for part in parts if part.is_cuda), torch.device("cpu"))
 
@@ -162,7 +162,7 @@ def _places(
 
 
 def add_sums(outcomes: Sequence[ForwardResult]) -> dict[str, Tensor]:
-    """Every loss term summed over the micro-batches of a step."""
+    """Every loss term, summed over the micro-batches of a step."""
     total: dict[str, Tensor] = {}
     for outcome in outcomes:
         for name, value in outcome.sums.items():

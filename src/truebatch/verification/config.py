@@ -12,13 +12,13 @@ from truebatch.verification.arrangements import LAYOUTS, Arrangement
 LayoutsAsked = Literal["used", "all", "right", "left", "packed", "padded"]
 NAMES = ("used", "all", "padded", *LAYOUTS)
 USED = ("right", "packed")
-"""The layouts that planned batches have; left padding is for whoever asks for it."""
+"""The layouts that planned batches have; left padding only on request."""
 QUICK = ("right padded", "cut in pairs", "left padded", "packed", "groups of equal length")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyConfig:
-    """What is put to the proof and how strictly.
+    """What to verify and how strictly.
 
     >>> from truebatch import VerifyConfig
     >>> VerifyConfig(layout="packed", tolerance=1e-5).layout

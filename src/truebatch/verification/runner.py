@@ -38,8 +38,8 @@ def prove(
 ) -> VerifyReport:
     """Run every arrangement of the subject's samples (or those `chosen`) and compare with one by one (or `original`).
 
-    `original` gets the mode, what the subject gave one by one and the samples, and returns what another function gives for
-    them.
+    `original` gets the mode, what the subject gave one by one and the samples, and returns what another function gives
+    for them.
 
     Raises MemoryLimitError where memory runs out: that says nothing of the law.
     """
@@ -60,7 +60,7 @@ def prove(
         said = f"{type(error).__name__}: {(str(error) or 'no more is said').strip().splitlines()[0][:200]}"
     free_memory(device_of(subject), said=said)
     raise MemoryLimitError(
-        "memory ran out while the model was put to the proof, so nothing is known of its batches",
+        "out of memory while the model was verified, so nothing is known about its batches",
         seen=said,
         do="free memory, or prove it on a machine with more; a run whose train.layout is set begins without this proof",
     )

@@ -1,4 +1,4 @@
-"""The packed run in progress: what attention deep inside a model must know about the rows it serves."""
+"""The context of a packed forward pass: what attention deep inside a model must know about its rows."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def segments_of_table(starts: Tensor, *, shape: tuple[int, int], max_length: int
     if lengths is not None and version == _version(starts):
         return table_segments(starts, shape=shape, max_length=max_length, lengths=lengths)
     segments = table_segments(starts, shape=shape, max_length=max_length)
-    if not starts.is_inference():  # whoever reads one back may fill it anew, and nothing would tell
+    if not starts.is_inference():  # a caller that reads one back may refill it unnoticed
         remember_lengths(segments)
     return segments
 
@@ -115,7 +115,7 @@ def note_service(module: nn.Module) -> None:
 
 
 def refuse_lost_table(module: nn.Module) -> None:
-    """Raise when a module that depends on a run is called outside of one: its rows are packed, and nobody says how."""
+    """Raise when a module that depends on a run is called outside of one: its rows are packed in an unknown way."""
     if not torch.compiler.is_compiling() and module in _served_by_run and not _runs:
         raise AttentionError(
             "attention over packed rows was called without a segment table",

@@ -1,4 +1,4 @@
-"""One-token steps whose tensors stay where they are, so that a card can record a step once and replay it.
+"""Decode steps captured as a CUDA graph: their tensors stay in place, so a step is captured once and replayed.
 
 rows with room in their cache -> inputs written into fixed tensors -> the recorded step -> logits of what follows
 
@@ -26,7 +26,7 @@ from truebatch.hf.numerics import are_close, distance
 from truebatch.training.memory.oom import is_out_of_memory
 
 LEAST_STEPS = 8
-"""Room for fewer is not worth a recording."""
+"""Not worth a capture for fewer cells."""
 STEPS_BEFORE = 3
 """Steps of a session before one is recorded: a recording takes as long as some, and labels need only one or two."""
 LOUD = 1e3
@@ -46,7 +46,7 @@ class CudaGraphDecoder:
     why: str = ""
 
     def begins(self, device: torch.device, steps: int) -> bool:
-        """True on a card behind the first steps of a session, unless it was found otherwise.
+        """True on a GPU after the first steps of a session, unless it was found not to work.
 
         What could not be recorded later stays in fixed tensors: from session to session nothing about the bits changes.
         """
@@ -54,7 +54,7 @@ class CudaGraphDecoder:
         return is_wanted and device.type == "cuda" and steps >= STEPS_BEFORE
 
     def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """The recorded step; on a CPU, and where a model does what cannot be recorded, the step as written."""
+        """The captured step; on a CPU, and for a model that cannot be captured, the eager step."""
         if not torch.cuda.is_available() or not self.is_recorded:
             return run
         try:
@@ -62,11 +62,11 @@ class CudaGraphDecoder:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            self.is_recorded, self.why = False, f"a step cannot be recorded: {str(error)[:200]}"
+            self.is_recorded, self.why = False, f"a step cannot be captured: {str(error)[:200]}"
             return run
         if not self.is_proven:
             self.is_proven = self.is_recorded = are_close(replay(), written)
-            self.why = "" if self.is_proven else "a recorded step gives something else than the step as written"
+            self.why = "" if self.is_proven else "a captured step gives a different result than the eager step"
         return replay if self.is_proven else run
 
     def tried(self, run: Callable[[], Tensor]) -> Tensor | None:
@@ -111,7 +111,7 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
 Step = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 """ids [B, 1], positions [B], which cells are seen [B, 1, 1, R], cache -> [B, V] logits."""
 Record = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
-"""A step as written -> what is called instead of it."""
+"""Eager step -> what is called instead of it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -181,7 +181,7 @@ class FixedSteps:
 
 
 def record(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
-    """Run once as written, then record: its result, and what replays the same kernels on the same tensors."""
+    """Run once in eager mode, then capture: returns the result and a replay on the same tensors."""
     current = torch.cuda.current_stream()
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(current)

@@ -41,7 +41,7 @@ class Padding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HFDecoder:
-    """Continues ragged prompts with a Hugging Face model in evaluation mode, each as if it were alone."""
+    """Continues prompts of different lengths with a Hugging Face model in evaluation mode, each as if it were alone."""
 
     model: nn.Module
     end_ids: frozenset[int]
@@ -68,7 +68,8 @@ class HFDecoder:
         return logits, session
 
     def _check_padding(self, prompts: Sequence[Prompt], logits: Tensor) -> None:
-        """A model that is told no positions may count padding: a row with some is read alone too, until one shows it."""
+        """A model that is told no positions may count padding: a row with some is read alone too, until one shows
+        it."""
         if self.padding.is_equal is None:
             longest = max(len(prompt.ids) for prompt in prompts)
             padded = [row for row, prompt in enumerate(prompts) if len(prompt.ids) < longest]
@@ -177,8 +178,8 @@ class HFSession:
         return self._fixed.advance(tokens, self._decoder.replaying.record)
 
     def _tried(self, fixed: FixedSteps, tokens: Tensor) -> Tensor:
-        """The step both ways; the way that is gone on with has written the cell, and gives the logits: a session has the
-        same bits whether it was the first of its model or not."""
+        """The step both ways; the way that is gone on with has written the cell, and gives the logits: a session has
+        the same bits whether it was the first of its model or not."""
         replaying = self._decoder.replaying
         fixed.fill_room(LOUD)
         found = replaying.tried(partial(fixed.advance, tokens, lambda run: run))
@@ -251,7 +252,7 @@ def prompt_positions(decoder: HFDecoder, prompts: Sequence[Prompt]) -> list[Tens
     """On the host, [t] of each prompt's tokens as if it were alone, or [t, 3] where images decide positions."""
     if not decoder.border.has_grid_positions:
         return [torch.arange(len(prompt.ids)) + decoder.border.first_position for prompt in prompts]
-    # On the host: a model asks for many small numbers here, and each would wait for the device.
+    # On the host: a model asks for many small numbers here, and each would cost a device sync.
     return [
         sample_positions(decoder.model, torch.tensor(p.ids), _on_host(p.inputs.get("image_grid_thw"))) for p in prompts
     ]
@@ -282,7 +283,8 @@ def beside_inputs(decoder: HFDecoder, prompts: Sequence[Prompt], ids: Tensor, is
 
 
 def image_marks(decoder: HFDecoder, is_image: Tensor) -> dict[str, Tensor]:
-    """What tells a model with images which tokens are theirs, as its processor would: some let them look ahead by it."""
+    """What tells a model with images which tokens are theirs, as its processor would: some let them look ahead by
+    it."""
     config: Any = decoder.model.config
     marks = {"mm_token_type_ids": is_image.long(), "token_type_ids": is_image.long()}
     if getattr(config, "model_type", "") in BEGINNINGS_MARKED:

@@ -1,8 +1,8 @@
 """Images go through the vision tower here, and one that was there before is not encoded again.
 
 A tower that takes all patches of a batch at once gives an image other bits beside other images. So all new images of a
-batch go together, in one call of attention a layer, only where bits are not promised, or where they are those of a planned
-batch: then an image of an earlier batch is encoded again, because a run that begins in between would have to.
+batch go together, in one call of attention a layer, only where bits are not promised, or where they are those of a
+planned batch: then an image of an earlier batch is encoded again, because a run that begins in between would have to.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _split(pixels: Tensor, grid: Tensor | None, prompts: Sequence[Prompt]) -> li
 
 
 def _grids(prompts: Sequence[Prompt]) -> list[list[int]]:
-    """Of all images, from the prompts: their grids lie on the host, where nobody waits for a card."""
+    """Of all images, from the prompts: their grids are on the host, so no GPU sync is needed."""
     given = [prompt.inputs.get("image_grid_thw") for prompt in prompts]
     return [size for grid in given if grid is not None for size in grid.tolist()]
 

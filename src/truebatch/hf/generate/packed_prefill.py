@@ -1,4 +1,4 @@
-"""Prompts end to end in one row, as a model takes them: made on the host, sent once, nothing waits for the card.
+"""Prompts end to end in one row, as a model takes them: made on the host, sent once, without a GPU sync.
 
 Prompts read end to end in one row: no padding, no mask, and the logits of their last cells alone.
 """
@@ -92,8 +92,9 @@ class PackedDecoder:
     cells: int | None = None
     """Cells of a row, for compiled layers: prompts lie in several. None: one row, as long as they are."""
     is_equal: bool | None = None
-    """Whether the model was found to give the same; None before the first batch. Two prompts that are the same in every run
-    decide, so that a run that is taken up again goes the way it went, and one with an image may still speak against it."""
+    """Whether the model was found to give the same; None before the first batch. Two prompts that are the same in every
+    run decide, so that a run that is taken up again goes the way it went, and one with an image may still speak against
+    it."""
     has_seen: bool = False
     """A prompt with an image was compared."""
     why: str = ""
@@ -171,7 +172,7 @@ class PackedDecoder:
         with use_packed_attention(language_model(self.plain.model)):
             for numbers, cells in split_rows([len(prompt.ids) for prompt in prompts], self.cells):
                 some = [prompts[number] for number in numbers]
-                alone = prompt_positions(self.plain, some)  # here: while the card still reads the row before
+                alone = prompt_positions(self.plain, some)  # here: while the GPU still processes the previous row
                 found, layers = self._row(some, alone, cells, keeps=keeps)
                 for number, place in zip(numbers, next_positions(alone).tolist(), strict=True):
                     read.places[number] = place
@@ -188,7 +189,8 @@ class PackedDecoder:
         # A table for as many samples as there are cells: one shape for all rows, and never too small.
         segments = packed_segments([len(prompt.ids) for prompt in prompts], cells=cells, slots=self.cells)
         segments = (segments.pin_memory() if device.type == "cuda" else segments).to(device, non_blocking=True)
-        # Without a length of rows every batch would be compiled anew: layers that another decoder compiled run as written.
+        # Without a length of rows every batch would be compiled anew: layers that another decoder compiled run as
+        # written.
         has_compiled = has_compiled_layers(part)
         is_compiled = has_compiled and self.cells is not None
         written = force_eager() if has_compiled and not is_compiled else nullcontext()
@@ -234,7 +236,8 @@ class PrefillResult:
 
 
 def split_rows(lengths: Sequence[int], cells: int | None) -> list[tuple[list[int], int]]:
-    """(numbers of the prompts, cells) of every row: the longest first, each where it fits, the last row shorter if it may.
+    """(numbers of the prompts, cells) of every row: the longest first, each where it fits, the last row shorter if it
+    may.
 
     >>> split_rows([5, 3, 2, 6], 8)
     [([3, 2], 8), ([0, 1], 8)]
@@ -270,7 +273,8 @@ def _trial_prompts(model: nn.Module, cells: int | None) -> list[Prompt]:
 
 
 def can_read_packed(plain: HFDecoder) -> bool:
-    """Whether prompts of this model may be tried in one row: it takes positions and gives the logits of chosen cells."""
+    """Whether prompts of this model may be tried in one row: it takes positions and gives the logits of chosen
+    cells."""
     config: Any = plain.model.config
     accepts = plain.border.accepts
     if plain.rotary:  # angles that follow the longest of a row would be those of another prompt
@@ -300,9 +304,9 @@ def _check_kept(kept: Sequence[Pair], model: nn.Module) -> None:
     if len(kept) != layers:
         weight = next(model.parameters())
         raise ConfigError(
-            "compiled layers hand no keys on to texts here",
+            "compiled layers do not return keys for generation here",
             seen=f"keys of {len(kept)} layers of {layers}, {weight.dtype} on {weight.device.type}",
-            do="use half precision on a card, or leave compiled (--compile) out",
+            do="use half precision on a GPU, or omit compiled (--compile)",
         )
 
 

@@ -1,4 +1,4 @@
-"""What many prompts begin with is read once: its cache is given to every row, and only the rest is run for each.
+"""Shared-prefix KV cache: the common prefix is prefilled once, and only the rest is run for each prompt.
 
 common tokens -> one row through the model -> cache, kept -> a row a prompt -> the rest, padded behind the prefix
 """
@@ -19,18 +19,18 @@ from truebatch.hf.generate.decoder import FirstCells, HFDecoder, HFSession, firs
 from truebatch.hf.image_fields import image_token_id
 
 LEAST = 16
-"""A shorter beginning is not worth a forward pass of its own."""
+"""A shorter prefix is not worth a separate forward pass."""
 KEPT = 4
-"""Prefixes whose cache is kept."""
+"""Number of prefixes whose cache is kept."""
 
 
 @dataclass(slots=True)
 class PrefixDecoder:
-    """A decoder that reads what all prompts of a batch begin with only once; answers are those of `decoder`."""
+    """A decoder that prefills the common prefix of a batch once; results are those of `decoder`."""
 
     decoder: HFDecoder
     reused: int = 0
-    """Tokens that were not run again."""
+    """Tokens served from the cache."""
     _known: OrderedDict[tuple[int, ...], Any] = field(default_factory=OrderedDict)
 
     @property
@@ -58,7 +58,8 @@ class PrefixDecoder:
         return session.forward(rest.ids, rest.positions, rest.beside), session
 
     def _shares(self) -> bool:
-        """False where a beginning is not the same alone: its angles follow its length, or padding behind it is counted."""
+        """False where a beginning is not the same alone: its angles follow its length, or padding behind it is
+        counted."""
         has_positions = "position_ids" in self.decoder.border.accepts
         return has_positions and not self.decoder.rotary and not self.decoder.model.training
 

@@ -1,4 +1,4 @@
-"""The fire drill: a small real run is killed, or finds the disk full, at every failpoint, and must go on by itself.
+"""The fire drill: a small real run is killed, or finds the disk full, at every failpoint, and must recover by itself.
 
 template run -> for every failpoint: copy, fail there, look, start again -> the end must be bit-equal to the quiet run's
 """
@@ -162,7 +162,7 @@ def _make_templates(folder: Path) -> None:
         file.write(b'{"step": 3, "loss": 0.5}\n{"step": 4, "lo')
     checkpoints = run / "checkpoints"
     (checkpoints / f"step-{BEGUN}").rename(checkpoints / f".replaced-{BEGUN}-0")
-    (checkpoints / "step-4").mkdir()  # damaged: it is passed over, and replaced when its step comes again
+    (checkpoints / "step-4").mkdir()  # damaged: it is skipped, and replaced when its step is reached again
     (checkpoints / "step-4" / "model.safetensors").write_bytes(b"half")
     (checkpoints / ".stage-4-0").mkdir()
     (checkpoints / ".stage-4-0" / "model.safetensors").write_bytes(b"half")

@@ -32,7 +32,7 @@ class Evidence:
     mask_error: str
     """What a decoder layer says about a 2-D mask."""
     is_flipped: bool
-    """True if exchanging True and False in the masks mends it."""
+    """True if exchanging True and False in the masks fixes it."""
     later_tokens: float
     """How far a later token moves earlier ones where it must not."""
     row_zero: Mapping[str, int]
@@ -72,7 +72,7 @@ def _zeros_returned(e: Evidence) -> Cause | None:
                     "exception swallowed",
                     f"samples {empty} get nothing but zeros in '{result.name}', and something else alone: most likely an "
                     "exception is caught and zeros are returned in its place",
-                    "let the exception out, mend what raises it, and never return numbers that were not computed",
+                    "let the exception out, fix what raises it, and never return numbers that were not computed",
                 )
     return None
 
@@ -83,7 +83,7 @@ def _mask_2d(e: Evidence) -> Cause | None:
         return None
     silent = f" Without an error it is not causal: a later token moves earlier ones by {e.later_tokens:.1e}."
     return Cause(
-        "2-D mask handed to decoder layers",
+        "2-D mask passed to decoder layers",
         "a decoder layer gets the tokenizer's mask of shape [B, L]. Attention reads it as [queries, keys]: at batch size 1 "
         "it silently drops causality, at batch size 2 it raises a size mismatch, at batch size = length it mixes rows."
         + (silent if e.later_tokens else ""),

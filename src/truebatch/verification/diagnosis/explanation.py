@@ -1,4 +1,5 @@
-"""Why arrangements differ: small experiments on the model, the first module that differs, and notes on what was seen."""
+"""Why arrangements differ: small experiments on the model, the first module that differs, and notes on what was
+seen."""
 
 from __future__ import annotations
 
@@ -123,7 +124,7 @@ def _padding_notes(results: Sequence[ArrangementResult]) -> list[str]:
         return found
     return [
         *found,
-        "what stands in the padding reaches the results, which are right as long as it is the declared pad value: "
+        "the content of the padding reaches the results, which are right as long as it is the declared pad value: "
         "the model may find its padding by it (ids != pad)",
     ]
 
@@ -204,7 +205,7 @@ def _mask_error(subject: Subject, results: list[ArrangementResult], singles: Arr
 
 
 def _is_flipped(subject: Subject, singles: Arrangement, results: list[ArrangementResult], limit: float) -> bool:
-    """Exchange True and False in the masks, and look whether that mends it, with padding on either side.
+    """Exchange True and False in the masks, and check whether that fixes it, with padding on either side.
 
     On the right alone it proves nothing: a causal cell never looks there, so a right mask turned about agrees as well.
     """

@@ -85,7 +85,7 @@ class TokenParting:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AgainstReport:
-    """Two engines on the same samples. `ok` is True only if nothing but rounding lies between them."""
+    """Two engines on the same samples. `ok` is True only if they differ by nothing but rounding."""
 
     against: str
     """The other engine, in words."""
@@ -108,7 +108,7 @@ class AgainstReport:
 
     @property
     def ok(self) -> bool:
-        """True if only rounding lies between the two."""
+        """True if the two differ only by rounding."""
         return self.verdict == "equal"
 
     def as_dict(self) -> dict[str, Any]:

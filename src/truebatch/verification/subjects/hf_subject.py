@@ -1,4 +1,4 @@
-"""A Hugging Face model put to the proof: its head says how it is fed, read and summed."""
+"""A Hugging Face model as the subject: its head defines inputs, outputs and loss."""
 
 from __future__ import annotations
 

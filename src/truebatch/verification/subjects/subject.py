@@ -1,4 +1,5 @@
-"""What is put to the proof: a model with its objective, or any callable from a micro-batch to per-sample outputs."""
+"""The subject of a verification: a model with its objective, or any callable from a micro-batch to per-sample
+outputs."""
 
 from __future__ import annotations
 
