@@ -52,7 +52,7 @@ def status(where: str) -> dict:
 def test_a_run_says_what_it_does_and_where_it_is(folder, capsys):
     assert train() == 0
     out = capsys.readouterr().out
-    assert "4 samples a step over 1 device(s)" in out
+    assert "4 samples per step over 1 device(s)" in out
     assert "12 steps, fp32 on cpu; equality: exact" in out
     assert "run: runs/numbers; model: runs/numbers/model" in out
     assert "step 12/12  loss" in out

@@ -134,7 +134,7 @@ def _one_after_another(text: str, *, depth: int) -> str | None:
     parts = text.split("; ")
     if not 1 < len(parts) <= MOST_JOINTS:
         return None
-    certain = [_certain(part) for part in parts]
+    certain = [_certain(part) for part in parts if part != "..."]
     if not all(certain) or sum(certain) <= _certain(text):
         return None
     return "；".join(_sentence(part, depth=depth + 1) for part in parts)

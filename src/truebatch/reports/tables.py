@@ -49,7 +49,7 @@ def figure_text(value: Any) -> str:
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     if isinstance(value, list | tuple):
         texts = [figure_text(one) for one in value]
-        return " to ".join(texts) if len(texts) == 2 else ", ".join(texts)
+        return f"{texts[0]} to {texts[1]}" if len(texts) == 2 else ", ".join(texts)
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 

@@ -18,6 +18,8 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Switch = Literal["on", "off", "compare"]
 NonFinite = Literal["raise", "skip", "skip_then_raise", "roll_back"]
 WhenTooLarge = Literal["raise", "quarantine"]
+ROWS: dict[str, str] = {"padded": "padded rows", "packed": "packed rows"}
+"""Of each layout, in words."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,16 +159,17 @@ class TrainConfig:
             seed=self.seed,
         )
 
-    def describe_step(self) -> str:
+    def describe_step(self, *, is_layout_open: bool = False) -> str:
         """One line for the start of a run: what a step is and how it is cut."""
         limits = {"samples": self.batch_size, "cells": self.cells, "pairs": self.pairs}
         held = ", ".join(f"{n:,} {name}" for name, n in limits.items() if n is not None)
-        held = f"at most {held}" if held else "all of it that one device gets"
+        held = f"at most {held}" if held else "all samples of its device"
         if self.true_batch == "off":
             held = "1 sample (true_batch: off)"
+        rows = "padded or packed rows" if is_layout_open else ROWS[self.layout]
         return (
-            f"{self.num_samples_per_step():,} samples a step over {self.devices} device(s); "
-            f"a forward pass holds {held}, {self.layout}"
+            f"{self.num_samples_per_step():,} samples per step over {self.devices} device(s); "
+            f"each forward pass holds {held}, in {rows}"
         )
 
 

@@ -18,7 +18,7 @@ from truebatch.training.callbacks import Logger
 from truebatch.training.checkpoint.retention import best_step, list_checkpoints
 from truebatch.training.checkpoint.state_dict import seed_random
 from truebatch.training.checkpoint.store import load_checkpoint
-from truebatch.training.config import TrainConfig
+from truebatch.training.config import ROWS, TrainConfig
 from truebatch.training.context import TrainResult
 from truebatch.training.distributed.collectives import num_ranks, rank
 from truebatch.training.distributed.device import find_place
@@ -123,7 +123,7 @@ def _layout(task: Task, model: nn.Module, start: Start, say: Callable[[str], Non
 def _say_where(run: RunFolder, config: TrainConfig, say: Callable[[str], None]) -> None:
     if run.previous is not None:
         say(f"the earlier run is now {run.previous}")
-    way = "one by one" if config.true_batch == "off" else f"{config.layout} rows"
+    way = "one by one" if config.true_batch == "off" else ROWS[config.layout]
     say(f"run: {run.folder} ({way}, seed {config.seed})")
 
 

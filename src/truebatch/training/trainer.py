@@ -217,8 +217,8 @@ def _named(error: BaseException) -> BaseException:
 def _begin(job: Job) -> TrainState:
     job.say(job.config.describe_step())
     allowed = ", ".join(sorted({c.name for c in job.couplings}))
-    equality = f"in distribution ({allowed} allowed by name)" if allowed else "exact"
-    job.say(f"{job.num_steps:,} steps, {job.config.precision} on {job.engine.device}; equality: {equality}")
+    equality = f"equality: in distribution ({allowed} allowed by name)" if allowed else "equality: exact"
+    job.say(f"{job.num_steps:,} steps, {job.config.precision} on {job.engine.device}; {equality}")
     found = resume_run(job.run.checkpoints, job.engine) if job.run is not None else None
     if found is None:
         # Else every process would draw its own, and a run that begins again would not be the one that was killed.

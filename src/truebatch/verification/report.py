@@ -162,13 +162,13 @@ class VerifyReport:
 
     def __str__(self) -> str:
         lines = [_headline(self)]
-        lines += [f"  {mark(r)}  {r.name:<46}  {describe(r)}" for r in self.results]
+        lines += [f"  {mark(r)}  {_NAMES.get(r.name, r.name):<46}  {describe(r)}" for r in self.results]
         lines += [*_layout_words(self), *_module_words(self), *_leak_words(self), *_cause_words(self)]
         lines += [f"covered: {self.coverage}"] if self.results else []
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
     def _repr_html_(self) -> str:
-        rows = [(mark(r), r.name, describe(r)) for r in self.results]
+        rows = [(mark(r), _NAMES.get(r.name, r.name), describe(r)) for r in self.results]
         words = [*_layout_words(self), *_module_words(self), *_leak_words(self), *_cause_words(self)]
         words += [*([f"covered: {self.coverage}"] if self.results else []), *(f"note: {n}" for n in self.notes)]
         return html_table(rows, header=("", "arrangement", "differences"), title=_headline(self)) + html_lines(words)
@@ -186,6 +186,8 @@ def _layout_words(report: VerifyReport) -> list[str]:
 
 
 _LAYOUT_NAMES = {"right": "right padding", "left": "left padding", "packed": "packed rows"}
+_NAMES = {"packed": "packed rows"}
+"""Of arrangements, where they are shown and one word would look like a value to type."""
 
 
 def _module_words(report: VerifyReport) -> list[str]:

@@ -101,8 +101,8 @@ def cut_one_step(samples: Sequence[Sample], *, samples_per_step: int, seed: int)
         DemoCut("one by one", batches([padded_rows(np.array([i]), int(lengths[i])) for i in ids])),
         DemoCut("padded right", batches(padded)),
         DemoCut("padded left", batches(padded, "left")),
-        DemoCut("packed", batches(packed)),
-        DemoCut("packed, 3 ranks", batches(pieces)),
+        DemoCut("packed rows", batches(packed)),
+        DemoCut("packed rows, 3 ranks", batches(pieces)),
         DemoCut("mean of means (wrong)", batches(pieces), is_right=False),
     ]
 
@@ -251,14 +251,14 @@ def _show_padding(ready: PreparedTexts, size: DemoSize, run: Path) -> None:
     """What each grouping wastes, for statements and for dialogues."""
     batch, width = size.samples_per_step, size.corpus.max_seq_len
     rows = []
-    for name, wanted in (("statements", False), ("dialogues", True)):
+    for name, wanted in (("embedded statements", False), ("embedded dialogues", True)):
         lengths = ready.train.lengths[[is_dialogue(text.text) == wanted for text in ready.train.texts]]
         shares = padding_shares(lengths, batch, fixed=width)
         each = (shares.fixed, shares.dynamic, shares.bucketed, shares.packed)
         about = f"{lengths.min()} to {lengths.max()}, mean {lengths.mean():.1f}"
         rows.append((name, f"{len(lengths):,}", about, *(f"{share:.1%}" for share in each)))
-    header = ("embedded texts", "samples", "tokens", f"fixed {width}", "dynamic", "bucketed", "packed")
-    table = Table(header, tuple(rows), f"1. Cells that hold nothing but padding, {batch} samples a forward pass")
+    header = ("texts", "samples", "tokens", f"fixed {width}", "dynamic", "bucketed", "packed")
+    table = Table(header, tuple(rows), f"1. Cells that hold nothing but padding, {batch} samples per forward pass")
     print_table(table)
     keep_table(run, "10-padding", table)
 
@@ -274,8 +274,10 @@ def _show_cuts(samples: Sequence[Any], model: ChineseGPT, size: DemoSize, seed: 
     keep_table(run, "20-cuts", replace(table, title=title))
     wrong = wrong_cuts(results)
     if not wrong:
-        _write(f"   at most {largest_difference(results):.1e}, {TOLERANCE:.0e} is allowed; the last line is the usual")
-        _write("   mistake, shown on purpose")
+        _write(
+            f"   at most {largest_difference(results):.1e}, {TOLERANCE:.0e} is allowed; "
+            "the last line is a common mistake, shown on purpose"
+        )
     return wrong
 
 
@@ -298,7 +300,7 @@ def _settings(size: DemoSize, seed: int) -> TrainConfig:
 
 
 def _show_curves(samples: Sequence[Any], ready: PreparedTexts, size: DemoSize, seed: int, run: Path) -> list[str]:
-    """The same training one by one and in true batches: the same samples a step, dropout and all."""
+    """The same training one by one and in true batches: the same samples per step, dropout and all."""
     batched = _settings(size, seed)
     alone = replace(batched, true_batch="off", layout="padded", cells=None)
     records = {
@@ -320,7 +322,7 @@ def _show_curves(samples: Sequence[Any], ready: PreparedTexts, size: DemoSize, s
         name: size.samples_per_step / statistics.median(r["seconds"] for r in all_) for name, all_ in records.items()
     }
     one, many = speed[ONE], speed[MANY]
-    _write(f"   samples a second: one by one {one:.0f}, true batches {many:.0f}: {many / one:.1f} x")
+    _write(f"   samples per second: one by one {one:.0f}, true batches {many:.0f}: {many / one:.1f} x")
     keep_table(run, "30-trained-twice", replace(table, title=title))
     _keep_pictures(run, losses, speed)
     return [f"the loss differs by {max(apart):.1e}, {TOLERANCE:.0e} is allowed"] * (max(apart) > TOLERANCE)
@@ -331,7 +333,7 @@ def _keep_pictures(run: Path, losses: dict[str, list[float]], speed: dict[str, f
         steps = range(1, len(losses[ONE]) + 1)
         lines = {name: (list(steps), values) for name, values in losses.items()}
         keep_picture(run, "31-both-losses", curves(lines, title="one on top of the other", x="step", y="loss"))
-        keep_picture(run, "32-speed", bars(speed, title="training, one thread", y="samples a second"))
+        keep_picture(run, "32-speed", bars(speed, title="training, one thread", y="samples per second"))
 
 
 def _curve_table(losses: dict[str, list[float]], apart: Sequence[float]) -> Table:
@@ -364,7 +366,7 @@ def _show_answers(ready: PreparedTexts, size: DemoSize, seed: int, run: Path) ->
         _write(f"   {asked}{mine}" + ("" if right else f"   (expected: {pairs[asked]})"))
     _write(f"   right, word for word: {sum(is_right)} of {len(pairs)} questions it was not trained on; loss {loss:.3f}")
     rate = (len(questions) / together) / (len(some) / one)
-    _write(f"   all answers together: {rate:.1f} x as many a second as one by one")
+    _write(f"   all answers together: {rate:.1f} x as many per second as one by one")
     return ["answers given together and one by one differ"] * (alone != answers[: len(some)])
 
 

@@ -45,7 +45,7 @@ def _build_model(config: ChineseGPTConfig, ready: PreparedTexts) -> nn.Module:
 
 
 def _restore_model(config: ChineseGPTConfig, weights: Mapping[str, Tensor]) -> nn.Module:
-    """From the vocabulary that stands in the weights: a trained model needs no corpus to speak."""
+    """From the vocabulary stored with the weights: a trained model needs no corpus to generate."""
     vocab = vocab_of_weights(weights)
     return ChineseGPT(shape_of(config, len(vocab)), seed=config.train.seed, vocab=vocab)
 
@@ -64,7 +64,7 @@ def shape_of(config: ChineseGPTConfig, vocabulary: int) -> ModelShape:
 
 
 def settle(config: ChineseGPTConfig) -> ChineseGPTConfig:
-    """The note's batch size for this many samples, where neither it nor the samples of a step are given."""
+    """The batch size for this many samples, unless it or the samples of a step are given."""
     train = config.train
     if train.batch_size is not None or train.samples_per_step is not None:
         return config
@@ -87,10 +87,11 @@ def _describe(config: ChineseGPTConfig, ready: PreparedTexts) -> list[str]:
 
 def _corpus_lines(config: ChineseGPTConfig, ready: PreparedTexts) -> list[str]:
     files = Counter(text.file for text in ready.texts)
-    parts = {"train": ready.train, "validation": ready.validation, "test": ready.test}
-    sizes = ", ".join(f"{len(part) if part is not None else 0:,} {name}" for name, part in parts.items())
-    lines = [f"corpus: {len(ready.texts):,} texts of {len(files)} files; {sizes}; equal texts are never on two sides"]
-    encoded = [part for part in parts.values() if part is not None]
+    parts = (ready.train, ready.validation, ready.test)
+    train, validation, test = (len(part) if part is not None else 0 for part in parts)
+    sizes = f"{train:,} for training, {validation:,} for validation, {test:,} for testing"
+    lines = [f"corpus: {len(ready.texts):,} texts in {len(files)} files; {sizes}; equal texts share one of the three"]
+    encoded = [part for part in parts if part is not None]
     lines += [line for name in ("num_empty", "num_cut", "num_dropped") if (line := _count_line(config, name, encoded))]
     found = lint_texts(ready.texts, max_seq_len=config.max_seq_len)
     # What is empty or too long has been counted above, with what was done about it.
@@ -99,7 +100,7 @@ def _corpus_lines(config: ChineseGPTConfig, ready: PreparedTexts) -> list[str]:
     held = [part for part in encoded if part is not ready.train]
     tokens = sum(int(part.lengths.sum()) for part in held)
     rate = f"{sum(part.num_unknown for part in held) / tokens:.2%} of held-out tokens are unknown" if tokens else ""
-    came = "of the run it starts from" if config.start_from is not None else f"backend {vocab.backend}"
+    came = "from the run it starts from" if config.start_from is not None else f"backend {vocab.backend}"
     lines.append(f"vocabulary: {len(vocab):,} words, {came}, hash {vocab.hash}{'; ' if rate else ''}{rate}")
     if ready.validation is None:
         lines.append("no validation samples: nothing stops training early, and the last weights are kept")

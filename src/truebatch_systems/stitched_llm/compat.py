@@ -154,15 +154,17 @@ def training_arguments(folder: Path, asked: NoteTraining, precision: Precision) 
 
 
 def starting_lines(asked: NoteTraining, precision: Precision) -> list[str]:
-    """The three lines the note tells its readers to look for."""
+    """The three lines that the original script prints first."""
     batch, steps = asked.per_device_train_batch_size, asked.gradient_accumulation_steps
     workers = asked.dataloader_num_workers
     loading = (
-        f"{workers}个worker并行加载，每个预取{asked.dataloader_prefetch_factor}个batch" if workers else "主进程加载"
+        f"{workers} workers in parallel, each prefetching {asked.dataloader_prefetch_factor} batches"
+        if workers
+        else "main process"
     )
-    exact = {"fp16": "FP16 (Tesla T4优化)", "bf16": "BF16", "fp32": "关闭 (FP32)"}[precision]
+    exact = {"fp16": "FP16 (for a Tesla T4)", "bf16": "BF16", "fp32": "off (FP32)"}[precision]
     return [
-        f"✅ 有效batch_size: {batch} × {steps} (gradient_accumulation) = {batch * steps}",
-        f"✅ 数据加载: {loading}",
-        f"✅ 混合精度: {exact}",
+        f"✅ effective batch_size: {batch} × {steps} (gradient_accumulation) = {batch * steps}",
+        f"✅ data loading: {loading}",
+        f"✅ mixed precision: {exact}",
     ]

@@ -14,6 +14,7 @@ from truebatch.cli.pipelines import ScoringPipeline
 from truebatch.cli.system_commands import SystemCommand
 from truebatch.errors import ConfigError
 from truebatch.language.console import say
+from truebatch.language.translate import in_words
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
@@ -44,10 +45,17 @@ def run_reward(config: Path | None, set_: list[str] | None) -> int:
 def _tell_report(report: Report) -> int:
     from truebatch_systems.vl_reward.eval.report import markdown
 
-    say("\n" + markdown(report.summary))
+    say()
+    for line in markdown(report.summary).split("\n"):
+        say(_in_cells(line) if line.startswith("| category |") else line)
     for file in report.files:
         _say(f"wrote {file}")
     return report.exit_code
+
+
+def _in_cells(line: str) -> str:
+    """A header of a table in Markdown, in the language of the person."""
+    return "| " + " | ".join(in_words(cell) for cell in line.strip("| ").split(" | ")) + " |"
 
 
 @vl_reward_app.command("run", short_help="Edit everything, judge everything, report.")

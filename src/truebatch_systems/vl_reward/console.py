@@ -1,6 +1,6 @@
-"""The lines that people know from the note, said while batches are judged, whichever way they are.
+"""The log lines of the original script, written while batches are judged, whatever the judge.
 
-A batch that fails is halved until the failure has a name; it is told in the words of the note.
+A batch that fails is halved until the failing sample is found; the log uses the words of the original script.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ JUDGE = "[Qwen3VLRewardModel]"
 
 @dataclass(slots=True)
 class Lines:
-    """Counts judged images over all judges of a run, and says each batch."""
+    """Counts judged images over all judges of a run, and logs each batch."""
 
     say: Say
     done: int = 0
     lock: Lock = field(default_factory=Lock)
 
     def processed(self, answers: Sequence[ScoreResponse | SampleError]) -> None:
-        """A batch has its answers: `Processed batch 0-3: avg_score=7.234`, failures counted beside the mean."""
+        """Log a batch that was judged: `Processed batch 0-3: avg_score=7.234`, with its failures beside the mean."""
         with self.lock:
             first, self.done = self.done, self.done + len(answers)
         scores = [one.score for one in answers if isinstance(one, ScoreResponse) and one.score is not None]
@@ -39,7 +39,7 @@ class Lines:
             self.say(f"{JUDGE} Processed batch {first}-{first + len(answers) - 1}: avg_score={mean}{more}")
 
     def failed(self, number: int, error: Exception) -> None:
-        """A batch has failed as a whole; its parts come next."""
+        """Log a batch that failed as a whole; its halves come next."""
         words = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         self.say(f"{JUDGE} Error in batch {self.done}-{self.done + number - 1}: {words}")
         if number > 1:
@@ -48,7 +48,7 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class SpokenBackend:
-    """A backend whose batches are said."""
+    """A backend whose batches are logged."""
 
     inner: Backend
     lines: Lines
@@ -66,7 +66,7 @@ class SpokenBackend:
         return self.inner.prepare(sample)
 
     def judge(self, prepared: Sequence[Any], /) -> Sequence[ScoreResponse | SampleError]:
-        """As the inner one, and a line."""
+        """As the inner one, with a line in the log."""
         try:
             answers = self.inner.judge(prepared)
         except ConfigError:

@@ -1,4 +1,4 @@
-"""The whole benchmark: read, check, edit everything, judge everything, report; killed at any moment, it goes on."""
+"""The whole benchmark: read, check, edit everything, judge everything, report; killed at any moment, it resumes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ DONE, TOO_MANY_FAILED, SOME_FAILED = 0, 1, 3
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How a run came out."""
+    """The result of a run."""
 
     summary: dict[str, Any]
     files: Sequence[Path]
@@ -57,20 +57,22 @@ class Report:
 
 
 def run_benchmark(config: RewardConfig, *, say: Callable[[str], None], how: Running | None = None) -> Report:
-    """Edit and judge all pairs that are asked for, and write the reports. The same call goes on after any end."""
+    """Edit and judge all pairs that are asked for, and write the reports. The same call resumes it."""
     run, how = config.evaluation.output_dir, how or Running()
     with _owning(run):
         pairs, faults = load_pairs(config)
         if faults:
             raise DataError(
-                f"the benchmark has {len(faults)} fault(s)", seen="; ".join(map(str, faults[:5])), do="mend them first"
+                f"the benchmark has {len(faults)} fault(s)",
+                seen="; ".join(map(str, faults[:5])),
+                do="correct them first",
             )
         editors = make_editors(config)
         check_judge(config.reward_model)
         write_text(run / SETTINGS, dump_config(config))
         names = one_line(", ".join(dict.fromkeys(pair.category for pair in pairs)))
         say(f"{len(pairs)} pairs in {len({pair.category for pair in pairs})} categories; run: {run}")
-        say(f"[阶段1/2] 开始批量图像编辑 - {names} (stage 1 of 2: editing)")
+        say(f"[stage 1/2] editing images in batches - {names}")
         watched = replace(how, watch=how.watch or _every_few_seconds(say))
         edited = edit_all(pairs, editors, run, seed=config.diffusion_model.params.seed, how=watched)
         say(f"stage 1: {edited.judged} edited now, {_counts(read_results(pairs, run), 'edit_failed')}")
@@ -84,11 +86,11 @@ def run_benchmark(config: RewardConfig, *, say: Callable[[str], None], how: Runn
 
 
 def _judge(config: RewardConfig, pairs: Sequence[EditPair], names: str, say: Say, how: Running) -> None:
-    """Stage 2, with the note's lines around it."""
+    """Stage 2, with the lines of the original script around it."""
     run, judging = config.evaluation.output_dir, judging_of(config)
     number = sum(row.status != "edit_failed" for row in read_results(pairs, run))
-    say(f"[阶段2/2] 开始批量图像评分 - {names} (stage 2 of 2: judging)")
-    say(f"{JUDGE} 准备评分 {number} 张有效图像...")
+    say(f"[stage 2/2] scoring images in batches - {names}")
+    say(f"{JUDGE} {number} valid images to score...")
     say(f"{JUDGE} Batch scoring {number} images with batch_size={judging.limits.rows}")
     if number:
         open_all = partial(open_judges, config.reward_model, config.evaluation.metric)
@@ -98,15 +100,15 @@ def _judge(config: RewardConfig, pairs: Sequence[EditPair], names: str, say: Say
 
 def _say_means(summary: dict[str, Any], say: Say) -> None:
     for name, found in summary["categories"].items():
-        say(f"[完成] {one_line(name)} - 共处理 {found['samples']} 个样本")
+        say(f"[done] {one_line(name)} - {found['samples']} samples processed")
         if found["mean"] is not None:
-            say(f"平均分: {found['mean']:.3f}")
+            say(f"mean score: {found['mean']:.3f}")
     if summary["micro_mean"] is not None:
-        say(f"✅ 评分完成，平均分: {summary['micro_mean']:.3f}")
+        say(f"✅ scoring done, mean score: {summary['micro_mean']:.3f}")
 
 
 def _every_few_seconds(say: Say) -> Watch:
-    """A line on how far editing is, now and then."""
+    """A line about the progress of editing, every few seconds."""
     last = [time.monotonic()]
 
     def watch(progress: Progress) -> None:
@@ -119,7 +121,7 @@ def _every_few_seconds(say: Say) -> Watch:
 
 @contextmanager
 def _owning(run: Path) -> Iterator[None]:
-    """One process a run folder; drafts that a killed one left are removed."""
+    """One process per run folder; drafts that a killed one left are removed."""
     run.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(run / ".run.lock").acquire(timeout=0):
@@ -127,7 +129,7 @@ def _owning(run: Path) -> Iterator[None]:
                 remove_drafts(folder)
             yield
     except Timeout as error:
-        raise RunError(f"another process is at work in {run}", seen=".run.lock is taken", do="wait for it") from error
+        raise RunError(f"another process is using {run}", seen=".run.lock is taken", do="wait for it") from error
 
 
 def load_pairs(config: RewardConfig, *, with_images: bool = False) -> tuple[Sequence[EditPair], list[Fault]]:
@@ -184,7 +186,7 @@ def make_editors(config: RewardConfig) -> list[Editor]:
 
 
 def _edit_shape(image: Any, instruction: str, seed: int) -> Any:
-    """Right three times of four, by the seed."""
+    """Right three times out of four, by the seed."""
     return edit_picture(image, instruction, is_right=seed % 4 != 0)
 
 

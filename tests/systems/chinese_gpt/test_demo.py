@@ -45,10 +45,10 @@ def test_the_demo_ends_well_and_shows_its_four_parts(capsys, tmp_path):
         "fixed 128  dynamic  bucketed  packed",
         "2. One step of 16 dialogues",
         "padded left",
-        "packed, 3 ranks",
+        "packed rows, 3 ranks",
         "3. 6 steps of 8 dialogues, trained twice",
         "o one by one, x true batches",
-        "samples a second",
+        "samples per second",
         "4. 6 steps in true batches",
         "用户：",
         "Equal to one by one in every part",
@@ -62,7 +62,7 @@ def test_the_demo_ends_well_and_shows_its_four_parts(capsys, tmp_path):
 def _check_report(file):
     """All four parts, whole in itself, and small enough to be sent."""
     page = file.read_text(encoding="utf-8")
-    for words in ("1. Cells that hold", "2. One step of", "packed, 3 ranks", "both losses", "speed", "用户："):
+    for words in ("1. Cells that hold", "2. One step of", "packed rows, 3 ranks", "both losses", "speed", "用户："):
         assert words in page
     assert "<script" not in page
     assert not re.search(r"(src|href)=[\"']https?:", page)

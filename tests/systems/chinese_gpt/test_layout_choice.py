@@ -30,7 +30,7 @@ def test_what_memory_allows_is_timed_and_nothing_changes(cells, monkeypatch):
     objective = limited_to(cells, monkeypatch)
     layout, why = chosen(model)
     assert layout in ("padded", "packed")
-    assert "the quicker of both" in why
+    assert "the faster of the two" in why
     assert f"--set train.layout={layout} fixes it" in why
     assert len(objective.ran) >= 2 * layout_choice.ROUNDS * layout_choice.STEPS
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())

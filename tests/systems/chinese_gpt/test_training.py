@@ -223,7 +223,7 @@ def test_the_command_trains_goes_on_and_evaluates(corpus, tmp_path, capsys, monk
     common = ["train", "chinese_gpt", "--data", str(corpus), *sizes, "--set", "train.epochs=1", "--log-format", "plain"]
     assert run_command([*common, "--dry-run"]) == 0
     foreseen = capsys.readouterr().out
-    assert "batch size 4: the choice for" in foreseen
+    assert "batch size 4: chosen for" in foreseen
     assert "memory, GiB" in foreseen
     assert run_command(common) == 0
     said = capsys.readouterr()

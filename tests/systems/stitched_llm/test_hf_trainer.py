@@ -10,6 +10,7 @@ from tests.systems.stitched_llm.test_training import run
 from tests.systems.stitched_llm.tiny_donors import llama, make_ids, qwen2
 from truebatch.adapters.planned_batches import AdapterConfig
 from truebatch.errors import ConfigError
+from truebatch.language.translate import in_chinese
 from truebatch_systems.stitched_llm import StitchedModel, load_stitched
 from truebatch_systems.stitched_llm.compat import NoteTraining, starting_lines, training_arguments
 from truebatch_systems.stitched_llm.model.stitch import Cut, stitch
@@ -96,12 +97,17 @@ def test_train_keeps_its_meaning_in_pytorch_and_trains_with_a_folder(cached, tmp
 
 
 def test_the_three_lines_say_what_the_settings_say():
-    assert starting_lines(NoteTraining(), "fp16") == [
+    assert [in_chinese(line) for line in starting_lines(NoteTraining(), "fp16")] == [
         "✅ 有效batch_size: 1 × 4 (gradient_accumulation) = 4",
         "✅ 数据加载: 4个worker并行加载，每个预取2个batch",
         "✅ 混合精度: FP16 (Tesla T4优化)",
     ]
-    assert starting_lines(NoteTraining(dataloader_num_workers=0), "fp32")[1:] == [
+    assert starting_lines(NoteTraining(), "fp16") == [
+        "✅ effective batch_size: 1 × 4 (gradient_accumulation) = 4",
+        "✅ data loading: 4 workers in parallel, each prefetching 2 batches",
+        "✅ mixed precision: FP16 (for a Tesla T4)",
+    ]
+    assert [in_chinese(line) for line in starting_lines(NoteTraining(dataloader_num_workers=0), "fp32")][1:] == [
         "✅ 数据加载: 主进程加载",
         "✅ 混合精度: 关闭 (FP32)",
     ]

@@ -209,7 +209,7 @@ GOLDEN = """\
 | all | 6 | 4 | 7.000 | 5.000 to 9.000 | 2.582 | 7.000 | 4.000 | 10.000 |
 
 Micro mean 7.000, macro mean 6.000; std: of a sample, n - 1.
-Metric: number, one number.
+The metric is number: one number.
 Best category: 物理; worst: 因果.
 Failures: 33.3% of the samples; they are in no mean. By status: edit_failed 1, ok 4, parse_error 1.
 """

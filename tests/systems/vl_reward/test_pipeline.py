@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -43,10 +44,11 @@ def test_the_embedded_benchmark_runs_and_its_report_can_be_made_again(tmp_path, 
     assert run(["score", "vl_reward", *command]) == 0
     out = capsys.readouterr().out
     assert "12 edited now" in out
-    for line in ("[阶段2/2] 开始批量图像评分 - physical, referential", "准备评分 12 张有效图像",
+    for line in ("[stage 2/2] scoring images in batches - physical, referential", "12 valid images to score",
                  "Batch scoring 12 images with batch_size=4", "Processed batch 0-3: avg_score=",
-                 "[完成] physical - 共处理 6 个样本", "✅ 评分完成，平均分: "):  # fmt: skip
+                 "[done] physical - 6 samples processed", "✅ scoring done, mean score: "):  # fmt: skip
         assert line in out
+    assert out.isascii() or not re.search("[一-鿿]", out), "no Chinese for readers of English"
     first = json.loads(Path("run/report.json").read_text())
     assert {one["score"] for one in first["samples"]} <= {5.0, 10.0}
     assert first["overall"]["valid"] == 12
@@ -67,6 +69,18 @@ def test_the_embedded_benchmark_runs_and_its_report_can_be_made_again(tmp_path, 
     assert run(["vl_reward", "compare", "run", "run", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["pairs"], found["unchanged"], found["difference"]) == (12, 12, 0.0)
+
+
+def test_in_chinese_the_lines_are_those_of_the_original_log(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRUEBATCH_LANG", "zh")
+    assert run(["vl_reward", "run", "--set", "benchmark.samples=12", "--set", "evaluation.output_dir=run"]) == 0
+    out = capsys.readouterr().out
+    for line in ("[阶段1/2] 开始批量图像编辑 - physical, referential", "[阶段2/2] 开始批量图像评分 - physical, referential",
+                 "[Qwen3VLRewardModel] 准备评分 12 张有效图像...", "Processed batch 0-3: avg_score=",
+                 "[完成] physical - 共处理 6 个样本", "✅ 评分完成，平均分: "):  # fmt: skip
+        assert line in out
+    assert "stage" not in out
 
 
 @pytest.mark.parametrize(
@@ -201,7 +215,7 @@ def test_two_processes_do_not_share_a_run_folder_and_drafts_of_a_killed_one_go(t
     draft.write_bytes(b"half")
     with FileLock(tmp_path / "run" / ".run.lock"):
         assert run(["vl_reward", "run", *settings(tmp_path, samples=1)]) == 2
-    assert "another process is at work" in capsys.readouterr().err
+    assert "another process is using" in capsys.readouterr().err
     assert draft.exists()
     assert run(["vl_reward", "run", *settings(tmp_path, samples=1)]) == 0
     assert not draft.exists()

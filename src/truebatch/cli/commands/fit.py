@@ -138,11 +138,12 @@ def _plain(sizing: Sizing) -> dict[str, Any]:
 def _print(sizing: Sizing, lines: list[str], written: Path, following: str) -> None:
     from truebatch.reports.fit_section import gib, prices_in_words, sizes_table
     from truebatch.reports.tables import print_table
+    from truebatch.training.config import ROWS
 
     fit = sizing.fit
     lines = [
         *lines,
-        f"{fit.facts['parameters']:,} parameters, {sizing.layout} rows, {fit.facts['precision']} on "
+        f"{fit.facts['parameters']:,} parameters, {ROWS[sizing.layout]}, {fit.facts['precision']} on "
         f"{fit.facts['device']}; samples of {sizing.shortest:,} to {sizing.longest:,} tokens",
         f"model, gradients and optimiser: {gib(fit.constant_bytes)} GiB",
         prices_in_words(fit),

@@ -167,9 +167,8 @@ def _dry_run(system: System[Any], config: Any, folder: Path, *, is_layout_open: 
         rows[layout] = _figures(
             plan_and_count(data.measured, plan_config, epoch=0, ranks=config.train.devices)[1], config
         )
-    step = config.train.describe_step()
     lines = list(task.commands.describe()) if task.commands.describe is not None else []
-    lines.append(step.removesuffix(f", {config.train.layout}") if is_open else step)
+    lines.append(config.train.describe_step(is_layout_open=is_open))
     if is_open:
         lines.append("the layout, packed or padded, is chosen when the model is there; the result is the same")
     lines += _add_outlook(rows, estimate_run(task, config.train, layouts=layouts, folder=folder), config)
@@ -182,13 +181,14 @@ def _dry_run(system: System[Any], config: Any, folder: Path, *, is_layout_open: 
 
 def _add_outlook(rows: dict[str, dict[str, Any]], foreseen: Any, config: Any) -> list[str]:
     """Add memory and time to each layout's statistics; also the lines that give their source."""
+    from truebatch.training.config import ROWS
     from truebatch.training.memory.fake_tensor_estimate import ESTIMATE_ERROR
 
     if isinstance(foreseen, str):
         return [f"memory is not known: {foreseen}"]
     found, free = foreseen
     outlooks = {layout: outlook for layout, outlook in found.items() if not isinstance(outlook, str)}
-    unknown = [f"memory of {layout} rows is not known: {why}" for layout, why in found.items() if isinstance(why, str)]
+    unknown = [f"memory of {ROWS[layout]} is not known: {why}" for layout, why in found.items() if isinstance(why, str)]
     if not outlooks:
         return unknown
     for layout, outlook in outlooks.items():
@@ -213,14 +213,16 @@ def _figures(counted: dict[str, Any], config: Any) -> dict[str, Any]:
 
 
 def _print_plans(lines: list[str], rows: dict[str, dict[str, Any]]) -> None:
+    from truebatch.language.translate import in_words
     from truebatch.reports.tables import Table, print_table
+    from truebatch.training.config import ROWS
 
     for line in lines:
         say(line)
     say()
     names = dict.fromkeys(name for row in rows.values() for name in row)
-    body = tuple((_word(name), *(_text(name, row.get(name)) for row in rows.values())) for name in names)
-    print_table(Table(("an epoch", *rows), body))
+    body = tuple((in_words(_word(name)), *(_text(name, row.get(name)) for row in rows.values())) for name in names)
+    print_table(Table(("an epoch", *(ROWS[layout] for layout in rows)), body))
     say("\nnext: the same command without --dry-run")
 
 

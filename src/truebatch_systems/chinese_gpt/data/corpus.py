@@ -16,7 +16,7 @@ from truebatch.io.text_encoding import nearest, read_text
 
 MAX_BYTES = 128 * 2**20
 STAGES = ("pretraining", "chat")
-"""Folders of the note's layout; both are read."""
+"""Folders of a corpus in two stages; both are read."""
 DIALOGUE = "用户：...助手：..."
 """How a dialogue is written, for messages."""
 
@@ -96,7 +96,7 @@ def _read_file(file: Path) -> list[Text]:
         raise DataError(
             f"{file} is not an array of strings",
             seen=f"the file holds one {_kind(values)}",
-            do='write ["first sample", "second sample"]; one JSON object a line is for `truebatch train hf`',
+            do='write ["first sample", "second sample"]; one JSON object per line is for `truebatch train hf`',
         )
     _check_strings(file, values)
     _check_characters(file, values)
@@ -132,7 +132,7 @@ def _broken(file: Path, source: str, error: json.JSONDecodeError) -> DataError:
     return DataError(
         f"{file}:{error.lineno} is not JSON: {error.msg}",
         seen=f"column {error.colno} of {line[:60]!r}",
-        do="mend that line (a missing comma or quote stands at or before it); nothing of the file was read",
+        do="mend that line (a comma or quote is missing there or before it); no part of the file was read",
     )
 
 

@@ -20,10 +20,10 @@ SHOWN = 3
 WORDS = {
     "empty": "{number} text(s) empty, to be left out ({places})",
     "duplicate": "{number} text(s) the same as an earlier one; all of them are trained on ({places})",
-    "special": "{number} text(s) with a special word such as {word} spelled out; it is read as plain text ({places})",
+    "special": "{number} text(s) with a special token such as {word} spelled out; it is read as plain text ({places})",
     "overlong": "{number} text(s) with more tokens than the model reads; by default the end is kept ({places})",
     "short": "{number} text(s) of a single character ({places})",
-    "no_answer": "{number} text(s) like a dialogue without an answer: {who} says nothing ({places})",
+    "no_answer": "{number} text(s) like a dialogue without an answer after {who} ({places})",
     "replacement": "{number} text(s) with the character U+FFFD: an earlier conversion has lost something there ({places})",
 }
 """Whole sentences, so that they can be said in another language."""

@@ -102,8 +102,8 @@ def load_texts(config: ChineseGPTConfig) -> list[Text]:
     """The texts a configuration names."""
     if config.data == EMBEDDED:
         told, asked = make_statements(config.embedded_statements), make_dialogues(config.embedded_dialogues)
-        return [Text(one.text, f"embedded {name}", number) for name, all_ in (("statements", told), ("dialogues", asked))
-                for number, one in enumerate(all_, start=1)]  # fmt: skip
+        kinds = (("embedded statements", told), ("embedded dialogues", asked))
+        return [Text(one.text, name, n) for name, all_ in kinds for n, one in enumerate(all_, start=1)]
     if config.data == IDIOMS:
         return read_idioms()
     path = Path(config.data)

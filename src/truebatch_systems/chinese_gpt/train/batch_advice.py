@@ -1,4 +1,4 @@
-"""The note's rules of thumb as choices that explain themselves: how many samples, which width, which rate, and when not to.
+"""Rules of thumb as choices that explain themselves: how many samples, which width, which rate, and when not to batch.
 
 lengths -> batch size by the number of samples, bucket width by their length, padding of every grouping -> lines
 """
@@ -15,7 +15,7 @@ from truebatch.planning.rows import Ints
 
 FEW_SAMPLES = 50
 RATE_ALONE = 1e-3
-"""The note's learning rate for one sample a step."""
+"""The learning rate for one sample per step."""
 MAX_SEQ_LEN = 128
 
 
@@ -32,13 +32,13 @@ def bucket_width_for(lengths: Ints) -> int:
 
 
 def learning_rates_for(batch_size: int) -> tuple[float, float]:
-    """The note's span: 0.001 alone, 0.001 to 0.002 for several samples a step."""
+    """0.001 for one sample per step, 0.001 to 0.002 for several."""
     return RATE_ALONE, RATE_ALONE * (1 if batch_size == 1 else 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaddingShares:
-    """Cells that hold no token, as a share, for one corpus and one number of samples a forward pass."""
+    """Cells that hold no token, as a share, for one corpus and one number of samples per forward pass."""
 
     fixed: float
     """Every row as wide as the model allows."""
@@ -53,7 +53,7 @@ class PaddingShares:
 def padding_shares(
     lengths: Ints, batch_size: int, *, width: int | None = None, fixed: int = MAX_SEQ_LEN, seed: int = 0
 ) -> PaddingShares:
-    """What each grouping of the note wastes on these lengths, from the plans themselves."""
+    """What each grouping wastes on these lengths, from the plans themselves."""
     width = bucket_width_for(lengths) if width is None else width
     every = {"samples": batch_size, "micro_batches_per_step": 1, "seed": seed}
     dynamic = PlanConfig(grouping="fixed", samples=batch_size, samples_per_step=batch_size, seed=seed)
@@ -65,7 +65,7 @@ def padding_shares(
 
 
 def reasons_not_to_batch(lengths: Ints) -> list[str]:
-    """When the note says that batches bring little."""
+    """Why batches bring little on these samples, if they do."""
     reasons = []
     if len(lengths) < FEW_SAMPLES:
         reasons.append(f"only {len(lengths)} samples: below {FEW_SAMPLES}, batches bring little")
@@ -77,15 +77,19 @@ def reasons_not_to_batch(lengths: Ints) -> list[str]:
 def advice_lines(lengths: Ints, *, batch_size: int, learning_rate: float, fixed: int) -> list[str]:
     """The choices in words, for the start of a run."""
     advised = batch_size_for(len(lengths))
-    is_advised = f"the choice for {len(lengths):,} samples; --set train.batch_size=N for another"
-    why = is_advised if batch_size == advised else f"as asked for; the choice for {len(lengths):,} samples is {advised}"
+    is_advised = f"chosen for {len(lengths):,} samples (--set train.batch_size=N changes it)"
+    why = (
+        is_advised
+        if batch_size == advised
+        else f"as asked for ({advised} would be chosen for {len(lengths):,} samples)"
+    )
     width = bucket_width_for(lengths)
     shares = padding_shares(lengths, batch_size, width=width, fixed=fixed)
     low, high = learning_rates_for(batch_size)
     is_inside = low <= learning_rate <= high
     lines = [
         f"batch size {batch_size}: {why}",
-        f"padding at {batch_size} a forward pass: fixed {fixed} {shares.fixed:.0%}, dynamic {shares.dynamic:.0%}, "
+        f"padding at {batch_size} samples per forward pass: fixed {fixed} {shares.fixed:.0%}, dynamic {shares.dynamic:.0%}, "
         f"bucketed (width {width}) {shares.bucketed:.0%}, packed {shares.packed:.0%}",
         f"learning rate {learning_rate:g}: {'within the advice' if is_inside else 'outside the advice'} for this batch size, "
         f"{low:g} to {high:g}",

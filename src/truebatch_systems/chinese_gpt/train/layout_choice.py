@@ -29,7 +29,7 @@ STEPS, ROUNDS = 4, 2
 
 
 def choose_layout(model: nn.Module, samples: EncodedTexts, config: TrainConfig) -> tuple[Layout, str]:
-    """The layout that is quicker on a few steps of these samples, and the times in one line. No weight is changed."""
+    """The faster layout on a few steps of these samples, and the times in one line. No weight is changed."""
     place, objective = find_place(config), NextToken()
     model.to(place.device)
     name_purposes(model)
@@ -45,12 +45,12 @@ def choose_layout(model: nn.Module, samples: EncodedTexts, config: TrainConfig) 
             for layout in LAYOUTS:
                 seconds[layout] = min(seconds[layout], _run(engines[layout], batches[layout], counts[layout]))
     except SampleTooLarge:  # the run will meet it as well, and has a policy for it
-        return "packed", "layout: packed; memory did not suffice to time the layouts; the result is the same"
+        return "packed", "layout: packed; not enough memory to time the layouts; the result is the same"
     best = min(LAYOUTS, key=lambda layout: seconds[layout])
-    times = ", ".join(f"{layout} {seconds[layout] * 1e3:.0f} ms" for layout in LAYOUTS)
+    times = f"padded {seconds['padded'] * 1e3:.0f} ms, packed {seconds['packed'] * 1e3:.0f} ms"
     return best, (
-        f"layout: {best}, the quicker of both on {STEPS} steps ({times}); the run keeps it. It was timed: the same command "
-        f"anew may choose the other, whose result is the same but for rounding; --set train.layout={best} fixes it"
+        f"layout: {best}, the faster of the two on {STEPS} steps ({times}); the run keeps it. It was timed: starting again may "
+        f"choose the other, whose result differs by rounding only; --set train.layout={best} fixes it"
     )
 
 

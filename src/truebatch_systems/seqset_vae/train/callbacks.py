@@ -1,4 +1,4 @@
-"""What stands beside a run: the schedule of the loss, which follows the stays seen, and the collapse detector.
+"""Callbacks: the schedule of the loss, which follows the stays seen, and the collapse detector.
 
 every check: the same stays of the training data -> posteriors in eval mode -> signals -> judgement -> log, action
 """
@@ -31,6 +31,11 @@ from truebatch_systems.seqset_vae.train.loss import SeqSetObjective, look_at, re
 CHECKS, PICTURE = "collapse.jsonl", "40-collapse"
 SMALLEST_FACTOR = 2.0**-6
 """Annealing goes no further: beta is then as good as off."""
+EVENTS = {
+    "alarm": "posterior alarm",
+    "recovered": "posterior recovered",
+    "too sharp": "posterior too sharp",
+}
 
 
 class LossSchedule:
@@ -46,14 +51,14 @@ class LossSchedule:
         self.objective.stays_seen = step * self.samples_per_step
 
     def after_step(self, step: int) -> CallbackAction:
-        """Nothing to wish for."""
+        """Nothing follows from a step."""
         return CallbackAction()
 
     def ended(self, step: int) -> None:
         """Nothing is left to do."""
 
     def state(self) -> Mapping[str, Any]:
-        """The stays seen, for whoever reads a checkpoint."""
+        """The stays seen."""
         return {"stays_seen": self.objective.stays_seen}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -91,7 +96,7 @@ class CollapseWatch:
     def _wish(self, line: Mapping[str, Any]) -> CallbackAction:
         action = self.detector.config.action
         is_good = line["grace"] or line["state"] == "healthy"
-        said = [f"posterior {event}: {'; '.join(line['reasons']) or line['state']}" for event in line["events"]]
+        said = [f"{EVENTS[event]}: {'; '.join(line['reasons']) or line['state']}" for event in line["events"]]
         stop = f"posterior collapse since step {self.detector.first_bad_step}: {'; '.join(line['reasons'])}"
         is_over = action == "stop" and "alarm" in line["events"]
         return CallbackAction(keep=action != "warn" and is_good, stop=stop if is_over else "", say="; ".join(said))

@@ -55,10 +55,11 @@ def require_begun(run: Path) -> None:
 
 def markdown(summary: dict[str, Any]) -> str:
     """The figures as a Markdown page."""
+    header = ("category", "samples", "valid", "mean", "95 % interval", "std", "median", "min", "max")
     lines = [
         "# Edit-then-judge benchmark",
         "",
-        "| category | samples | valid | mean | 95 % interval | std | median | min | max |",
+        "| " + " | ".join(header) + " |",
     ]
     lines.append("|---|---|---|---|---|---|---|---|---|")
     lines += [_line(name, found) for name, found in summary["categories"].items()]
@@ -67,7 +68,7 @@ def markdown(summary: dict[str, Any]) -> str:
         "",
         f"Micro mean {_number(summary['micro_mean'])}, macro mean {_number(summary['macro_mean'])}; "
         f"std: {summary['std_definition']}.",
-        f"Metric: {summary['metric'].get('kind', '-')}, {summary['metric'].get('aggregation', 'nothing was judged')}.",
+        f"The metric is {summary['metric'].get('kind', '-')}: {summary['metric'].get('aggregation', 'nothing was judged')}.",
         f"Best category: {summary['best_category'] or '-'}; worst: {summary['worst_category'] or '-'}.",
         f"Failures: {summary['failure_rate']:.1%} of the samples; they are in no mean. By status: "
         + ", ".join(f"{name} {number}" for name, number in summary["overall"]["statuses"].items())
