@@ -161,7 +161,7 @@ WRONG = {
     "train {file}:system --set train=3": "train",
     "train {file}:system --model x": "unknown key 'model'",
     "train {file}:system --resume never": "--resume",
-    "train {file}:system --resume required": "no run to go on with",
+    "train {file}:system --resume required": "no run to resume",
     "train {file}:system --log-format xml": "--log-format",
     "train {file}:system --devices 0": "devices",
     "train {file}:system --limit 0": "limit",
