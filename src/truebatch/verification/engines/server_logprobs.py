@@ -8,7 +8,6 @@ A key comes from the environment alone; no redirect is followed; every request h
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import math
 import os
@@ -16,11 +15,11 @@ import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 from urllib.parse import urlsplit
 
 from truebatch.errors import ConfigError, DataError
+from truebatch.io.http import http_library, is_loopback
 
 KEY_ENV = "OPENAI_API_KEY"
 """The variable with the key, where a server asks for one."""
@@ -108,7 +107,7 @@ async def _ask_all(server: Server, prompts: Sequence[Sequence[int] | str]) -> li
 
 def _client(library: Any, server: Server) -> Any:
     key = os.environ.get(KEY_ENV, "").strip()
-    is_here = _is_loopback(server.address)
+    is_here = is_loopback(server.address)
     if key and server.address.startswith("http:") and not is_here:
         raise ConfigError(
             "an API key is not sent over plain http to another machine",
@@ -269,23 +268,3 @@ def _from_echo(echoed: Mapping[str, Any], usage: Any, sent: int | None, new: int
     texts = (tokens + [""] * number)[:number]
     named = [_NAMED_ID.fullmatch(text) for text in texts]
     return PromptLogprobs(tuple(values), tuple(texts), tuple(int(n[1]) if n else None for n in named))
-
-
-def _is_loopback(address: str) -> bool:
-    host = urlsplit(address).hostname or ""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def http_library() -> Any:
-    """The client library: httpx2, which newer Hugging Face libraries bring, or httpx, which older ones do."""
-    for name in ("httpx2", "httpx"):
-        try:
-            return import_module(name)
-        except ImportError as error:
-            missing = error
-    raise ConfigError(
-        "the HTTP backend needs the package httpx2", seen=str(missing), do="pip install 'truebatch[http]'"
-    ) from missing

@@ -8,8 +8,9 @@ import pytest
 
 from truebatch.cli.app import run
 from truebatch.errors import ConfigError
+from truebatch.io.http import is_loopback
 from truebatch.language.console import mask_secrets
-from truebatch.scoring.backends.http.address import check_key, endpoint, find_key, is_address, is_loopback
+from truebatch.scoring.backends.http.address import check_key, endpoint, find_key, is_address
 from truebatch.scoring.backends.http.openai import HttpBackend
 from truebatch.scoring.readouts import Labels
 
@@ -111,4 +112,4 @@ def test_what_a_server_cannot_be_told_is_refused(options, tmp_path):
 def test_what_belongs_to_a_server_is_refused_without_one(name, tmp_path, capfd):
     (tmp_path / "d.jsonl").write_text(json.dumps({"user": "a"}) + "\n")
     assert run(["score", str(tmp_path / "d.jsonl"), "--yesno", "--model", "scripted", name, "3"]) == 2
-    assert "belong to a server" in capfd.readouterr().err
+    assert "only for a server" in capfd.readouterr().err

@@ -13,12 +13,12 @@ import pytest
 
 from tests.scoring.backends.http.fault_server import FaultServer, http
 from truebatch.errors import ConfigError
+from truebatch.io.http import http_library
 from truebatch.scoring.backends.http.client import (
     LONGEST_PAUSE,
     HttpClient,
     HttpSettings,
     RequestError,
-    http_library,
     pause_seconds,
     read_body,
 )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 from urllib.parse import parse_qsl, urlsplit
 
 from truebatch.errors import ConfigError
+from truebatch.io.http import is_loopback
 from truebatch.language.console import mask_secrets
 
 KEY_ENV = "OPENAI_API_KEY"
@@ -53,15 +53,6 @@ def endpoint(address: str) -> str:
             do=f"put the key into the environment, as {KEY_ENV} or with --key-env NAME; only ?api-version= may follow",
         )
     return parts._replace(path=parts.path.rstrip("/") + "/chat/completions").geturl()
-
-
-def is_loopback(address: str) -> bool:
-    """True if an address is on this machine."""
-    host = urlsplit(address).hostname or ""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def mask_address(address: str) -> str:

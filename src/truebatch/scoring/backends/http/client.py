@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from http.cookiejar import CookieJar, DefaultCookiePolicy
-from importlib import import_module
 from typing import Any
 
 from truebatch.errors import ConfigError
-from truebatch.scoring.backends.http.address import endpoint, is_loopback
+from truebatch.io.http import http_library, is_loopback
+from truebatch.scoring.backends.http.address import endpoint
 from truebatch.scoring.backends.interface import SampleError
 
 ANSWER_BYTES, TOKEN_BYTES = 1 << 18, 64
@@ -185,18 +185,6 @@ class HttpClient:
         packing = headers.get("content-encoding", "").strip().lower()
         body = await read_body(response.aiter_raw(), packing, self._settings.answer_bytes or ANSWER_BYTES)
         return Reply(headers.get("content-type", ""), body)
-
-
-def http_library() -> Any:
-    """The client library: httpx2, which newer Hugging Face libraries bring, or httpx, which older ones do."""
-    for name in ("httpx2", "httpx"):
-        try:
-            return import_module(name)
-        except ImportError as error:
-            missing = error
-    raise ConfigError(
-        "the HTTP backend needs the package httpx2", seen=str(missing), do="pip install 'truebatch[http]'"
-    ) from missing
 
 
 def pause_seconds(first: float, number: int, draw: float, retry_after: str = "") -> float:

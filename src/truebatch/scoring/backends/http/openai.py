@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
 from truebatch.errors import ConfigError
+from truebatch.io.http import http_library
 from truebatch.scoring.backends.http.address import KEY_ENV, check_key, endpoint
 from truebatch.scoring.backends.http.chat_response import read_chances, read_choice, read_text
 from truebatch.scoring.backends.http.client import (
@@ -22,7 +23,6 @@ from truebatch.scoring.backends.http.client import (
     HttpClient,
     HttpSettings,
     Reply,
-    http_library,
 )
 from truebatch.scoring.backends.http.in_flight import InFlight
 from truebatch.scoring.backends.interface import Cost, SampleError, ScoreRequest, ScoreResponse
