@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests import tasks
 from truebatch.cli.app import run
 from truebatch.cli.run_folder import own_folder
 from truebatch.errors import ConfigError, RunError
+from truebatch.training import load_trained
 from truebatch.training.load_trained import open_trained
 from truebatch.training.registry import find_system
 
@@ -33,6 +35,25 @@ def test_a_run_gives_back_the_weights_it_ended_with(tmp_path):
     assert trained.system.name == "numbers"
     assert not trained.model.training
     assert all(torch.equal(value, saved[name]) for name, value in trained.model.state_dict().items())
+
+
+def test_a_trained_run_reads_its_data_once_and_not_at_all_where_the_model_needs_none(tmp_path, monkeypatch):
+    folder, read = trained_run(tmp_path / "run"), []
+
+    def prepare(config):
+        read.append(config)
+        return tasks.prepare(config)
+
+    system = replace(tasks.system, prepare=prepare)
+    monkeypatch.setattr(load_trained, "find_system", lambda target: system)
+    trained = open_trained(folder, named=TARGET)
+    assert trained.task is trained.task
+    assert len(read) == 1
+    system = replace(system, restore_model=lambda config, weights: tasks.build(config))
+    restored = open_trained(folder, named=TARGET)
+    assert len(read) == 1
+    assert len(restored.task.data.samples) == 24
+    assert len(read) == 2
 
 
 def test_a_setting_for_one_use_that_makes_another_model_is_refused(tmp_path):

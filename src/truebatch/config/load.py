@@ -127,7 +127,7 @@ def _own_notes(kind: type[Any]) -> dict[str, str]:
     }
 
 
-def dump_config(config: Any) -> str:
+def dump_config(config: object) -> str:
     """YAML text that `load_config` reads back to an equal value."""
     return write_yaml(plain_value(config))
 

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,9 +20,12 @@ from truebatch.language.console import say
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
+    from truebatch.planning.rows import Layout
     from truebatch.reports.progress_display import Show
+    from truebatch.training.config import TrainConfig
     from truebatch.training.context import TrainResult
-    from truebatch.training.system import System
+    from truebatch.training.memory.run_estimate import RunEstimate
+    from truebatch.training.system import ConfigT, System, Task
 
 FORMATS = ("auto", "plain", "json")
 RESUMES = ("auto", "required")
@@ -110,13 +114,19 @@ def _run(
     config = checked(system, document)
     check_trackers(config.train.track)
     if way.dry_run:
-        return _dry_run(system, config, folder, is_layout_open=is_layout_open, as_json=way.log_format == "json")
+        return _dry_run(
+            system.prepare(config),
+            config.train,
+            folder,
+            is_layout_open=is_layout_open,
+            as_json=way.log_format == "json",
+        )
     if way.resume == "required" and not (folder / "config.yaml").exists():
         raise ConfigError("there is no run to resume", seen=f"{folder} holds none", do="run it without --resume")
     check_ranks(config.train.devices)
     if config.train.devices > 1 and ranks_around() is None:
         _check_room(config.train.devices)
-        _preflight(system, config)
+        _preflight(system.prepare(config), config.train)
         return launch(_arguments(target, file, overrides, given, way, folder), config.train.devices, folder=folder)
     stop_with_parent()
     return _train(system, config, folder, way, is_layout_open=is_layout_open, again=target)
@@ -129,9 +139,9 @@ def _check_room(devices: int) -> None:
     check_processes(devices, gpus=usable_gpus(), cores=os.cpu_count() or 1, asked=f"--devices {devices}")
 
 
-def _preflight(system: System[Any], config: Any) -> None:
+def _preflight(task: Task, config: TrainConfig) -> None:
     """Read the data once before starting processes, so that errors are reported once and tokens are cached."""
-    system.prepare(config).measured_data(config.train.limit)
+    task.measured_data(config.limit)
 
 
 def _arguments(
@@ -152,26 +162,23 @@ def _arguments(
     return parts + (["--fresh"] if way.fresh else [])
 
 
-def _dry_run(system: System[Any], config: Any, folder: Path, *, is_layout_open: bool, as_json: bool) -> int:
+def _dry_run(task: Task, config: TrainConfig, folder: Path, *, is_layout_open: bool, as_json: bool) -> int:
     from truebatch.reports.plan_tables import plan_and_count
     from truebatch.training.memory.run_estimate import estimate_run
 
-    task = system.prepare(config)
-    data = task.measured_data(config.train.limit)
+    data = task.measured_data(config.limit)
     assert data.measured is not None
-    is_open = is_layout_open and task.commands.choose_layout is not None and config.train.true_batch != "off"
-    layouts: tuple[Any, ...] = ("packed", "padded") if is_open else (config.train.layout,)
+    is_open = is_layout_open and task.commands.choose_layout is not None and config.true_batch != "off"
+    layouts: tuple[Layout, ...] = ("packed", "padded") if is_open else (config.layout,)
     rows: dict[str, dict[str, Any]] = {}
     for layout in layouts:
-        plan_config = replace(config.train, layout=layout).plan_config()
-        rows[layout] = _figures(
-            plan_and_count(data.measured, plan_config, epoch=0, ranks=config.train.devices)[1], config
-        )
+        plan_config = replace(config, layout=layout).plan_config()
+        rows[layout] = _figures(plan_and_count(data.measured, plan_config, epoch=0, ranks=config.devices)[1], config)
     lines = list(task.commands.describe()) if task.commands.describe is not None else []
-    lines.append(config.train.describe_step(is_layout_open=is_open))
+    lines.append(config.describe_step(is_layout_open=is_open))
     if is_open:
         lines.append("the layout, packed or padded, is chosen when the model is there; the result is the same")
-    lines += _add_outlook(rows, estimate_run(task, config.train, layouts=layouts, folder=folder), config)
+    lines += _add_outlook(rows, estimate_run(task, config, layouts=layouts, folder=folder), config)
     if as_json:
         sys.stdout.write(json.dumps({"lines": lines, "plans": rows}, ensure_ascii=False) + "\n")
     else:
@@ -179,7 +186,9 @@ def _dry_run(system: System[Any], config: Any, folder: Path, *, is_layout_open: 
     return 0
 
 
-def _add_outlook(rows: dict[str, dict[str, Any]], foreseen: Any, config: Any) -> list[str]:
+def _add_outlook(
+    rows: dict[str, dict[str, Any]], foreseen: tuple[Mapping[Layout, RunEstimate | str], int] | str, config: TrainConfig
+) -> list[str]:
     """Add memory and time to each layout's statistics; also the lines that give their source."""
     from truebatch.training.config import ROWS
     from truebatch.training.memory.fake_tensor_estimate import ESTIMATE_ERROR
@@ -194,7 +203,7 @@ def _add_outlook(rows: dict[str, dict[str, Any]], foreseen: Any, config: Any) ->
     for layout, outlook in outlooks.items():
         rows[layout]["memory_gib"] = round(outlook.memory_bytes / 2**30, 3)
         if outlook.seconds is not None:
-            rows[layout]["hours"] = round(outlook.seconds * config.train.epochs / 3600, 3)
+            rows[layout]["hours"] = round(outlook.seconds * config.epochs / 3600, 3)
     hows = {outlook.how for outlook in outlooks.values()}
     estimated = f"estimated, nothing was run (within {ESTIMATE_ERROR:.0%} where it was compared)"
     sources = {"fit": "measured by `truebatch fit`", "estimate": estimated}
@@ -202,13 +211,13 @@ def _add_outlook(rows: dict[str, dict[str, Any]], foreseen: Any, config: Any) ->
     return [f"memory of one device at the peak of a step: {said}; {free / 2**30:.1f} GiB are free here", *unknown]
 
 
-def _figures(counted: dict[str, Any], config: Any) -> dict[str, Any]:
+def _figures(counted: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
     names = ("samples", "steps", "micro_batches", "tokens", "cells", "fill", "waste")
-    total = config.train.epochs * counted["steps"]
+    total = config.epochs * counted["steps"]
     return {
         **{name: counted[name] for name in names},
-        "epochs": config.train.epochs,
-        "steps_in_all": min(config.train.max_steps or total, total),
+        "epochs": config.epochs,
+        "steps_in_all": min(config.max_steps or total, total),
     }
 
 
@@ -240,14 +249,17 @@ def _text(name: str, value: Any) -> str:
     return f"{value:.1%}" if isinstance(value, float) else f"{value:,}"
 
 
-def _train(system: System[Any], config: Any, folder: Path, way: _TrainMode, *, is_layout_open: bool, again: str) -> int:
+def _train(
+    system: System[ConfigT], config: ConfigT, folder: Path, way: _TrainMode, *, is_layout_open: bool, again: str
+) -> int:
     from truebatch.reports.progress_display import make_show
     from truebatch.training.logging.trackers import Trackers
     from truebatch.training.run_dir.run_dir import plain_config
+    from truebatch.training.system import train_settings
     from truebatch.training.train_system import Start, train_system
 
     show = make_show(way.log_format)
-    trackers = Trackers(config.train.track, folder, plain_config(config))
+    trackers = Trackers(train_settings(config).track, folder, plain_config(config))
     start = Start(
         out=folder,
         target=again,

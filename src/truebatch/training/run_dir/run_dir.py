@@ -74,7 +74,7 @@ class RunFolder:
 
 @contextmanager
 def open_run(
-    folder: Path, config: Any, *, fresh: bool = False, may_change: Collection[str] = ()
+    folder: Path, config: object, *, fresh: bool = False, may_change: Collection[str] = ()
 ) -> Iterator[RunFolder]:
     """Own a run folder inside the `with` block: make it, or go on with it if its configuration is the same.
 
@@ -103,7 +103,7 @@ def open_run(
         lock.release()
 
 
-def plain_config(config: Any) -> dict[str, Any]:
+def plain_config(config: object) -> dict[str, Any]:
     """A configuration as the plain values that `config.yaml` holds."""
     return parse_yaml(dump_config(config), name=CONFIG).values
 
@@ -116,7 +116,7 @@ def kept_layout(folder: Path) -> Any:
     return train.get("layout") if isinstance(train, dict) else None
 
 
-def config_fingerprint(config: Any) -> str:
+def config_fingerprint(config: object) -> str:
     """A hash that changes with every value of a configuration, and with nothing else; None is as good as absent."""
     values = _flat(config if isinstance(config, Mapping) else plain_config(config))
     given = sorted((key, repr(value)) for key, value in values.items() if value is not None)
