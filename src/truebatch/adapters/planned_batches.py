@@ -41,6 +41,9 @@ class AdapterConfig:
     allow: tuple[str, ...] = ()
     """Couplings between samples to allow (for example 'dropout'): results are then equal in distribution only."""
 
+    check_samples: int = 8
+    """Samples of the first step that are run alone and as cut before the first update; 0 leaves the check out."""
+
     def plan_config(self, *, samples: int, samples_per_step: int, seed: int) -> PlanConfig:
         """`samples` is the maximum per forward pass and device; the budgets may cut it smaller."""
         return PlanConfig(

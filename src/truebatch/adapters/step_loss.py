@@ -5,6 +5,7 @@ micro-batches -> forward and backward of each -> gradient of the step, stored ->
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,10 +16,14 @@ from truebatch.adapters.planned_batches import held_attention
 from truebatch.data.loader import LoadedStep
 from truebatch.errors import BatchError
 from truebatch.objective import Objective
+from truebatch.training.checks.batch_coupling import find_couplings
+from truebatch.training.checks.first_step import ANY_COUPLING, DEFAULT_SAMPLES, FirstStep, check_loop
 from truebatch.training.distributed.collectives import num_ranks, sum_over_ranks
 from truebatch.training.memory.oom_retry import Guard
 from truebatch.training.optim.param_groups import Group
 from truebatch.training.step import StepEngine, accumulate, step_counts
+
+_log = logging.getLogger(__name__)
 
 
 def step_loss(
@@ -30,6 +35,7 @@ def step_loss(
     epoch: int = 0,
     seed: int = 0,
     guard: Guard | None = None,
+    check_samples: int = DEFAULT_SAMPLES,
 ) -> Tensor:
     """The true loss of a step over all ranks; its `backward()` gives the gradient of the step, exactly once.
 
@@ -37,6 +43,9 @@ def step_loss(
     number, because DistributedDataParallel averages it: wrap the module that calls this, or average gradients yourself.
     An active autocast applies to the forward passes. With a guard, `Guard(fields=...)` kept over steps, memory that
     runs out only changes how the step is cut.
+
+    Before the first step of a model, `check_samples` of its samples are run alone and as they were cut: a warning in the log
+    of `truebatch.adapters.step_loss` says what was found, and `LawError` is raised if they differ. 0 leaves the check out.
 
     >>> import torch
     >>> from truebatch import Field, PlanConfig, build_plan, load_steps
@@ -57,6 +66,12 @@ def step_loss(
     device = device or next(model.parameters()).device
     wanted = [p for p in model.parameters() if p.requires_grad]
     engine = _engine(model, objective, wanted, device, seed, guard)
+    couplings = tuple(find_couplings(model))
+    first = FirstStep(
+        engine=engine, batches=step.batches, fields=step.fields, epoch=epoch, number=check_samples,
+        allow=ANY_COUPLING, couplings=couplings,
+    )  # fmt: skip
+    check_loop(first, say=_log.warning)
     loss, taken = take_step(engine, step, epoch=epoch)
     return hand_over(loss, taken, wanted)
 

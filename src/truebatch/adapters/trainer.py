@@ -29,7 +29,8 @@ from truebatch.batch.microbatch import MicroBatch
 from truebatch.data.loader import LoadedStep, LoaderConfig
 from truebatch.errors import BatchError, RunError
 from truebatch.hf.heads.objective import HeadObjective
-from truebatch.training.checks.batch_coupling import refuse_couplings
+from truebatch.training.checks.batch_coupling import find_couplings, refuse_couplings
+from truebatch.training.checks.first_step import ANY_COUPLING, FirstStep, check_loop
 from truebatch.training.distributed.collectives import num_ranks, rank, reduce_gradients, sum_over_ranks
 from truebatch.training.memory.oom_retry import Guard
 from truebatch.training.optim.param_groups import Group
@@ -188,6 +189,7 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
         The step is run in its last item, so that running out of memory loses nothing of an earlier one.
         """
         engine = self._engine(model, groups=(Group(optimiser=self.optimizer),))
+        self._check_first_step(engine, opened)
         with held_attention(engine.model, engine.objective, opened.step.batches):
             sums = accumulate(engine, opened.step.batches, opened.counts, epoch=self._place[0])
         reduce_gradients([p for p in model.parameters() if p.requires_grad])
@@ -201,10 +203,21 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
         wanted = [p for p in bare_model(model).parameters() if p.requires_grad]
         with plain_leaves(bare_model(model)) as leaves:
             engine = self._engine(model, groups=(Group(optimiser=torch.optim.SGD(leaves)),))
+            self._check_first_step(engine, opened)
             loss, taken = take_step(engine, opened.step, epoch=self._place[0], counts=opened.counts)
         loss = self._finite(opened, loss)
         self.accelerator.backward(hand_over(loss, taken, wanted), scale_wrt_gas=False)
         return loss
+
+    def _check_first_step(self, engine: StepEngine, opened: OpenStep) -> None:
+        """Before the first update of this process: a few samples alone and as they were cut."""
+        config = self.truebatch
+        first = FirstStep(
+            engine=engine, batches=opened.step.batches, fields=opened.step.fields, epoch=self._place[0],
+            number=config.check_samples, allow=(*config.allow, *ANY_COUPLING),
+            couplings=tuple(find_couplings(engine.model)),
+        )  # fmt: skip
+        check_loop(first, say=_log.warning)
 
     def evaluation_loop(
         self,

@@ -75,6 +75,33 @@ def take_samples(batch: MicroBatch, fields: Sequence[Field], places: Sequence[in
     return [_maker(batch, fields)([samples[at] for at in places], rows)]
 
 
+def keep_samples(batch: MicroBatch, fields: Sequence[Field], places: Sequence[int]) -> MicroBatch:
+    """The samples at these places in the rows they lie in, as wide as they were, with the cells of the others empty.
+
+    >>> import numpy as np
+    >>> from truebatch import Field, collate
+    >>> from truebatch.planning.rows import padded_rows
+    >>> batch = collate([{"x": [1, 2, 3]}, {"x": [4]}, {"x": [5, 6]}], padded_rows(np.arange(3), 3), [Field(name="x")])
+    >>> keep_samples(batch, [Field(name="x")], [1, 2])["x"].tolist()
+    [[4, 0, 0], [5, 6, 0]]
+    """
+    rows, samples = rows_of_batch(batch, fields), samples_of(batch, fields)
+    ids = np.array([batch.sample_ids[at] for at in places], dtype=np.int64)
+    row_of = np.repeat(np.arange(rows.num_rows), np.diff(rows.starts))[list(places)]
+    _, held = np.unique(row_of, return_counts=True)
+    starts = np.concatenate([[0], np.cumsum(held)]).astype(np.int64)
+    kept = Rows(ids, starts, rows.width, rows.layout)
+    return _maker(batch, fields)([samples[at] for at in places], kept)
+
+
+def sample_alone(batch: MicroBatch, fields: Sequence[Field], place: int) -> MicroBatch:
+    """The sample at this place as one-by-one training would see it: a padded row of its own, without padding."""
+    ids = np.array([batch.sample_ids[place]], dtype=np.int64)
+    final = [replace(f, source="", shift=0, dtype="keep") for f in fields]
+    width = int(_lengths(batch, fields)[place])
+    return collate([samples_of(batch, fields)[place]], padded_rows(ids, width), final)
+
+
 def samples_of(batch: MicroBatch, fields: Sequence[Field]) -> list[Sample]:
     """The values of every sample, as the fields of the micro-batch hold them (shifted, in their final dtype)."""
     columns = {f.name: _values(batch, f) for f in fields}

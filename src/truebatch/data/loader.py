@@ -75,6 +75,8 @@ class LoadedStep:
     """The same number on every rank; a rank with no samples gets empty ones."""
     counts: Mapping[str, int]
     """What the loss terms are divided by: the counts of the whole step, over all ranks."""
+    fields: Sequence[Field] = ()
+    """How the micro-batches hold a sample, for whoever takes them apart; empty where that is not known."""
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return iter(self.batches)
@@ -178,7 +180,7 @@ def _load_here(
 ) -> Generator[LoadedStep, None, None]:
     for step in steps:
         batches = [read_microbatch(recipe, task, report=lambda _: None) for task in step.tasks]
-        yield LoadedStep(step.number, tuple(_pinned(b, config) for b in batches), step.counts)
+        yield LoadedStep(step.number, tuple(_pinned(b, config) for b in batches), step.counts, recipe.fields)
 
 
 def _load_with_workers(
@@ -207,7 +209,7 @@ def _load_with_workers(
                     tasks, 1
                 ):  # one taken, one more submitted: never more in flight than configured
                     pool.submit(following)
-            yield LoadedStep(step.number, tuple(batches), step.counts)
+            yield LoadedStep(step.number, tuple(batches), step.counts, recipe.fields)
     finally:
         pool.close()
         forget(pool.close)

@@ -52,6 +52,8 @@ class TrainConfig:
     true_batch: Switch = "on"
     """`off` runs one sample at a time; `compare` runs both for `compare_steps` steps and stops if they differ."""
     compare_steps: int = 3
+    check_samples: int = 8
+    """Samples of the first step that are run alone and as cut before the first update; 0 leaves the check out."""
     learning_rate: float = 1e-3
     schedule: Shape = "constant"
     warmup_steps: int = 0
@@ -117,7 +119,7 @@ class TrainConfig:
         ):
             if getattr(self, name) is not None:
                 _check(name, getattr(self, name), least=1)
-        for name in ("warmup_steps", "workers", "seed"):
+        for name in ("warmup_steps", "workers", "seed", "check_samples"):
             _check(name, getattr(self, name), least=0)
         _check("keep", self.keep, least=1)
         for name, choices in (

@@ -12,6 +12,7 @@ from truebatch.planning.lengths.measured_values import Measured
 from truebatch.planning.plan import Plan, build_plan
 from truebatch.training.callbacks import Logger
 from truebatch.training.checks.batch_coupling import Coupling
+from truebatch.training.checks.equality import Equality
 from truebatch.training.config import TrainConfig
 from truebatch.training.data import TrainData
 from truebatch.training.distributed.collectives import num_ranks
@@ -101,6 +102,9 @@ class Job:
     records: list[Record] = field(default_factory=list)
     watchdog: Watchdog | None = None
     """Learns of every step: a run that no longer moves is reported with its stacks."""
+
+    equality: list[Equality | None] = field(default_factory=list)
+    """What the check before the first update has found, once it is made; None where an earlier start made it."""
 
     def tell(self, log: MetricsLog | None, record: Record) -> None:
         """One record to the log and to whoever watches."""

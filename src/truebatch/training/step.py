@@ -161,7 +161,8 @@ def check_moved(engine: StepEngine, outcome: StepOutcome) -> None:
         )
 
 
-def _check_sums(sums: Any) -> None:
+def check_sums(sums: Any) -> None:
+    """Raise `ConfigError` for what an objective gives unless it names its terms, each a tensor of no axes."""
     if not isinstance(sums, Mapping):
         raise ConfigError(
             "an objective's `sums` must name its terms",
@@ -261,7 +262,7 @@ def _forward_backward(
         failpoint("step.forward")
         with engine.autocast():
             given = sums_of(engine, moved)
-        _check_sums(given)
+        check_sums(given)
         failpoint("step.backward")
         with batched_grad_accumulation(apart):
             _backward(engine, given, counts, weight=weight * (num_ranks() if engine.is_sharded else 1))

@@ -26,14 +26,12 @@ from truebatch.training.memory.fit import stale_fit_warnings
 from truebatch.training.memory.oom import free_memory
 from truebatch.training.registry import lasting_target
 from truebatch.training.run_dir.resume_checks import opened_run
-from truebatch.training.run_dir.run_dir import RunFolder, kept_layout
+from truebatch.training.run_dir.run_dir import ABOUT, RunFolder, kept_layout
 from truebatch.training.system import ConfigT, System, Task, settings_type, settled, train_settings, with_train
 from truebatch.training.trainer import train
 
 __all__ = ["ABOUT", "Start", "settings_type", "settled", "train_system"]
 
-ABOUT = "run.json"
-"""The file of a run that names its system."""
 EXPORTED = "exported.json"
 MODEL = "model"
 """The folder of a run that holds the trained model, for use without truebatch."""

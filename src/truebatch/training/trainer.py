@@ -37,6 +37,7 @@ from truebatch.training.checkpoint.save_resume import resume_run
 from truebatch.training.checkpoint.state_dict import seed_random
 from truebatch.training.checks.batch_coupling import refuse_couplings, refused_if_seen
 from truebatch.training.checks.compare_one_by_one import compare_with_one_by_one
+from truebatch.training.checks.first_step import check_first_step, equality_record
 from truebatch.training.config import TrainConfig
 from truebatch.training.context import EpochPlans, Job, Record, TrainResult
 from truebatch.training.data import (
@@ -216,9 +217,9 @@ def _named(error: BaseException) -> BaseException:
 
 def _begin(job: Job) -> TrainState:
     job.say(job.config.describe_step())
-    allowed = ", ".join(sorted({c.name for c in job.couplings}))
-    equality = f"equality: in distribution ({allowed} allowed by name)" if allowed else "equality: exact"
-    job.say(f"{job.num_steps:,} steps, {job.config.precision} on {job.engine.device}; {equality}")
+    job.say(f"{job.num_steps:,} steps, {job.config.precision} on {job.engine.device}")
+    if allowed := ", ".join(sorted({c.name for c in job.couplings})):
+        job.say(f"equality: in distribution ({allowed} allowed by name)")
     found = resume_run(job.run.checkpoints, job.engine) if job.run is not None else None
     if found is None:
         # Else every process would draw its own, and a run that begins again would not be the one that was killed.
@@ -314,6 +315,7 @@ def train_step(job: Job, progress: TrainState, loaded: LoadedStep, log: MetricsL
     check_terms(engine.groups, list(counts), is_first=progress.step == 0)
     if job.config.true_batch == "compare" and progress.step < job.config.compare_steps:
         _compare(job, progress, loaded, counts)
+    check_first_step(job, progress, loaded)
     rates = {g.name: g.set_rate(progress.step, job.num_steps) for g in engine.groups}
     outcome = _take_gradients(job, progress, loaded, counts)
     is_updated = False
@@ -376,7 +378,7 @@ def _record(
         "fill": tokens / max(cells, 1),
         "seconds": seconds,
         "tokens_per_second": tokens / max(seconds, 1e-9),
-        "equality": "in distribution" if job.couplings else "exact",
+        **equality_record(job),
         **quarantine_record(job.engine.guard),
     }
     job.records.append(record)

@@ -147,7 +147,7 @@ def test_dropout_is_off_for_training_and_as_it_was_in_what_is_saved(folder, caps
     assert train("causal_lm") == 0
     assert "dropout is set to 0 for training (was attention_dropout=0.1)" in capsys.readouterr().out
     assert loaded("causal_lm").config.attention_dropout == 0.1
-    assert {r["equality"] for r in read_metrics(Path("runs/hf/metrics.jsonl"))} == {"exact"}
+    assert read_metrics(Path("runs/hf/metrics.jsonl"))[0]["equality"]["verdict"] == "equal"
     assert train("causal_lm", "--out", "runs/kept", "--set", "train.allow=[dropout]") == 0
     assert "equality: in distribution (dropout allowed by name)" in capsys.readouterr().out
 

@@ -10,7 +10,7 @@ from truebatch.errors import ConfigError
 from truebatch.training.logging.trackers import Trackers, check_trackers
 
 RECORDS = [
-    {"step": 1, "loss": 2.5, "updated": True, "equality": "exact"},
+    {"step": 1, "loss": 2.5, "updated": True, "equality": {"verdict": "equal", "samples": 8}},
     {"step": 2, "loss": math.nan, "updated": False},
     {"step": 2, "validation_loss": 2.0},
 ]

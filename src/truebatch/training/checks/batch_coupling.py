@@ -49,14 +49,14 @@ def refused_if_seen(model: nn.Module, allow: Sequence[str], found: list[Coupling
 
     Randomness drawn from the global generators (functional dropout, noise) and buffers that a forward pass changes.
     """
-    before, versions = _generators(model), _buffer_versions(model)
+    before, versions = random_generators(model), _buffer_versions(model)
     yield
-    is_drawn = any(not torch.equal(a, b) for a, b in zip(before, _generators(model), strict=True))
+    is_drawn = any(not torch.equal(a, b) for a, b in zip(before, random_generators(model), strict=True))
     seen = [_DRAWN] if is_drawn and not any(c.name == "dropout" for c in found) else []
     changed = [name for name, version in _buffer_versions(model).items() if versions.get(name, version) != version]
     seen += [_changed_buffer(changed)] if changed else []
     _refuse([c for c in seen if c.name not in allow])
-    found += seen
+    found += [c for c in seen if c not in found]
 
 
 _DRAWN = Coupling(
@@ -76,7 +76,8 @@ def _changed_buffer(names: Sequence[str]) -> Coupling:
     )
 
 
-def _generators(model: nn.Module) -> list[torch.Tensor]:
+def random_generators(model: nn.Module) -> list[torch.Tensor]:
+    """The states of torch's global generators on the devices of a model."""
     devices = {p.device for p in model.parameters() if p.is_cuda}
     return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in sorted(devices, key=str))]
 

@@ -23,7 +23,17 @@ from truebatch.training.config import TrainConfig
 from truebatch.training.distributed.collectives import num_ranks, rank
 from truebatch.training.run_dir.run_dir import RunFolder, RunState, open_run, read_status, write_status
 
-MAY_CHANGE = ("devices", "workers", "keep", "epochs", "max_steps", "track", "save_every", "stuck_seconds")
+MAY_CHANGE = (
+    "devices",
+    "workers",
+    "keep",
+    "epochs",
+    "max_steps",
+    "track",
+    "save_every",
+    "stuck_seconds",
+    "check_samples",
+)
 """Settings of `TrainConfig` that another start of the same run may have: none of them changes the samples of a step.
 
 Learning rates of a schedule follow the number of steps; the run says so when that has changed.

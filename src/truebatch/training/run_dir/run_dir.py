@@ -35,6 +35,10 @@ from truebatch.testing.failpoints import failpoint
 from truebatch.training.checkpoint.retention import clean_leftovers
 
 CONFIG, METRICS, STATUS, OWNER, LOCK = "config.yaml", "metrics.jsonl", "status.json", ".owner.json", ".lock"
+ABOUT = "run.json"
+"""The file of a run that names its system."""
+EQUALITY = "equality.json"
+"""What the check of the first step has found, and what it holds for."""
 RunState = Literal["running", "done", "interrupted", "failed"]
 _MOST_BYTES = 1 << 20
 _RELEASE_SECONDS = 20.0
@@ -142,12 +146,22 @@ def write_status(
         reason = "interrupted" if exit_code == EXIT_INTERRUPTED else "error"
     ended = {"exit_code": exit_code, "reason": reason, "message": message}
     status = {"state": state, "step": step, **ended, **_this_process()}
+    status |= _kept_equality(run.folder)
     try:
         failpoint("status.before_write")
         write_json(run.folder / STATUS, status)
         failpoint("status.written")
     except OSError as error:
         raise storage_error(RunError, error, what=STATUS, folder=run.folder) from error
+
+
+def _kept_equality(folder: Path) -> dict[str, Any]:
+    """`equality` of the status; nothing before the first step, or where the file is damaged: it is then made again."""
+    try:
+        kept = read_json(folder / EQUALITY, max_bytes=_MOST_BYTES) if (folder / EQUALITY).exists() else None
+    except TruebatchError:
+        return {}
+    return {"equality": kept["result"]} if isinstance(kept, dict) and "result" in kept else {}
 
 
 def read_status(folder: Path) -> dict[str, Any]:

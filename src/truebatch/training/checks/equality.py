@@ -1,0 +1,338 @@
+"""A few samples of the first step, alone and as they were cut: loss terms, counts and gradients, before any update.
+
+micro-batches -> samples chosen -> in their rows | each alone -> sums, counts, gradients -> compared -> verdict
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from truebatch.attention.score_rule import without_cudnn_sdpa
+from truebatch.batch.keyed_random import noise_for
+from truebatch.batch.microbatch import MicroBatch
+from truebatch.batch.torch_compile import force_eager
+from truebatch.objective import add_counts, divide_once, forward_context
+from truebatch.training.checks.checked_samples import CheckedSamples
+from truebatch.training.checks.gradient_sketch import Sketch, norm, sketch_tensor, squared_norms
+from truebatch.training.distributed.collectives import is_peer_failure, is_sharded
+from truebatch.training.memory.oom import is_out_of_memory
+from truebatch.training.step import StepEngine, check_sums, sums_of
+
+Verdict = Literal["equal", "in_distribution", "broken", "not_checked"]
+TOLERANCE = 1e-5
+"""The most by which loss terms and gradient may differ in fp32, relative."""
+MOST_ROUNDING = 4.0
+"""In half precision, samples as cut may be this many times as far from fp32 as they are alone."""
+_HALF = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+"""The spacing of the numbers near 1."""
+_FLOOR = 8.0
+"""In spacings: what a few roundings that happen to cancel alone may come to as cut."""
+_SCALE = 2.0**8
+"""Of the loss, for fp16 gradients: small enough not to overflow, the same both ways."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gap:
+    """How far the samples as cut are from the same samples alone."""
+
+    loss: float
+    """The largest relative difference of a loss term."""
+    gradient: float
+    """The relative difference of the gradients, over all parameters as one vector."""
+    term: str = ""
+    """The loss term that differs most."""
+    parameter: str = ""
+    """The parameter whose gradient differs most."""
+    counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Terms whose counts differ: as cut, and alone."""
+
+    def is_over(self, limit: float) -> bool:
+        """Whether anything differs by more than this; NaN does."""
+        return bool(self.counts) or not (self.loss <= limit and self.gradient <= limit)
+
+    def words(self, limit: float) -> str:
+        """What differs, the most telling first."""
+        if self.counts:
+            name, (cut, alone) = next(iter(self.counts.items()))
+            return f"the count of {name!r} is {cut} as cut and {alone} alone"
+        if not self.loss <= limit:
+            return f"loss term {self.term!r} differs by {short(self.loss)}, the gradient by {short(self.gradient)}"
+        return f"the gradient differs by {short(self.gradient)}, most in {self.parameter!r}; the loss by {short(self.loss)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Equality:
+    """What the check of a run came to."""
+
+    verdict: Verdict
+    samples: int = 0
+    loss: float | None = None
+    gradient: float | None = None
+    why: str = ""
+    """What differs, why nothing was compared, or what holds in distribution only."""
+    rounding: float | None = None
+    """Half precision: how far the gradient of the samples alone is from fp32."""
+
+    def record(self) -> dict[str, Any]:
+        """As `status.json` and the first record of a run keep it."""
+        found = {"samples": self.samples, "loss": self.loss, "gradient": self.gradient, "verdict": self.verdict}
+        more = {"why": self.why or None, "rounding": self.rounding}
+        return found | {name: value for name, value in more.items() if value is not None}
+
+    def __str__(self) -> str:
+        if self.verdict == "not_checked":
+            return f"not checked: {self.why}"
+        measured = ""
+        if self.loss is not None and self.gradient is not None:
+            measured = f", loss {short(self.loss)}, gradient {short(self.gradient)}"
+        if self.rounding is not None:
+            measured += f" (rounding alone: {short(self.rounding)})"
+        more = f"; {self.why}" if self.why else ""
+        held = "; in distribution" if self.verdict == "in_distribution" else ""
+        return f"checked on {self.samples} samples{measured}{held}{more}"
+
+
+def short(value: float) -> str:
+    """1.2e-07 as 1e-7."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    digits, exponent = f"{value:.0e}".split("e")
+    return f"{digits}e{int(exponent)}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PassResult:
+    """What some micro-batches come to: one gradient, as numbers."""
+
+    sums: dict[str, float]
+    sizes: dict[str, float]
+    """Of every term: what the sums of the micro-batches come to without their signs."""
+    counts: dict[str, int]
+    gradient: Sketch
+
+
+Owners = Sequence[tuple[tuple[str, ...] | None, list[str]]]
+"""Of every optimiser: the terms it follows, and the names of its parameters."""
+
+
+def owners_of(engine: StepEngine) -> Owners:
+    """Who follows what; names, because a copy of the model has parameters of its own."""
+    names = {id(p): name for name, p in engine.model.named_parameters()}
+    return [
+        (g.terms, [names[id(p)] for p in g.parameters if p.requires_grad and id(p) in names]) for g in engine.groups
+    ]
+
+
+def take_outcome(
+    engine: StepEngine,
+    batches: Sequence[MicroBatch],
+    counts: Mapping[str, int],
+    *,
+    owners: Owners,
+    epoch: int,
+    passes: int,
+) -> PassResult:
+    """Forward and backward of these micro-batches, at least `passes` of them where parameters are sharded."""
+    found = [dict(engine.objective.counts(batch)) for batch in batches]
+    sums: dict[str, float] = {}
+    sizes: dict[str, float] = {}
+    known = dict(engine.model.named_parameters())
+    parts = [(terms, [known[name] for name in names]) for terms, names in owners]
+    for batch in batches:
+        for name, value in _run(engine, batch, counts, parts, epoch, weight=1.0).items():
+            sums[name], sizes[name] = sums.get(name, 0.0) + value, sizes.get(name, 0.0) + abs(value)
+    if is_sharded(engine.model) and engine.stand_in is not None:
+        for _ in range(passes - len(batches)):
+            _run(engine, engine.stand_in(), counts, parts, epoch, weight=0.0)
+    scale = _SCALE if engine.scaler is not None else 1.0
+    gradient: Sketch = {}
+    for name, p in known.items():
+        if p.grad is not None:
+            gradient[name] = sketch_tensor(_local(p.grad)) / scale
+            p.grad = None
+    return PassResult(sums, sizes, add_counts(found), gradient)
+
+
+def _local(gradient: Any) -> Tensor:
+    values: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return values
+
+
+def _run(
+    engine: StepEngine,
+    batch: MicroBatch,
+    counts: Mapping[str, int],
+    parts: Sequence[tuple[tuple[str, ...] | None, list[nn.Parameter]]],
+    epoch: int,
+    *,
+    weight: float,
+) -> dict[str, float]:
+    moved = batch.to(engine.device)
+    held = forward_context(engine.objective, engine.model, moved)
+    with noise_for(moved, seed=engine.seed, epoch=epoch), held, without_cudnn_sdpa(engine.device):
+        with engine.autocast():
+            sums = sums_of(engine, moved)
+        check_sums(sums)
+        torch.clear_autocast_cache()  # inside another autocast it would hold on to weights that sharding has freed
+        for terms, wanted in parts:
+            followed = {k: v for k, v in sums.items() if terms is None or k in terms}
+            if wanted and any(v.requires_grad for v in followed.values()):
+                known = {name: counts.get(name, 1) for name in followed}
+                loss = divide_once(followed, known) * weight * (_SCALE if engine.scaler is not None else 1.0)
+                if len(parts) == 1:
+                    loss.backward()  # type: ignore[no-untyped-call]
+                else:
+                    torch.autograd.backward(loss, inputs=wanted, retain_graph=True)
+    return {name: float(value.detach()) for name, value in sums.items()}
+
+
+def compare(cut: PassResult, alone: PassResult) -> Gap:
+    """How far one is from the other; a term that only one of them has differs by all there is."""
+    gaps = {}
+    for name in {**alone.sums, **cut.sums}:
+        size = max(alone.sizes.get(name, 0.0), abs(cut.sums.get(name, 0.0))) or 1.0
+        gaps[name] = abs(cut.sums.get(name, math.inf) - alone.sums.get(name, math.inf)) / size
+    term = max(gaps, key=lambda name: _nan_last(gaps[name]), default="")
+    counts = {n: (cut.counts.get(n, 0), alone.counts.get(n, 0)) for n in {**alone.counts, **cut.counts}}
+    apart, whole = squared_norms(cut.gradient, alone.gradient), norm(squared_norms(alone.gradient))
+    parameter = max(apart, key=lambda name: _nan_last(apart[name]), default="")
+    difference = norm(apart)
+    return Gap(
+        loss=gaps.get(term, 0.0), gradient=0.0 if difference == 0 else difference / (whole or 1.0), term=term,
+        parameter=parameter, counts={n: pair for n, pair in counts.items() if pair[0] != pair[1]},
+    )  # fmt: skip
+
+
+def _nan_last(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def is_finite(outcome: PassResult) -> bool:
+    """Whether nothing in it is NaN or infinite."""
+    return all(map(math.isfinite, outcome.sums.values())) and math.isfinite(norm(squared_norms(outcome.gradient)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class MeasuredGap:
+    """What was measured, and whether it is more than rounding."""
+
+    gap: Gap | None
+    """None where either way is not finite."""
+    broken: str = ""
+    rounding: float | None = None
+
+
+def judge(engine: StepEngine, samples: CheckedSamples, *, epoch: int, passes: int) -> MeasuredGap:
+    """Run the samples both ways and compare; in half precision, in fp32 too, which tells rounding from all else."""
+    counts = add_counts(dict(engine.objective.counts(batch)) for batch in samples.alone)
+
+    owners = owners_of(engine)
+
+    def both(by: StepEngine) -> tuple[PassResult, PassResult]:
+        cut = take_outcome(by, samples.cut, counts, owners=owners, epoch=epoch, passes=passes)
+        with force_eager(), _errors_alone():  # every sample alone has a shape of its own
+            return cut, take_outcome(by, samples.alone, counts, owners=owners, epoch=epoch, passes=passes)
+
+    cut, alone = both(engine)
+    if not is_finite(cut) or not is_finite(alone):
+        return MeasuredGap(gap=None)
+    gap, spacing = compare(cut, alone), spacing_of(engine)
+    if spacing is None:
+        return MeasuredGap(gap=gap, broken=gap.words(TOLERANCE) if gap.is_over(TOLERANCE) else "")
+    exact = in_full_precision(engine)
+    if exact is None:
+        limit = _FLOOR * spacing
+        return MeasuredGap(gap=gap, broken=gap.words(limit) if gap.is_over(limit) else "")
+    with force_eager():
+        cut_exact, alone_exact = both(exact)
+    structure = compare(cut_exact, alone_exact)
+    if structure.is_over(TOLERANCE):
+        return MeasuredGap(gap=gap, broken=f"in fp32 {structure.words(TOLERANCE)}")
+    far, near = compare(cut, alone_exact), compare(alone, alone_exact)
+    limit = max(MOST_ROUNDING * max(near.gradient, near.loss), _FLOOR * spacing)
+    broken = f"beside fp32 {far.words(limit)}; rounding alone is {short(near.gradient)}" if far.is_over(limit) else ""
+    return MeasuredGap(gap=gap, broken=broken, rounding=near.gradient)
+
+
+class RaisedAloneError(Exception):
+    """A sample that runs beside others raises by itself."""
+
+
+@contextmanager
+def _errors_alone() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error) or is_peer_failure(error):
+            raise
+        raise RaisedAloneError(f"{type(error).__name__}: {str(error).strip()[:200]}") from error
+
+
+def spacing_of(engine: StepEngine) -> float | None:
+    """The spacing of the numbers a model computes in, near 1; None in fp32 and above."""
+    with engine.autocast():
+        kind = engine.device.type
+        auto = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    kinds = {p.dtype for p in engine.model.parameters()} | {auto}
+    return max((spacing for dtype, spacing in _HALF.items() if dtype in kinds), default=None)
+
+
+def in_full_precision(engine: StepEngine) -> StepEngine | None:
+    """The same in fp32: without mixed precision, with a copy of weights that are in half precision themselves.
+
+    None where there is no such copy: sharded weights, no room, or a model that cannot be copied.
+    """
+    kind = engine.device.type
+
+    def off() -> AbstractContextManager[object]:
+        return torch.autocast(kind, enabled=False)
+
+    model = engine.model
+    if any(p.dtype in _HALF for p in model.parameters()):
+        if is_sharded(model):
+            return None
+        try:
+            model = copy.deepcopy(model).float()
+        except (RuntimeError, MemoryError, TypeError):  # no room, or a tensor that torch does not copy
+            return None
+    return replace(engine, model=model, autocast=off, scaler=None)
+
+
+@contextmanager
+def undisturbed(engine: StepEngine) -> Iterator[None]:
+    """Afterwards gradients are what they were, and no autocast of the caller's holds for a backward pass."""
+    held = [(p, p.grad) for p in engine.model.parameters()]
+    for p, _ in held:
+        p.grad = None
+    try:
+        with torch.enable_grad(), torch.autocast(engine.device.type, enabled=False):
+            yield
+    finally:
+        for p, grad in held:
+            p.grad = grad
+
+
+@contextmanager
+def without_noise(model: nn.Module) -> Iterator[None]:
+    """Modules as for evaluation: no dropout is drawn, batch statistics are those kept. Recurrent layers stay in training,
+    where cuDNN has a backward pass, with a dropout of 0."""
+    modes = [(module, module.training) for module in model.modules()]
+    rates = [(module, module.dropout) for module, _ in modes if isinstance(module, nn.RNNBase)]
+    model.eval()
+    for layer, _ in rates:
+        layer.training, layer.dropout = True, 0.0
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        for layer, rate in rates:
+            layer.dropout = rate
