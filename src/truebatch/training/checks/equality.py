@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from truebatch.attention.score_rule import without_cudnn_sdpa
 from truebatch.batch.keyed_random import noise_for
@@ -33,6 +34,7 @@ MOST_ROUNDING = 4.0
 """In half precision, samples as cut may be this many times as far from fp32 as they are alone."""
 _HALF = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 """The spacing of the numbers near 1."""
+_TF32 = 2.0**-10
 _FLOOR = 8.0
 """In spacings: what a few roundings that happen to cancel alone may come to as cut."""
 _SCALE = 2.0**8
@@ -242,16 +244,17 @@ def judge(engine: StepEngine, samples: CheckedSamples, *, epoch: int, passes: in
             return cut, take_outcome(by, samples.alone, counts, owners=owners, epoch=epoch, passes=passes)
 
     cut, alone = both(engine)
+    spacing = spacing_of(engine)
     if not is_finite(cut) or not is_finite(alone):
-        return MeasuredGap(gap=None)
-    gap, spacing = compare(cut, alone), spacing_of(engine)
+        return MeasuredGap(gap=None, broken=_finite_one_way(cut, alone) if spacing is None else "")
+    gap = compare(cut, alone)
     if spacing is None:
         return MeasuredGap(gap=gap, broken=gap.words(TOLERANCE) if gap.is_over(TOLERANCE) else "")
     exact = in_full_precision(engine)
     if exact is None:
         limit = _FLOOR * spacing
         return MeasuredGap(gap=gap, broken=gap.words(limit) if gap.is_over(limit) else "")
-    with force_eager():
+    with force_eager(), _without_tf32(engine.device.type):  # the backward pass too
         cut_exact, alone_exact = both(exact)
     structure = compare(cut_exact, alone_exact)
     if structure.is_over(TOLERANCE):
@@ -260,6 +263,13 @@ def judge(engine: StepEngine, samples: CheckedSamples, *, epoch: int, passes: in
     limit = max(MOST_ROUNDING * max(near.gradient, near.loss), _FLOOR * spacing)
     broken = f"beside fp32 {far.words(limit)}; rounding alone is {short(near.gradient)}" if far.is_over(limit) else ""
     return MeasuredGap(gap=gap, broken=broken, rounding=near.gradient)
+
+
+def _finite_one_way(cut: PassResult, alone: PassResult) -> str:
+    """What is wrong if only one way overflows or divides by zero; in half precision that may be chance."""
+    if is_finite(cut) == is_finite(alone):
+        return ""
+    return f"loss or gradient is not finite {'alone' if is_finite(cut) else 'as cut'}, and finite the other way"
 
 
 class RaisedAloneError(Exception):
@@ -282,7 +292,16 @@ def spacing_of(engine: StepEngine) -> float | None:
         kind = engine.device.type
         auto = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     kinds = {p.dtype for p in engine.model.parameters()} | {auto}
-    return max((spacing for dtype, spacing in _HALF.items() if dtype in kinds), default=None)
+    spacings = [spacing for dtype, spacing in _HALF.items() if dtype in kinds]
+    return max([*spacings, *([_TF32] if _uses_tf32(engine) else [])], default=None)
+
+
+def _uses_tf32(engine: StepEngine) -> bool:
+    """Whether products of fp32 numbers may be rounded to TF32; convolutions are so by default on GPUs."""
+    if engine.device.type != "cuda":
+        return False
+    convolves = any(isinstance(module, _ConvNd) for module in engine.model.modules())
+    return torch.backends.cuda.matmul.allow_tf32 or (convolves and torch.backends.cudnn.allow_tf32)
 
 
 def in_full_precision(engine: StepEngine) -> StepEngine | None:
@@ -304,6 +323,20 @@ def in_full_precision(engine: StepEngine) -> StepEngine | None:
         except (RuntimeError, MemoryError, TypeError):  # no room, or a tensor that torch does not copy
             return None
     return replace(engine, model=model, autocast=off, scaler=None)
+
+
+@contextmanager
+def _without_tf32(kind: str) -> Iterator[None]:
+    if kind != "cuda":
+        yield
+        return
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @contextmanager

@@ -134,8 +134,10 @@ def _verdict(judged: MeasuredGap | None, number: int, names: Sequence[str], *, i
     if is_drawn or judged is None:
         why = f"{', '.join(names)} cannot be switched off, so nothing was compared"
         return Equality(verdict="in_distribution", why=why)
+    if judged.gap is None and judged.broken:
+        return Equality(verdict="broken", samples=number, why=judged.broken)
     if judged.gap is None:
-        return Equality(verdict="not_checked", why="loss or gradient is not finite, alone or as cut")
+        return Equality(verdict="not_checked", why="loss or gradient is not finite, alone and as cut")
     found = Equality(
         verdict="equal", samples=number, loss=judged.gap.loss, gradient=judged.gap.gradient, rounding=judged.rounding
     )
