@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.tiny import SETS_FIELDS, TEXT_FIELDS, NextToken, SetRisk, SetsModel, TextModel, set_samples, text_samples
-from tests.training.optim.test_nonfinite import POLICIES, SOURCES
+from tests.training.optim.test_nonfinite import CHECKED, POLICIES, SOURCES
 from tests.training.optim.test_nonfinite import SAMPLES as BAD_SAMPLES
 from truebatch.data.loader import load_steps
 from truebatch.errors import NonFiniteError, RestartError, exit_code_of
@@ -176,8 +176,9 @@ def run_bad(folder, source, policy):
     torch.manual_seed(0)
     model = kind()
     config = TrainConfig(
-        epochs=1, samples_per_step=4, devices=num_ranks(), nonfinite=policy, nonfinite_limit=2, save_every=1, keep=9
-    )
+        epochs=1, samples_per_step=4, devices=num_ranks(), nonfinite=policy, nonfinite_limit=2, save_every=1, keep=9,
+        check_samples=CHECKED.get(source, 8),
+    )  # fmt: skip
     groups = [Group(optimiser=optimiser(model.parameters(), 0.1))]
     try:
         train(model, objective(), TrainData(samples=BAD_SAMPLES, fields=TEXT_FIELDS), config, groups=groups, out=folder)
