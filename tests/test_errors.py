@@ -68,7 +68,7 @@ def test_the_page_of_codes_says_as_what_each_is_caught():
 
 
 def test_a_value_that_cannot_be_used_is_a_value_error():
-    with pytest.raises(ValueError, match="over a limit"):
+    with pytest.raises(ValueError, match="exceed a limit"):
         build_plan([3, 900], PlanConfig(cells=600))
 
 

@@ -100,7 +100,7 @@ def two_gpus(monkeypatch):
 
 
 def places_of(backends) -> list[dict[str, str]]:
-    return [dict(one._settings.environment) for one in backends]
+    return [dict(one.transport._settings.environment) for one in backends]
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])

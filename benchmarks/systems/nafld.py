@@ -158,8 +158,7 @@ def _boosting(ready: PreparedStays) -> Scores:
 
 def _ours(config: NafldBenchConfig, seed: int) -> Scores:
     with tempfile.TemporaryDirectory() as folder:
-        parts = {name: getattr(config.data, name) for name in config.data.__dataclass_fields__}
-        settings = SeqSetConfig(**parts, train=replace(config.train, seed=seed))
+        settings = replace(config.data, train=replace(config.train, seed=seed))
         train_system(SEQSET_VAE, settings, Start(out=Path(folder) / "run"))
         model = open_trained(Path(folder) / "run").model
         return predict(model, _test(prepare(config.data)))[:, 1]

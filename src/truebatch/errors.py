@@ -33,7 +33,7 @@ class TruebatchError(Exception):
     ...     build_plan([3, 900], PlanConfig(cells=600))
     ... except TruebatchError as error:
     ...     print(error.wrong)
-    1 of 2 samples are over a limit on their own
+    1 of 2 samples exceed a limit by themselves
     """
 
     def __init__(self, wrong: str, *, seen: str, do: str) -> None:

@@ -116,7 +116,7 @@ def test_flags_win_over_overrides_and_overrides_over_the_file(folder, capsys):
 
 def test_without_a_limit_one_is_assumed_and_said(folder, capsys):
     assert run(["plan", "train.jsonl"]) == 0
-    assert "--cells 8192 is assumed" in capsys.readouterr().out
+    assert "assuming --cells 8192" in capsys.readouterr().out
 
 
 def test_dropping_happens_only_when_asked_and_is_counted(folder, capsys):
@@ -152,7 +152,7 @@ WRONG = {
     "plan train.jsonl --ranks 0": "ranks",
     "plan train.jsonl --epoch -1": "epoch",
     "plan train.jsonl --tokenizer .": "tokenizer.json",
-    "plan train.jsonl --cells 4": "over a limit",
+    "plan train.jsonl --cells 4": "exceed a limit",
     "plan train.jsonl --save nowhere/x": "nowhere/x",
     "plan train.jsonl --cache lengths.npy": "--no-cache",
 }

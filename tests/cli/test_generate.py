@@ -80,7 +80,7 @@ def test_lines_of_a_pipe_are_prompts(trained, capsys, monkeypatch):
     [
         (["--prompt", "深" * 200], "leaves no room for new tokens"),
         (["--prompts", "missing.txt"], "missing.txt"),
-        (["--beams", "2", "--temperature", "0.5", "--prompt", "x"], "draws nothing"),
+        (["--beams", "2", "--temperature", "0.5", "--prompt", "x"], "does not sample"),
         (["--top-p", "0", "--prompt", "x"], "top_p is out of range"),
         (["--prompt", "x", "--set", "stagge=chat"], "stage"),
     ],

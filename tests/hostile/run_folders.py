@@ -213,7 +213,7 @@ RUNS = [
     Hostile(
         "settings of a run: a tag",
         trained(changed("config.yaml", "a: !!python/none 1\n")),
-        "config.yaml:1 tags are not",
+        "config.yaml:1 YAML tags are not",
     ),
     Hostile(
         "log: not JSON",

@@ -39,7 +39,7 @@ SETTINGS = [
         "a tag that calls a function", checked(f'a: !!python/object/apply:os.mkdir ["{CANARY}"]\n'), "tags are not"
     ),
     Hostile(
-        "a tag that makes an object", checked("a: !!python/object/new:os.PathLike {}\n"), "run.yaml:1 tags are not"
+        "a tag that makes an object", checked("a: !!python/object/new:os.PathLike {}\n"), "run.yaml:1 YAML tags are not"
     ),
     Hostile("a tag of bytes", checked("a: !!binary aGVsbG8=\n"), "run.yaml:1 YAML tags are not supported"),
     Hostile("a tag directive", checked("%TAG ! tag:yaml.org,2002:python/\n---\na: !name:os.system x\n"), "run.yaml:3"),

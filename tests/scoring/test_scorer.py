@@ -90,7 +90,7 @@ def test_a_model_that_batches_wrongly_is_refused_before_the_run(tmp_path, text):
     model = Broken(text[0].config)
     model.load_state_dict(text[0].state_dict())
     model.fault = "right"
-    with pytest.raises(LawError, match="does not give in a batch"):
+    with pytest.raises(LawError, match="gives other results in a batch"):
         Scorer(model, TEN, processor=make_tokenizer(), reuse=False).score(questions(9), tmp_path)
     assert not (tmp_path / "journal").exists()
 
@@ -193,7 +193,7 @@ def test_the_command_generates_with_any_level(folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ([], "say what is to be read"),
+        ([], "choose one way to read the model"),
         (["--yesno", "--generate"], "--yesno, --generate"),
         (["--labels", "good,bad"], "has no value"),
         (["--yesno", "--shard", "3"], "a shard is i/n"),

@@ -1,4 +1,4 @@
-"""Groups of equal length are a layout like the others: what is ragged inside a group is put to the proof too."""
+"""Groups of equal length are a layout like the others: what is ragged inside a group is while the model was verified too."""
 
 from __future__ import annotations
 

@@ -28,18 +28,18 @@ def run_out(model, *, above):
 def test_memory_that_runs_out_is_neither_broken_nor_equal(above):
     model = tiny_model("llama")
     run_out(model, above=above)
-    with pytest.raises(MemoryLimitError, match="put to the proof") as caught:
+    with pytest.raises(MemoryLimitError, match="while the model was verified") as caught:
         verify(model, random_samples(model))
     assert "80.00 GiB" in caught.value.seen
     if above == 0:  # a packed row is one row, and fits
-        with pytest.raises(MemoryLimitError, match="put to the proof"):
+        with pytest.raises(MemoryLimitError, match="while the model was verified"):
             choose_layout(model)
 
 
 def test_a_slower_layout_is_not_taken_because_the_faster_ones_proof_ran_out_of_memory():
     model = tiny_model("llama")
     handle = model.register_forward_pre_hook(packed_only, with_kwargs=True)
-    with pytest.raises(MemoryLimitError, match="put to the proof"):
+    with pytest.raises(MemoryLimitError, match="while the model was verified"):
         choose_layout(model)
     handle.remove()
     assert choose_layout(model).layout == "packed"
@@ -53,7 +53,7 @@ def packed_only(_module, _args, given):
 def test_a_reference_of_higher_precision_that_does_not_fit_is_a_want_of_memory():
     model = tiny_model("llama").to(torch.bfloat16)
     model.register_forward_pre_hook(in_fp32_only, with_kwargs=True)
-    with pytest.raises(MemoryLimitError, match="put to the proof"):
+    with pytest.raises(MemoryLimitError, match="while the model was verified"):
         verify(model, random_samples(model))
 
 

@@ -1,7 +1,7 @@
 """The command line: `truebatch COMMAND`. User errors are three lines; internal errors say where to report them.
 
-Exit codes: 0 done; 1 a check failed; 2 usage or configuration; 3 some samples failed; 70 internal error; 75
-interrupted, run it again to resume.
+Exit codes: 0 done; 1 a check failed; 2 usage or configuration; 3 some samples failed; 70 internal error;
+75 interrupted, run it again to resume.
 """
 
 from __future__ import annotations

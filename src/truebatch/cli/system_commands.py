@@ -12,7 +12,14 @@ from truebatch.plugins import commands, load_plugin, warn_of_broken
 
 @dataclass(frozen=True, slots=True)
 class SystemCommand:
-    """A command, or a group of them, and its line in `truebatch --help`."""
+    """A command, or a group of them, and its line in `truebatch --help`.
+
+    >>> from truebatch.cli.system_commands import SystemCommand
+    >>> def count(words: str = "a b") -> int:
+    ...     return len(words.split())
+    >>> SystemCommand(count, "Count words.").short_help
+    'Count words.'
+    """
 
     run: Callable[..., int] | typer.Typer
     short_help: str

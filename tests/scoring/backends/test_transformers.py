@@ -281,7 +281,7 @@ def test_the_check_refuses_every_kind_of_broken_batch_and_no_sound_model(fault, 
     assert report.ok == (fault == "")
     assert report.is_loop == (fault == "loop")
     if fault:
-        with pytest.raises(LawError, match="does not give in a batch"):
+        with pytest.raises(LawError, match="gives other results in a batch"):
             refuse(report)
 
 
@@ -464,7 +464,7 @@ def test_compiled_layers_without_an_operator_that_notes_keys_say_so(text, monkey
     monkeypatch.setattr("truebatch.attention.api.can_attend_on_host", lambda *_: False)
     backend = model_backend(*text, TEXT, Limits(cells=1024), compiled=True)
     try:
-        with pytest.raises(ConfigError, match="hand no keys on"):
+        with pytest.raises(ConfigError, match="do not return keys for generation"):
             backend.judge([backend.prepare(one) for one in read_asked(questions(3))])
     finally:
         uncompile_layers(backend.model)

@@ -170,7 +170,7 @@ def test_few_samples_are_all_trained_on_and_it_is_said(tmp_path):
     config = settle(CONFIG(data=str(file), validation_share=0, test_share=0))
     assert (config.train.batch_size, config.train.samples_per_step) == (2, 2)
     lines = "\n".join(CHINESE_GPT.prepare(config).commands.describe())
-    assert "5 train, 0 validation, 0 test" in lines
+    assert "5 for training, 0 for validation, 0 for testing" in lines
     assert "only 5 samples: below 50, batches bring little" in lines
     assert "no validation samples" in lines
 

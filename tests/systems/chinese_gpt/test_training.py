@@ -154,7 +154,7 @@ def test_a_chat_stage_starts_from_the_weights_and_the_vocabulary_of_a_pretrainin
         [value.flatten().float() for _, value in sorted(model.state_dict().items())]
     ))  # fmt: skip
     lines = task.commands.describe()
-    assert any("of the run it starts from" in line for line in lines)
+    assert any("from the run it starts from" in line for line in lines)
     result = train_system(CHINESE_GPT, second, Start(out=tmp_path / "second"))
     assert result.step > 0
     assert not torch.equal(weights_in(tmp_path / "first"), weights_in(tmp_path / "second"))

@@ -163,7 +163,7 @@ def test_the_starting_files_train_and_speak(cached, tmp_path, monkeypatch, capsy
     finally:
         sys.modules.pop("stitchllm", None)
     shown = capsys.readouterr().out
-    assert "✅ 有效batch_size: 8 × 4 (gradient_accumulation) = 32" in shown
+    assert "✅ effective batch_size: 8 × 4 (gradient_accumulation) = 32" in shown
     for prompt in ("the boat", "soup with salt and"):
         assert any(line.startswith(prompt) for line in shown.splitlines())
     assert (start / "stitch_model_optimized" / "adapter.safetensors").is_file()

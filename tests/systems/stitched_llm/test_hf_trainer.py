@@ -84,7 +84,7 @@ def test_train_keeps_its_meaning_in_pytorch_and_trains_with_a_folder(cached, tmp
     model.train(output_dir=tmp_path / "out", max_steps=6, per_device_train_batch_size=8, **given)
     assert not torch.equal(before, model.adapter.linear.weight)
     printed = capsys.readouterr().out
-    assert "✅ 有效batch_size: 8 × 4 (gradient_accumulation) = 32" in printed
+    assert "✅ effective batch_size: 8 × 4 (gradient_accumulation) = 32" in printed
     loaded = load_stitched(tmp_path / "out")
     assert torch.equal(loaded.adapter.linear.weight, model.adapter.linear.weight)
     assert sorted(p.name for p in (tmp_path / "out" / "checkpoint-3").glob("*.safetensors")) == ["adapter.safetensors"]

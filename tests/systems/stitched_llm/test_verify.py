@@ -1,4 +1,4 @@
-"""The system put to the proof by its name."""
+"""The system while the model was verified by its name."""
 
 import pytest
 

@@ -162,7 +162,7 @@ def test_a_budget_that_is_not_given_is_measured_where_the_judge_is_and_kept(fake
 def test_what_could_not_be_opened_after_editing_is_refused_before_it(tmp_path):
     for judge, words in (
         (JudgeSettings(type="transformers", params=JudgeParams(model_name="nowhere")), "holds no model"),
-        (JudgeSettings(type="tiny", params=JudgeParams(device="cuda:99")), "not there"),
+        (JudgeSettings(type="tiny", params=JudgeParams(device="cuda:99")), "does not exist"),
         (JudgeSettings(type="tiny", params=JudgeParams(device_ids=[99])), "fewer GPUs than processes"),
         (JudgeSettings(params=JudgeParams(python_path="no-such-python")), "no such Python"),
     ):

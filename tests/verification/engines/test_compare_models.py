@@ -349,7 +349,7 @@ def test_what_rounding_hides_is_unproven():
         (["--against", "attn:nothing"], "cannot be given this attention"),
         (["--against", "compile:nothing"], "unknown backend"),
         (["--against", "merged"], "no adapter to merge"),
-        (["--against", "compile", "--layout", "packed"], "leave --layout out"),
+        (["--against", "compile", "--layout", "packed"], "omit --layout"),
         (["--against", "compile", "--served-model", "x"], "this option is only for a server"),
         (["--served-dtype", "bfloat16"], "this option is only for a server"),
         (["--against", "http://name:secret@localhost:1/v1"], "an address must hold no name"),

@@ -5,6 +5,7 @@ micro-batches -> longest, shortest, neighbours in shared rows -> rebuilt in thei
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ def choose_places(batches: Sequence[MicroBatch], fields: Sequence[Field], number
     """For every micro-batch the places of the samples to check: at most `number` of them over all.
 
     The longest and the shortest, each with a neighbour from its row (or from its micro-batch, in padded rows); then
-    those of the row that most samples share; then others, evenly by length. CheckedSamples without a cell are left out.
+    those of the row that most samples share; then others, evenly by length. Samples without a cell are left out.
     """
     where = [(b, at) for b, batch in enumerate(batches) for at in range(batch.num_samples)]
     rows = [rows_of_batch(batch, fields) for batch in batches]
@@ -36,7 +37,8 @@ def choose_places(batches: Sequence[MicroBatch], fields: Sequence[Field], number
         return same or near
 
     longest, shortest = ranked[-1], ranked[0]
-    crowded = max(ranked, key=lambda p: len(mates(p)) + (1 << 20) * (rows[p[0]].layout == "packed"))
+    shared = Counter((b, row_of[b][at]) for b, at in ranked)
+    crowded = max(ranked, key=lambda p: (rows[p[0]].layout == "packed", shared[p[0], row_of[p[0]][p[1]]]))
     wanted = [longest, *mates(longest)[:1], shortest, *mates(shortest)[-1:]]
     wanted += _evenly([crowded, *mates(crowded)], max(2, number // 2))
     wanted += [*_evenly(ranked, number), *ranked]

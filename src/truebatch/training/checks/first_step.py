@@ -20,6 +20,7 @@ from torch import nn
 from truebatch import __version__
 from truebatch.batch.fields import Field
 from truebatch.batch.microbatch import MicroBatch
+from truebatch.batch.split import leave_out
 from truebatch.data.loader import LoadedStep
 from truebatch.errors import LawError, TruebatchError
 from truebatch.io.atomic_files import read_json, write_json
@@ -84,7 +85,7 @@ def check_equality(first: FirstStep) -> Equality:
 
 def _check_here(first: FirstStep) -> Equality:
     engine = first.engine
-    samples = CheckedSamples.of(first.batches, first.fields, _number_here(first))
+    samples = CheckedSamples.of(_without_quarantined(first), first.fields, _number_here(first))
     passes = all_reduce_max(max(len(samples.cut), len(samples.alone)), engine.device) if is_sharded(engine.model) else 0
     number, seen = len(samples.alone), list(first.couplings)
     if not number and not passes:
@@ -104,6 +105,13 @@ def _check_here(first: FirstStep) -> Equality:
         restore_buffers(buffers)
         restore_random(generators)
     return _verdict(judged, number, sorted({c.name for c in seen}), is_drawn=is_drawn)
+
+
+def _without_quarantined(first: FirstStep) -> list[MicroBatch]:
+    """Samples that an earlier start has found too large are not tried again."""
+    guard = first.engine.guard
+    ids = frozenset(guard.quarantined) if guard is not None else frozenset()
+    return [part for batch in first.batches for part in leave_out(batch, first.fields, ids=ids)]
 
 
 def _number_here(first: FirstStep) -> int:
@@ -168,7 +176,7 @@ def refuse_broken(found: Equality, *, command: str) -> None:
     """Raise `LawError` if the samples as cut are not what they are alone; `command` names the cause."""
     if found.verdict == "broken":
         raise LawError(
-            "this model does not give in a batch what it gives alone",
+            "this model gives other results in a batch than alone",
             seen=f"{found.why} ({found.samples} samples of the first step, before any update)",
             do=f"run `{command}`: it names the module and the cause; or train with true_batch: off",
         )
