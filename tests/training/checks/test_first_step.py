@@ -52,7 +52,7 @@ BROKEN = [
 
 
 def settings(**more):
-    return TrainConfig(**{"samples_per_step": 12, "epochs": 2, "learning_rate": 1e-2, **more})
+    return TrainConfig(**{"samples_per_step": 12, "epochs": 2, "learning_rate": 1e-2, "check_samples": 8, **more})
 
 
 def data(samples=faults.SAMPLES, fields=TEXT_FIELDS):
@@ -127,7 +127,9 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(*more):
-    return command(["train", SYSTEM, "--set", "train.samples_per_step=12", "--out", "run", *more])
+    return command(
+        ["train", SYSTEM, "--set", "train.samples_per_step=12", "--set", "train.check_samples=8", "--out", "run", *more]
+    )
 
 
 @pytest.mark.parametrize(("model", "loss", "cut"), BROKEN, ids=lambda value: str(value))
@@ -168,7 +170,7 @@ def test_right_models_are_not_alarmed(kind, layout, precision):
     torch.manual_seed(0)
     result = train(
         build(), objective(), data(samples, fields),
-        TrainConfig(samples_per_step=10, max_steps=1, layout=layout, precision=precision),
+        TrainConfig(samples_per_step=10, max_steps=1, layout=layout, precision=precision, check_samples=8),
     )  # fmt: skip
     found = result.records[0]["equality"]
     assert (found["verdict"], found["samples"]) == ("equal", 8 if precision == "fp32" else 5)

@@ -295,6 +295,8 @@ def check_run(
             f"equality: {kept['verdict']} when this run was checked on {kept['samples']} samples; nothing has changed since"
         )
         return None
+    if not first.number and is_resumed:
+        return None  # said by the first start
     found = check_equality(first) if first.number else Equality(verdict="not_checked", why="check_samples is 0")
     say(f"equality: {found}")
     keep_equality(run, found, first.engine)
