@@ -144,7 +144,7 @@ def test_the_question_is_never_learned(folder):
 
 
 def test_dropout_is_off_for_training_and_as_it_was_in_what_is_saved(folder, capsys):
-    assert train("causal_lm") == 0
+    assert train("causal_lm", "--set", "train.check_samples=8") == 0
     assert "dropout is set to 0 for training (was attention_dropout=0.1)" in capsys.readouterr().out
     assert loaded("causal_lm").config.attention_dropout == 0.1
     assert read_metrics(Path("runs/hf/metrics.jsonl"))[0]["equality"]["verdict"] == "equal"
