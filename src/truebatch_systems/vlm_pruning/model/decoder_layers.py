@@ -95,12 +95,15 @@ def _placed(features: Tensor, places: Places, *, onto: Tensor) -> Tensor:
 
 
 def causal_bias(rows: RowAxis, dtype: torch.dtype) -> Tensor:
-    """[B, 1, T, T]: 0 where a query may look at a key of its own sample, DEAD elsewhere. No row is all DEAD."""
+    """[B, 1, T, T]: 0 where a query may look at a key of its own sample, -inf elsewhere; every cell sees itself.
+
+    Less than DEAD: a removed token may have only removed keys to look at, and must not see other samples then.
+    """
     ids = rows.segment_ids
     at = torch.arange(ids.shape[1], device=ids.device)
     may_attend = ids[:, :, None].eq(ids[:, None, :]) & (at[:, None] >= at)
     bias = torch.zeros(may_attend.shape, dtype=dtype, device=ids.device)
-    return bias.masked_fill_(~may_attend, DEAD)[:, None]
+    return bias.masked_fill_(~may_attend, -torch.inf)[:, None]
 
 
 def with_key_bias(base: Tensor, key_bias: Tensor) -> Tensor:
