@@ -54,7 +54,7 @@ COMMANDS = {
     "config": (0, "config", "show", "chinese_gpt"),
     "init": (0, "init", "chinese_gpt", "--out", "OUT"),
     "env": (0, "env"),
-    "bench": (0, "bench", "planning", "--help"),
+    "census": (0, "census", "--help"),
 }
 
 

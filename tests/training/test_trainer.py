@@ -110,6 +110,13 @@ class StopAfter:
         return augment(sample, sample_id, epoch)
 
 
+def test_a_program_that_goes_on_after_training_can_end_with_it():
+    stopped = train(model_of(), NextToken(), data(transform=StopAfter(4)), settings(max_steps=10))
+    with pytest.raises(KeyboardInterrupt, match="asked to stop by SIGTERM"):
+        stopped.raise_if_interrupted()
+    train(model_of(), NextToken(), data(), settings(max_steps=2)).raise_if_interrupted()
+
+
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("at", [1, 4, 9, 16, 17, 30])
 def test_a_run_stopped_anywhere_goes_on_bit_for_bit(tmp_path, layout, at):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from truebatch.html_repr import html_table
+from truebatch.interrupts import Interruption
 from truebatch.planning.config import PlanConfig
 from truebatch.planning.lengths.measured_values import Measured
 from truebatch.planning.plan import Plan, build_plan
@@ -49,6 +50,11 @@ class TrainResult:
     def exit_code(self) -> int:
         """0 when done; 1 when a check stopped the run; 75 when interrupted and a second start resumes it."""
         return self.end.exit_code
+
+    def raise_if_interrupted(self) -> None:
+        """For a program that goes on after training: a signal that has ended the training ends the program too."""
+        if self.is_interrupted:
+            raise Interruption(self.why)
 
     def _repr_html_(self) -> str:
         shown = [record for record in self.records if "loss" in record]

@@ -124,6 +124,7 @@ class LLM:
         samples = TrainData(samples=kept, fields=FIELDS, validation=validation)
         with TemporaryDirectory() as folder:
             result = train(self.network, NextToken(), samples, config, out=Path(folder))
+            result.raise_if_interrupted()
             if validation is not None:
                 self.network.load_state_dict(dict(best_weights(Path(folder))))
         self.network.eval()

@@ -282,7 +282,9 @@ def _show_cuts(samples: Sequence[Any], model: ChineseGPT, size: DemoSize, seed: 
 
 
 def _train(samples: Sequence[Any], model: ChineseGPT, config: TrainConfig, *, out: Path | None = None) -> TrainResult:
-    return train(model, NextToken(), TrainData(samples=samples, fields=FIELDS), config, out=out)
+    result = train(model, NextToken(), TrainData(samples=samples, fields=FIELDS), config, out=out)
+    result.raise_if_interrupted()
+    return result
 
 
 def _settings(size: DemoSize, seed: int) -> TrainConfig:

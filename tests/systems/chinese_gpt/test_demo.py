@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 
 import pytest
 import torch
 
 from truebatch.cli.app import run
+from truebatch.training.trainer import train
 from truebatch_systems.chinese_gpt import demo
 from truebatch_systems.chinese_gpt.config import ChineseGPTConfig
 from truebatch_systems.chinese_gpt.data.prepare import prepare
@@ -67,6 +70,23 @@ def _check_report(file):
     assert "<script" not in page
     assert not re.search(r"(src|href)=[\"']https?:", page)
     assert len(page.encode()) < 1.5e6
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_signal_in_any_of_its_trainings_ends_the_demo_with_75(monkeypatch, capsys, number):
+    trained = []
+
+    def asked_to_stop(model, objective, data, config, **given):
+        trained.append(config)
+        if len(trained) == number:
+            model.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGHUP))
+        return train(model, objective, data, config, **given)
+
+    monkeypatch.setattr(demo, "train", asked_to_stop)
+    assert run(["demo"]) == 75
+    assert len(trained) == number
+    assert "interrupted" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("small")

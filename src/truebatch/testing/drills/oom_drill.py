@@ -75,6 +75,7 @@ def _trained() -> Tensor:
     groups = [Group(optimiser=torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9))]
     data = TrainData(samples=samples, fields=_FIELDS, validation=samples[:4])
     result = train(model, _NextNumber(), data, config, groups=groups)
+    result.raise_if_interrupted()
     losses = torch.tensor([float(record["loss"]) for record in result.records])
     return torch.cat([*(p.detach().cpu().flatten() for p in model.parameters()), losses]).double()
 

@@ -89,7 +89,8 @@ def train_donor(role: str, *, steps: int, seed: int) -> nn.Module:
         epochs=steps, max_steps=steps, samples_per_step=32, layout="packed", cells=1024, learning_rate=3e-3,
         schedule="cosine", warmup_steps=min(20, steps // 10), seed=seed, stuck_seconds=None,
     )  # fmt: skip
-    train(model, HeadObjective(head=head), TrainData(samples=samples, fields=head.fields), settings)
+    result = train(model, HeadObjective(head=head), TrainData(samples=samples, fields=head.fields), settings)
+    result.raise_if_interrupted()  # half a donor is none
     return model.cpu().eval()
 
 
