@@ -65,3 +65,15 @@ def test_planning_never_loads_torch():
         assert run(["plan", str(folder / "a.jsonl"), "--json", "--no-cache", "--save", str(folder / "p")]) == 0
     """)
     assert not loaded & {"torch", "transformers", "accelerate"}
+
+
+def test_a_judge_that_is_no_model_folder_does_not_wait_for_transformers():
+    loaded = loaded_after("""
+        from truebatch.cli.app import run
+        import json, pathlib, tempfile
+        folder = pathlib.Path(tempfile.mkdtemp())
+        (folder / "a.jsonl").write_text(json.dumps({"user": "score=1"}))
+        asked = ["score", str(folder / "a.jsonl"), "--yesno", "--model"]
+        assert run([*asked, "scripted", "--out", str(folder / "run")]) == 0
+    """)
+    assert not loaded & {"transformers", "accelerate"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,11 +17,10 @@ from torch import nn
 
 from truebatch.io.atomic_files import read_json, write_json
 from truebatch.planning.rows import Ints
-from truebatch.scoring.backends.interface import Cost, ScoreRequest
-from truebatch.scoring.backends.transformers import ModelBackend
+from truebatch.scoring.backends.interface import Backend, Cost, ScoreRequest
 from truebatch.scoring.batch_plan import DEFAULT_CELLS, Limits
 from truebatch.scoring.prefetch import attempt
-from truebatch.scoring.readouts import Generate
+from truebatch.scoring.readouts import Generate, Readout
 from truebatch.scoring.store.manifest import MANIFEST, read_manifest
 from truebatch.training.memory.cost_model import MemoryFit, Point, Sizes, fit_points, largest_cells
 from truebatch.training.memory.fit import choose_probes
@@ -55,7 +54,20 @@ def settle_limits(limits: Limits, run: Path, measure: Callable[[], int | None]) 
         return replace(limits, cells=found)
 
 
-def fit_cells(backend: ModelBackend, samples: Sequence[ScoreRequest], *, limit_bytes: int | None = None) -> int | None:
+class LocalModel(Backend, Protocol):
+    """A backend whose model is in this process."""
+
+    model: nn.Module
+    readout: Readout
+
+
+def budget_of(backend: Backend, samples: Sequence[ScoreRequest]) -> int | None:
+    """The largest safe budget by the backend's own measurement; None where it has none."""
+    fit = getattr(backend, "fit", None)
+    return None if fit is None else fit(samples)
+
+
+def fit_cells(backend: LocalModel, samples: Sequence[ScoreRequest], *, limit_bytes: int | None = None) -> int | None:
     """The most cells of a batch of such samples that memory holds; None where it is not measured: on a CPU, without samples.
 
     Args:
@@ -87,7 +99,7 @@ def fit_prepared(
     return max(1, largest_cells(fit, Sizes(lengths), layout="padded", limit_bytes=resident + room))
 
 
-def _measured(backend: ModelBackend, samples: Sequence[ScoreRequest]) -> tuple[list[Any], Ints]:
+def _measured(backend: LocalModel, samples: Sequence[ScoreRequest]) -> tuple[list[Any], Ints]:
     """The dearest samples and some others, prepared as long as they may become, and their lengths."""
     priced = [(cost, one) for one in samples if isinstance(cost := attempt(backend.cost, one), Cost)]
     priced.sort(key=lambda one: -(one[0].tokens + one[0].new_tokens))

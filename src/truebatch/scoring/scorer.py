@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,12 +25,10 @@ from truebatch.interrupts import holding
 from truebatch.io.atomic_files import corrupt_file_errors, read_json, write_json
 from truebatch.scoring.backends.function import FunctionBackend
 from truebatch.scoring.backends.interface import Backend, SampleError, ScoreRequest
-from truebatch.scoring.backends.load import open_backend
-from truebatch.scoring.backends.transformers import ModelBackend, model_backend
 from truebatch.scoring.batch_plan import Limits, plan_batches
 from truebatch.scoring.bisect import FailureStats, failure, judge_ready
 from truebatch.scoring.equality_check import IdentityReport, check_identity, refuse
-from truebatch.scoring.memory_budget import fit_cells, settle_limits
+from truebatch.scoring.memory_budget import budget_of, settle_limits
 from truebatch.scoring.prefetch import attempt
 from truebatch.scoring.readouts import Readout
 from truebatch.scoring.runner import Finished, Running, cost_all, end_early, run_samples
@@ -151,9 +150,10 @@ class Scorer:
                 raise ConfigError(
                     "a model needs a readout", seen="readout=None", do="give YesNo(), Labels(...), Head() or Generate()"
                 )
+            local = import_module("truebatch.scoring.backends.load")  # a server's judge need not wait for transformers
             if isinstance(model, nn.Module):
-                return model_backend(model, processor, readout, self.limits, **options)
-            return open_backend(model, readout, self.limits, dtype=dtype, device=device, **options)
+                return cast(Backend, local.model_backend(model, processor, readout, self.limits, **options))
+            return cast(Backend, local.open_backend(model, readout, self.limits, dtype=dtype, device=device, **options))
         if options["compiled"]:
             raise ConfigError("only a model is compiled", seen=f"a {type(model).__name__}", do="leave compiled out")
         if all(hasattr(model, name) for name in ("describe", "cost", "prepare", "judge", "close")):
@@ -325,10 +325,7 @@ def _check(backend: Backend, listed: Sequence[Listed], n: int, tolerance: float 
 def _fit(backend: Backend, listed: Sequence[Listed]) -> int | None:
     """The largest safe budget, where the backend is one whose memory can be measured."""
     asked = [one.asked for one in listed[:: max(1, len(listed) // MOST_FITTED)] if one.asked is not None]
-    if isinstance(backend, ModelBackend):
-        return fit_cells(backend, asked)
-    there = getattr(backend, "fit", None)
-    return None if there is None else there(asked)
+    return budget_of(backend, asked)
 
 
 def _reused(backends: Sequence[Backend]) -> dict[str, float]:

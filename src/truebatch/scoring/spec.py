@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from truebatch.scoring.backends.http.address import find_key, is_address
 from truebatch.scoring.backends.http.client import HttpSettings
 from truebatch.scoring.backends.http.openai import HttpBackend
 from truebatch.scoring.backends.interface import Backend
-from truebatch.scoring.backends.load import open_backend
 from truebatch.scoring.backends.scripted import ScriptedBackend
 from truebatch.scoring.backends.subprocess import WorkerBackend, WorkerSettings
 from truebatch.scoring.batch_plan import Limits
@@ -94,7 +94,8 @@ def open_one(call: ScoreCall) -> Backend:
             timeout=call.timeout, concurrency=call.concurrency, tries=call.tries, answer_bytes=call.answer_bytes
         )
         return HttpBackend(call.model, call.served, readout, settings, key=find_key(call.key_env))
-    return open_backend(
+    local = import_module("truebatch.scoring.backends.load")  # a server's judge need not wait for transformers
+    return local.open_backend(  # type: ignore[no-any-return]
         call.model, readout, limits, dtype=call.dtype, device=call.device,
         reuse_prefix=call.reuse, reuse_images=call.reuse, compiled=call.compiled,
     )  # fmt: skip

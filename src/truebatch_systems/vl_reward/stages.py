@@ -24,10 +24,8 @@ from truebatch.errors import ConfigError, RunError, TruebatchError
 from truebatch.io.atomic_files import hash_file, write_bytes
 from truebatch.planning.keyed_rng import keyed_hash
 from truebatch.scoring.backends.interface import Backend, Cost, SampleError, ScoreRequest, ScoreResponse
-from truebatch.scoring.backends.remote import RemoteBackend
-from truebatch.scoring.backends.transformers import ModelBackend
 from truebatch.scoring.batch_plan import Limits
-from truebatch.scoring.memory_budget import MEASURED, fit_cells, settle_limits
+from truebatch.scoring.memory_budget import MEASURED, budget_of, settle_limits
 from truebatch.scoring.runner import Finished, Running, run_samples
 from truebatch.scoring.store.export import read_rows
 from truebatch.scoring.store.input_index import INPUT, list_samples
@@ -229,9 +227,7 @@ def judge_all_edits(
 def _fit(judges: Sequence[Backend], asked: Sequence[ScoreRequest]) -> int | None:
     """The largest safe budget of cells, measured where the first judge is; None where memory is not measured."""
     some = asked[:: max(1, len(asked) // MEASURED)]
-    if isinstance(judges[0], ModelBackend):
-        return fit_cells(judges[0], some)
-    return judges[0].fit(some) if isinstance(judges[0], RemoteBackend) else None
+    return budget_of(judges[0], some)
 
 
 def read_results(pairs: Sequence[EditPair], run: Path) -> list[Row]:

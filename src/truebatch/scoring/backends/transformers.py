@@ -37,6 +37,7 @@ from truebatch.scoring.backends.fixed_shapes import Shapes
 from truebatch.scoring.backends.interface import Cost, SampleError, ScoreRequest, ScoreResponse
 from truebatch.scoring.batch_plan import Limits
 from truebatch.scoring.inputs.chat_prompt import MOST, Prompting, label_tokens
+from truebatch.scoring.memory_budget import fit_cells
 from truebatch.scoring.readouts import Generate, Head, Readout, as_labels, describe_readout
 from truebatch.scoring.readouts.label_trie import Trie, build_trie, read_labels, read_labels_afresh
 from truebatch.scoring.store.content_key import canonical
@@ -99,6 +100,10 @@ class ModelBackend:
     def prepare(self, sample: ScoreRequest, /) -> PicturePrompt:
         """Tokens and pixels."""
         return self.prompting.prepare(sample)
+
+    def fit(self, samples: Sequence[ScoreRequest]) -> int | None:
+        """The most cells of a batch of such samples that memory holds; None where it is not measured."""
+        return fit_cells(self, samples)
 
     def judge(self, prepared: Sequence[PicturePrompt], /) -> Sequence[ScoreResponse | SampleError]:
         """One result per prompt, each as if it were alone."""

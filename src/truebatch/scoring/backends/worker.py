@@ -11,9 +11,8 @@ import torch
 from truebatch.errors import ConfigError, TruebatchError
 from truebatch.scoring.backends.interface import Backend
 from truebatch.scoring.backends.protocol import pack_answer, pack_cost, unpack_asked
-from truebatch.scoring.backends.transformers import ModelBackend
 from truebatch.scoring.equality_check import check_identity, pack_report
-from truebatch.scoring.memory_budget import fit_cells
+from truebatch.scoring.memory_budget import budget_of
 from truebatch.scoring.prefetch import attempt, judge_prepared
 from truebatch.training.memory.oom import free_memory, is_out_of_memory
 
@@ -52,7 +51,7 @@ class BackendService:
         if request["do"] == "cost":
             return {"costs": [pack_cost(attempt(backend.cost, sample)) for sample in samples]}
         if request["do"] == "fit":
-            return {"cells": fit_cells(backend, samples) if isinstance(backend, ModelBackend) else None}
+            return {"cells": budget_of(backend, samples)}
         if request["do"] == "check":
             report = check_identity(backend, samples, n=request["n"], tolerance=request["tolerance"])
             return {"report": pack_report(report)}
