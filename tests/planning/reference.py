@@ -35,7 +35,8 @@ def check_rows(rows: Rows, lengths: np.ndarray, config: PlanConfig, costs: dict[
         assert all(0 < t <= rows.width for t in tokens)
     elif config.layout == "packed":
         assert rows.num_rows == (1 if rows.num_samples else 0)
-        assert sum(tokens) == rows.cells
+        widths = [width for width in config.row_widths if width >= sum(tokens)]
+        assert rows.cells == (min(widths) if widths and tokens else sum(tokens))
     else:
         assert rows.num_rows == rows.num_samples
         assert rows.width == max(tokens, default=0)
@@ -115,6 +116,11 @@ def plan_configs(draw: st.DrawFn, longest: int = 40, **fixed: object) -> PlanCon
             values["bucket_width"] = draw(st.integers(1, 20))
     elif size in ("rows_per_step", "micro_batches_per_step"):
         values["row_cells"] = draw(st.integers(longest, cells))
+    elif draw(st.booleans()):
+        narrowest = draw(st.integers(1, longest))
+        widest = narrowest * (-(-cells // narrowest) // 4 + 1) * 4
+        values["row_widths"] = (widest, 2 * narrowest, narrowest) if draw(st.booleans()) else (widest,)
+        values["cells"] = widest
     return PlanConfig(**(values | fixed))  # type: ignore[arg-type]
 
 

@@ -1,8 +1,11 @@
 """Compiled layers train as written ones do, and ragged data never compiles anything again."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.tiny import counting_backend
@@ -63,6 +66,34 @@ def test_ragged_rows_compile_once_and_train_as_written_layers_do(graphs):
     assert len({record["fill"] for record in result.records}) > 1
     for (name, one), other in zip(model.named_parameters(), written.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_rows_of_several_widths_compile_once_each_and_are_nearly_full(graphs):
+    model = tiny_model("llama")
+    head = head_of(model)
+    random = np.random.default_rng(1)
+    lengths = np.clip(random.lognormal(3.6, 0.9, 160), 2, 512).astype(int)
+    samples = [{"input_ids": random.integers(1, model.config.vocab_size, n)} for n in lengths]
+    data = TrainData(samples=[{**s, "labels": s["input_ids"]} for s in samples], fields=head.fields)
+    config = TrainConfig(layout="packed", cells=1024, samples_per_step=40, epochs=2, compile=True)
+    widths = config.plan_config(lengths).row_widths
+    lines = []
+    result = train(model, HeadObjective(head=head), data, config, say=lines.append)
+    assert 1 < len(widths) < 8
+    assert len(graphs) <= len(widths)
+    assert min(record["fill"] for record in result.records) > 0.9
+    assert any(line.startswith(f"compiled rows: {len(widths)} width(s)") for line in lines)
+
+
+def test_compilations_are_kept_where_the_user_says_else_in_our_cache(graphs, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRUEBATCH_CACHE", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere")
+    compile_layers(tiny_model("llama"))
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/somewhere"
+    for names_none in (monkeypatch.delenv, lambda name: monkeypatch.setenv(name, default_cache_dir())):
+        names_none("TORCHINDUCTOR_CACHE_DIR")
+        compile_layers(tiny_model("llama"))
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "compiled")
 
 
 def run_own(*, compiled, dropout, layers=10):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from truebatch.errors import ConfigError
+from truebatch.planning.lengths.measured_values import cache_folder
 
+COMPILED_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+TORCHS_OWN = "torchinductor_"
+"""What the folder is called that torch makes among temporary files, with the user's name behind it."""
 BACKEND = "inductor"
 """The default torch.compile backend."""
 
@@ -18,8 +24,9 @@ def compile_layers(model: nn.Module, *, backend: str | None = None) -> int:
     """Compile the model's repeated layers in place for fixed shapes; returns their number.
 
     Identical layers share one compilation, so it takes a fraction of the time of a whole model. The rest (embeddings,
-    masks, the output layer) stays eager.
+    masks, the output layer) stays eager. What is compiled is kept for the next run: see `keep_compilations`.
     """
+    keep_compilations()
     layers = list(repeated_layers(model))
     if not layers:
         raise ConfigError(
@@ -30,6 +37,16 @@ def compile_layers(model: nn.Module, *, backend: str | None = None) -> int:
     for layer in layers:
         layer.compile(dynamic=False, backend=backend or BACKEND)
     return len(layers)
+
+
+def keep_compilations() -> None:
+    """Let torch keep what it compiles in the cache folder of truebatch, not in a folder for temporary files.
+
+    A folder that somebody names in TORCHINDUCTOR_CACHE_DIR stays; torch names its own there as it is imported.
+    """
+    named = Path(os.environ.get(COMPILED_FOLDER) or TORCHS_OWN)
+    if named.name.startswith(TORCHS_OWN):
+        os.environ[COMPILED_FOLDER] = str((cache_folder() / "compiled").absolute())
 
 
 def uncompile_layers(model: nn.Module) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -81,6 +82,9 @@ class PlanConfig:
     """A step is this many micro-batches over all ranks, formed over the whole epoch."""
     row_cells: int | None = None
     """Cells of a fixed packed row; `cells` unless given."""
+    row_widths: tuple[int, ...] = ()
+    """Widths that packed rows may have, widest first, each a multiple of the next; a row has the narrowest that holds
+    its samples. By default a row is as wide as its samples."""
     seed: int = 0
     """Together with the epoch, determines every random choice of the plan."""
     overlong: Overlong = "refuse"
@@ -138,6 +142,7 @@ class PlanConfig:
             )
 
     def _settle_rows(self) -> None:
+        self._check_widths()
         if not self.has_fixed_rows:
             if self.row_cells is not None:
                 raise PlanError(
@@ -167,6 +172,26 @@ class PlanConfig:
                 do=f"lower row_cells to {self.cells:,} or raise cells to {self.row_cells:,}",
             )
 
+    def _check_widths(self) -> None:
+        widths = tuple(self.row_widths)
+        object.__setattr__(self, "row_widths", widths)
+        if not widths:
+            return
+        for width in widths:
+            _check_count("row_widths", width, most=LARGEST_LIMIT, required=True)
+        if self.layout != "packed" or self.is_epoch_wide or widths[0] != self.cells:
+            raise PlanError(
+                "row_widths is for packed rows of steps of samples or tokens, and its first is `cells`",
+                seen=f"row_widths={widths}, layout={self.layout!r}, cells={self.cells}, step={self.step_size}",
+                do="use layout='packed' with samples_per_step, and let row_widths begin with cells",
+            )
+        if any(wide <= narrow or wide % narrow for wide, narrow in pairwise(widths)):
+            raise PlanError(
+                "each of row_widths is a larger multiple of the next",
+                seen=f"row_widths={widths}",
+                do="give for example row_widths=(8192, 4096, 2048)",
+            )
+
     @property
     def limits(self) -> MicroBatchLimits:
         """What one micro-batch may hold."""
@@ -190,6 +215,8 @@ class PlanConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain data from which the same settings can be built: `PlanConfig(**config.to_dict())`."""
         values = {name: getattr(self, name) for name in PlanConfig.__dataclass_fields__}
+        if not self.row_widths:  # plans without them keep the fingerprint they had
+            del values["row_widths"]
         return values | {"costs": dict(self.costs)}
 
 

@@ -38,6 +38,8 @@ def form_steps(samples: Samples, ids: Ints, config: PlanConfig) -> Ints:
 def cut_steps(samples: Samples, ids: Ints, starts: Ints, config: PlanConfig, *, ranks: int) -> StepLayout:
     """Cut every step for a number of ranks; the cut of a step depends on its samples alone."""
     if config.layout == "packed":
+        if config.row_widths and config.pairs is None and config.samples is None and not config.costs:
+            return _cut_to_widths(samples, _longest_first(samples, ids, starts), starts, config, ranks)
         return _cut_packed(samples, _longest_first(samples, ids, starts), starts, config, ranks)
     if config.grouping == "budget":
         ids = _longest_first(samples, ids, starts)
@@ -99,6 +101,27 @@ def _cut_packed(samples: Samples, ids: Ints, starts: Ints, config: PlanConfig, r
         "cut_packed_steps", bin_of, per_rank, work(len(ids) + ranks), work(most * max(1, len(limits))), work(most),
         work(most), work(2 * ranks), work(ranks * max(1, len(limits))),
         starts, samples.cost(ids, config.pair_cost), sizes, limits, ranks, num=len(ids),
+    )  # fmt: skip
+    step_starts = starts_of(per_rank * ranks)
+    bin_of += np.repeat(step_starts[:-1], np.diff(starts))
+    order, micro_starts = stable_order(bin_of, int(step_starts[-1]))
+    return StepLayout(ids[order], micro_starts, step_starts)
+
+
+def _cut_to_widths(samples: Samples, ids: Ints, starts: Ints, config: PlanConfig, ranks: int) -> StepLayout:
+    """Packed rows of a few widths, nearly full. With other limits than cells, `_cut_packed` forms the rows."""
+    lengths = samples.lengths[ids].astype(np.int64)
+    bin_of, per_rank = np.full(len(ids), -1, dtype=np.int64), np.zeros(len(starts) - 1, dtype=np.int64)
+    # What finds no room opens rows of its own, at the most one for each sample, beside those that were opened in vain.
+    widths = np.array(config.row_widths, dtype=np.int64)
+    most = int(np.diff(starts).max()) * 2 + int(lengths.sum() // widths[-1]) + 64
+
+    def work(num: int) -> Ints:
+        return np.zeros(num, dtype=np.int64)
+
+    jit.call(
+        "cut_width_steps", bin_of, per_rank, work(len(ids)), work(most), work(most), work(most), work(2 * ranks),
+        work(ranks), starts, samples.cost(ids, config.pair_cost), lengths, widths, ranks, num=len(ids),
     )  # fmt: skip
     step_starts = starts_of(per_rank * ranks)
     bin_of += np.repeat(step_starts[:-1], np.diff(starts))

@@ -21,7 +21,7 @@ from truebatch.planning.assign_ranks import StepLayout, deal_units, units_of_ste
 from truebatch.planning.config import PlanConfig, check_whole
 from truebatch.planning.cut_steps import cut_steps, form_steps, keyed_sample_order
 from truebatch.planning.pack_epoch import form_units
-from truebatch.planning.rows import Ints, Rows, packed_row, padded_rows
+from truebatch.planning.rows import Ints, Rows, packed_row, padded_rows, row_width
 from truebatch.planning.sample_table import Samples, check_lengths, measure_samples
 from truebatch.planning.statistics import PlanStatistics, measure_plan
 
@@ -189,7 +189,7 @@ class Plan:
         ids = self._ids(cut, first, last)
         lengths = self.planned_lengths(ids)
         if self.config.layout == "packed":
-            return packed_row(ids, int(lengths.sum()))
+            return packed_row(ids, int(row_width(lengths.sum(), self.config.row_widths)))
         return padded_rows(ids, int(lengths.max(initial=0)))
 
     def _ids(self, cut: StepLayout, first: int, last: int) -> Ints:

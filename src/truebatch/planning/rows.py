@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,3 +75,16 @@ def longest_first(rows: Rows, lengths: Ints) -> Rows:
     row_of = np.repeat(np.arange(rows.num_rows), np.diff(rows.starts))
     order = np.lexsort((-np.asarray(lengths, dtype=np.int64), row_of))
     return Rows(rows.ids[order], rows.starts, rows.width, rows.layout)
+
+
+def row_width(tokens: Any, widths: Sequence[int]) -> Any:
+    """The narrowest width for each number of tokens; the number itself without widths, and for no tokens.
+
+    >>> row_width(np.array([0, 700, 4000]), (4096, 2048, 1024)).tolist()
+    [0, 1024, 4096]
+    """
+    if not len(widths):
+        return tokens
+    rising = np.array(widths[::-1], dtype=np.int64)
+    found = rising[np.minimum(np.searchsorted(rising, tokens), len(rising) - 1)]
+    return np.where(np.asarray(tokens) > 0, found, 0)

@@ -11,7 +11,8 @@ from typing import Literal, get_args
 
 from truebatch.errors import ConfigError
 from truebatch.planning.config import DEFAULT_SAMPLES_PER_STEP, PlanConfig
-from truebatch.planning.rows import Layout
+from truebatch.planning.row_widths import choose_row_widths
+from truebatch.planning.rows import Ints, Layout
 from truebatch.training.optim.lr_schedules import Schedule, Shape
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -68,7 +69,7 @@ class TrainConfig:
     gradient_checkpointing: bool = False
     """Compute activations again in backward instead of keeping them."""
     compile: bool = False
-    """Compile the layers of the model, once, for packed rows of exactly `cells` cells."""
+    """Compile the layers of the model for packed rows of a few widths, the widest at most `cells`; each is compiled once."""
     seed: int = 0
     workers: int = 0
     """Processes that load samples."""
@@ -148,17 +149,30 @@ class TrainConfig:
             return DEFAULT_SAMPLES_PER_STEP
         return self.batch_size * self.gradient_accumulation_steps * self.devices
 
-    def plan_config(self) -> PlanConfig:
-        """What a step is, and what a forward pass may hold. `true_batch: off` holds one sample."""
+    def plan_config(self, lengths: Ints | None = None) -> PlanConfig:
+        """What a step is, and what a forward pass may hold. `true_batch: off` holds one sample.
+
+        With compiled layers, rows of samples of these `lengths` have one of a few widths.
+        """
         if self.true_batch == "off":
             return PlanConfig(samples=1, samples_per_step=self.num_samples_per_step(), seed=self.seed)
+        widths = () if lengths is None else self._row_widths(lengths)
         return PlanConfig(
             layout=self.layout,
-            cells=self.cells,
+            cells=widths[0] if widths else self.cells,
             pairs=self.pairs,
             samples=self.batch_size,
             samples_per_step=self.num_samples_per_step(),
             seed=self.seed,
+            row_widths=widths,
+        )
+
+    def _row_widths(self, lengths: Ints) -> tuple[int, ...]:
+        if not self.compile or self.cells is None:
+            return ()
+        samples = self.num_samples_per_step()
+        return choose_row_widths(
+            lengths, cells=self.cells, samples_per_step=samples, ranks=self.devices, seed=self.seed
         )
 
     def describe_step(self, *, is_layout_open: bool = False) -> str:

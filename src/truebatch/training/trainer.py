@@ -95,7 +95,6 @@ def train(
         attendants: told of every step on every rank, may stop the run, and have a state that is saved with it.
         place: the device to run on, if it has been found already.
     """
-    plan_config = config.plan_config()
     couplings = refuse_couplings(model.train(), config.allow)
     place = place or find_place(config)
     _prepare_model(model, place, config)
@@ -117,7 +116,7 @@ def train(
         attendants=tuple(attendants),
         changes_buffers=bool(config.allow),
     )
-    plans = EpochPlans(measured, plan_config)
+    plans = EpochPlans(measured, config.plan_config(measured.lengths))
     most_steps = config.epochs * plans.of(0).num_steps
     num_steps = min(config.max_steps or most_steps, most_steps)
     with opened_run(out, config) as run, catch_signals() as stop, _watched(config) as watchdog:
@@ -218,6 +217,11 @@ def _named(error: BaseException) -> BaseException:
 def _begin(job: Job) -> TrainState:
     job.say(job.config.describe_step())
     job.say(f"{job.num_steps:,} steps, {job.config.precision} on {job.engine.device}")
+    if widths := job.plans.config.row_widths:
+        fill = job.plans.of(0).statistics.fill
+        job.say(
+            f"compiled rows: {len(widths)} width(s), {widths[0]:,} to {widths[-1]:,} cells, {fill:.1%} of them tokens"
+        )
     if allowed := ", ".join(sorted({c.name for c in job.couplings})):
         job.say(f"equality: in distribution ({allowed} allowed by name)")
     found = resume_run(job.run.checkpoints, job.engine) if job.run is not None else None
@@ -291,13 +295,11 @@ def _train_epoch(job: Job, progress: TrainState, log: MetricsLog | None) -> None
 
 
 def _loader_config(job: Job) -> LoaderConfig:
-    """Compiled layers get rows of one width and tables of one size; everything else is made to measure."""
+    """Compiled layers get rows of a few widths and tables of one size; everything else is made to measure."""
     pins = job.engine.device.type == "cuda"
-    config = job.config
-    if not config.compile or config.cells is None:
-        return LoaderConfig(workers=config.workers, pin_memory=pins)
-    slots = most_segments(job.plans.measured.lengths, config.cells)
-    return LoaderConfig(workers=config.workers, pin_memory=pins, slots=slots, row_cells=config.cells)
+    widths = job.plans.config.row_widths
+    slots = most_segments(job.plans.measured.lengths, widths[0]) if widths else None
+    return LoaderConfig(workers=job.config.workers, pin_memory=pins, slots=slots)
 
 
 def train_step(job: Job, progress: TrainState, loaded: LoadedStep, log: MetricsLog | None) -> bool:

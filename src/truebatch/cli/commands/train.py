@@ -172,7 +172,7 @@ def _dry_run(task: Task, config: TrainConfig, folder: Path, *, is_layout_open: b
     layouts: tuple[Layout, ...] = ("packed", "padded") if is_open else (config.layout,)
     rows: dict[str, dict[str, Any]] = {}
     for layout in layouts:
-        plan_config = replace(config, layout=layout).plan_config()
+        plan_config = replace(config, layout=layout).plan_config(data.measured.lengths)
         rows[layout] = _figures(plan_and_count(data.measured, plan_config, epoch=0, ranks=config.devices)[1], config)
     lines = list(task.commands.describe()) if task.commands.describe is not None else []
     lines.append(config.describe_step(is_layout_open=is_open))

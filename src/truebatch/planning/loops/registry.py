@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from truebatch.planning.loops import cut as cutting
+from truebatch.planning.loops import cut_widths as widths
 from truebatch.planning.loops import pack as packing
 
 
@@ -28,6 +29,7 @@ PARTS = (
     *(packing.lowest, packing.add_free, packing.remove_free, packing.find_free, packing.has_room, packing.take),
     *(cutting.cut_run, cutting.split_costliest, cutting.share, cutting.choose, cutting.fill_ranks),
     *(cutting.deal, cutting.fill_whole),
+    *(widths.row_width, widths.open_rows, widths.fill_rows, widths.cells_held, widths.close_empty),
 )
 
 KERNELS = {
@@ -40,6 +42,7 @@ KERNELS = {
     "best_fit": Kernel(packing.best_fit, 5),
     "cut_padded_steps": Kernel(cutting.cut_padded_steps, 4),
     "cut_packed_steps": Kernel(cutting.cut_packed_steps, 8),
+    "cut_width_steps": Kernel(widths.cut_width_steps, 8),
     "deal_steps": Kernel(cutting.deal_steps, 2),
     "join_rows": Kernel(cutting.join_rows, 2),
 }
