@@ -23,7 +23,6 @@ REPOSITORY = Path(__file__).parents[1]
 SOURCES = REPOSITORY / "src"
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
 NEVER_FILES = {"utils", "common", "helpers", "base", "core", "manager", "misc"}
-COMMANDS = ("truebatch.cli.", "truebatch_systems.")
 LATE = ("truebatch.cli", "truebatch.plugins")
 """Where the own package may be imported inside of functions, beside the command lines of systems."""
 
@@ -118,18 +117,12 @@ def test_a_class_name_stands_once():
     assert {name: places for name, places in found.items() if len(places) > 1} == {}
 
 
-def length_of(name: str, node: ast.FunctionDef) -> int:
-    """Lines of a function; of a command without its options, which are a list and not code."""
-    first = node.body[0].lineno if name.startswith(COMMANDS) else node.lineno
-    return (node.end_lineno or 0) - first + 1
-
-
 def test_no_function_is_longer_than_a_page():
     long = [
         f"{name}.{node.name}: {length} lines"
         for name, file in modules().items()
         for node in ast.walk(tree(file))
-        if isinstance(node, ast.FunctionDef) and (length := length_of(name, node)) > 60
+        if isinstance(node, ast.FunctionDef) and (length := (node.end_lineno or 0) - node.lineno + 1) > 60
     ]
     assert not long
 

@@ -6,9 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from truebatch.errors import RunError
 from truebatch.language.console import say
@@ -18,11 +16,6 @@ if TYPE_CHECKING:
     from truebatch.training.load_trained import Trained
     from truebatch.training.system import System
 
-SystemOption = Annotated[
-    str | None,
-    typer.Option("--system", metavar="TARGET", help="A run of your own code: file.py:name or module:name."),
-]
-"""A folder may name a built-in system only; code of the user's own is named on the command line."""
 _MOST_ENTRIES = 100_000
 
 

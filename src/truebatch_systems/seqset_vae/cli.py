@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from truebatch.cli.options import AsJson, ConfigFile, Overrides
 from truebatch.cli.run_folder import open_named
 from truebatch.cli.system_commands import SystemCommand
 from truebatch.errors import ConfigError
@@ -24,12 +25,6 @@ seqset_vae_app = typer.Typer(
     help="What only stays as sequences of sets have.", no_args_is_help=True, rich_markup_mode=None
 )
 
-Config = Annotated[Path | None, typer.Option("--config", help="A YAML file with the system's settings.")]
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting; overrides the file.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
 
 @seqset_vae_app.callback()
 def _seqset_vae() -> None:
@@ -39,8 +34,8 @@ def _seqset_vae() -> None:
 @seqset_vae_app.command("validate", short_help="Every fault of the data, and what becomes of it.")
 def show_validate(
     data: Annotated[str, typer.Argument(help="generated, nafld, a folder with patient_ehr/, or a long table.")],
-    config: Config = None,
-    set_: Settings = None,
+    config: ConfigFile = None,
+    set_: Overrides = None,
     as_json: AsJson = False,
 ) -> int:
     """Read everything and report every fault: how often, where first, and what a run does with it.
@@ -129,8 +124,8 @@ def show_test_batch(
     use_dynamic_padding: Annotated[
         bool, typer.Option(help="Pad to the longest stay of a batch; else to --max-sequence-length.")
     ] = True,
-    config: Config = None,
-    set_: Settings = None,
+    config: ConfigFile = None,
+    set_: Overrides = None,
     as_json: AsJson = False,
 ) -> int:
     """Make the first batch of every size, compare it with one stay at a time, and measure a step.
@@ -168,7 +163,7 @@ def show_test_batch(
 def show_export(
     run: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/seqset_vae.")],
     out: Annotated[Path | None, typer.Option(help="The .npz file. Default: RUN/latents.npz.")] = None,
-    set_: Settings = None,
+    set_: Overrides = None,
 ) -> int:
     """Write posterior means, log variances and states of all sets of all splits into one .npz file.
 
@@ -194,13 +189,10 @@ def show_export(
 
 
 def _settings(file: Path | None, overrides: list[str]) -> SeqSetConfig:
-    from truebatch.config.load import apply_override, check_config, read_document
+    from truebatch.config.load import load_config
     from truebatch_systems.seqset_vae.config import SeqSetConfig
 
-    document = read_document(file)
-    for override in overrides:
-        apply_override(document, override)
-    return check_config(SeqSetConfig, document)
+    return load_config(SeqSetConfig, file, overrides=overrides)
 
 
 def _print_validation(found: Validation) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from truebatch.cli.options import AsJson, ConfigFile, Overrides
 from truebatch.cli.run_folder import open_named
 from truebatch.cli.system_commands import SystemCommand
 from truebatch.language.console import say
@@ -23,12 +24,6 @@ stitched_llm_app = typer.Typer(
     help="What only models stitched from two donors have.", no_args_is_help=True, rich_markup_mode=None
 )
 
-Config = Annotated[Path | None, typer.Option("--config", help="A YAML file with the system's settings.")]
-Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting; overrides the file.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
 
 @stitched_llm_app.callback()
 def _stitched_llm() -> None:
@@ -36,7 +31,7 @@ def _stitched_llm() -> None:
 
 
 @stitched_llm_app.command("inspect", short_help="Both donors, the cut, what is trained, and the mask self-test.")
-def show_inspect(config: Config = None, set_: Settings = None, as_json: AsJson = False) -> int:
+def show_inspect(config: ConfigFile = None, set_: Overrides = None, as_json: AsJson = False) -> int:
     """Show what the settings make: donors side by side, where they are cut, and whether the result is causal.
 
     Without settings these are two tiny donors, which are trained first if they were not before (a minute or two).
@@ -69,8 +64,8 @@ def show_inspect(config: Config = None, set_: Settings = None, as_json: AsJson =
 
 @stitched_llm_app.command("search", short_help="Every pair of cuts by residual and by loss, with a picture.")
 def show_search(
-    config: Config = None,
-    set_: Settings = None,
+    config: ConfigFile = None,
+    set_: Overrides = None,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of the training text the maps are fitted on.")] = 8192,
     measure: Annotated[
         int | None,
@@ -145,13 +140,10 @@ def show_export(
 
 
 def _settings(file: Path | None, overrides: list[str] | None) -> StitchConfig:
-    from truebatch.config.load import apply_override, check_config, read_document
+    from truebatch.config.load import load_config
     from truebatch_systems.stitched_llm.config import StitchConfig
 
-    document = read_document(file)
-    for override in overrides or []:
-        apply_override(document, override)
-    return check_config(StitchConfig, document)
+    return load_config(StitchConfig, file, overrides=overrides or [])
 
 
 def _refuse_mapped(settings: StitchConfig) -> None:

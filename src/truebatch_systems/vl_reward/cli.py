@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from truebatch.cli.options import AsJson, ConfigFile, Overrides
 from truebatch.cli.pipelines import ScoringPipeline
 from truebatch.cli.system_commands import SystemCommand
 from truebatch.errors import ConfigError
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 
 CHECK_FAILED = 1
 vl_reward_app = typer.Typer(help="The edit-then-judge benchmark.", no_args_is_help=True, rich_markup_mode=None)
-
-Config = Annotated[Path | None, typer.Option(help="A YAML file with the settings.")]
-Set = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting; overrides the file.")]
 
 
 def _load(config: Path | None, set_: list[str] | None) -> RewardConfig:
@@ -59,7 +57,7 @@ def _in_cells(line: str) -> str:
 
 
 @vl_reward_app.command("run", short_help="Edit everything, judge everything, report.")
-def show_run(config: Config = None, set_: Set = None) -> int:
+def show_run(config: ConfigFile = None, set_: Overrides = None) -> int:
     """Edit and judge a benchmark; without a file, made pictures with a scripted editor and judge.
 
     Exit code 0: done. 1: more failures than allowed. 3: some samples failed. 75: interrupted, run it again to go on.
@@ -74,7 +72,7 @@ def show_run(config: Config = None, set_: Set = None) -> int:
 
 
 @vl_reward_app.command("validate", short_help="Check a benchmark file, its prompts and its pictures; load no model.")
-def show_validate(config: Config = None, set_: Set = None) -> int:
+def show_validate(config: ConfigFile = None, set_: Overrides = None) -> int:
     """Name every fault of a benchmark file with its record. Exit code 0: sound. 1: faults were found.
 
     Examples:
@@ -94,7 +92,7 @@ def show_validate(config: Config = None, set_: Set = None) -> int:
 def show_compare(
     first: Annotated[Path, typer.Argument(help="The folder of a run.")],
     second: Annotated[Path, typer.Argument(help="The folder of another run over the same pairs.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Compare the scores of two runs by sample id, over the samples that are valid in both.
 
@@ -125,7 +123,7 @@ def show_compare(
 
 
 @vl_reward_app.command("gallery", short_help="Write the reports of a run again, from its journals.")
-def show_gallery(config: Config = None, set_: Set = None) -> int:
+def show_gallery(config: ConfigFile = None, set_: Overrides = None) -> int:
     """Make report.json, report.md and gallery.html again; nothing is edited or judged.
 
     Examples:

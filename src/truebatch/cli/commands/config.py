@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from truebatch.cli.options import ConfigFile, Overrides
 from truebatch.cli.settings import read_settings
 from truebatch.io.atomic_files import write_text
 from truebatch.language.console import say
@@ -22,10 +23,6 @@ config_app = typer.Typer(help="Settings: show, check, schema.", no_args_is_help=
 Target = Annotated[
     str, typer.Argument(help="plan, vl_reward, hf, the name of a system, package.module:name, or file.py:name.")
 ]
-File = Annotated[Path | None, typer.Option("--config", help="A YAML file.")]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting; overrides the file.")
-]
 
 
 @config_app.callback()
@@ -36,7 +33,7 @@ def _config() -> None:
 @config_app.command("show", short_help="Every setting with its value and where the value comes from.")
 def show_config(
     target: Target,
-    config: File = None,
+    config: ConfigFile = None,
     set_: Overrides = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="The same as JSON, with a description of each setting.")
@@ -66,7 +63,7 @@ def show_config(
 
 
 @config_app.command("check", short_help="Check settings; errors name the line.")
-def show_check(target: Target, config: File = None, set_: Overrides = None) -> int:
+def show_check(target: Target, config: ConfigFile = None, set_: Overrides = None) -> int:
     """Check settings without reading data or starting anything.
 
     Exit code 0: valid. 2: a key or a value is wrong; the message says which, where, and what to do.

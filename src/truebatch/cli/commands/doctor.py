@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from truebatch.cli.options import AsJson
 from truebatch.errors import ConfigError
 from truebatch.interrupts import holding
 from truebatch.language.console import say
@@ -34,7 +35,7 @@ def show_doctor(
     every_visit: Annotated[
         bool, typer.Option("--every-visit", help="With --drill: fail at every visit of a failpoint, not only at one.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Check versions, accelerator, write access, locks and free space; with --drill, prove recovery on this disk.
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+from truebatch.cli.options import AsJson
 
 
-def show_environment(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def show_environment(as_json: AsJson = False) -> None:
     """Describe this machine for a bug report; keys, tokens and home folders are removed.
 
     Examples:

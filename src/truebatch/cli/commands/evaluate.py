@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sized
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import typer
-
-from truebatch.cli.run_folder import SystemOption, open_named, own_folder
+from truebatch.cli.options import AsJson, RunFolder, RunOverrides, SystemOption
+from truebatch.cli.run_folder import open_named, own_folder
 from truebatch.errors import ConfigError, DataError
 from truebatch.language.console import say
 
@@ -23,12 +21,7 @@ FOLDER, FIGURES = "evaluation", "figures.json"
 
 
 def show_evaluate(
-    run: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/chinese_gpt.")],
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting for this command only.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    system: SystemOption = None,
+    run: RunFolder, set_: RunOverrides = None, as_json: AsJson = False, system: SystemOption = None
 ) -> int:
     """Measure a trained run on held-out samples; the figures also go to RUN/evaluation/figures.json.
 

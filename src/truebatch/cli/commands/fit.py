@@ -6,11 +6,13 @@ import json
 import math
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from truebatch.cli.options import AsJson, HfOptions, Overrides, SystemConfigFile, with_option_groups
 from truebatch.cli.settings import RUNS, checked, read_settings, settle
 from truebatch.errors import ConfigError
 from truebatch.language.console import say
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
     from truebatch.training.memory.batch_size_table import Sizing
 
 GIB = 2**30
-CARDS = (15.0, 32.0, 80.0)
-UNSURE = 0.3
+DEFAULT_GIB = (15.0, 32.0, 80.0)
+MOST_UNCERTAINTY = 0.3
 """A fit that errs by more is not called safe."""
 RATE = (
     "a larger budget never changes the result of a step; more samples_per_step does: fewer, less noisy updates, for "
@@ -29,27 +31,25 @@ RATE = (
 )
 
 
-def show_fit(
-    target: Annotated[str, typer.Argument(help="hf, the name of a system, package.module:name, or file.py:name.")],
-    config: Annotated[Path | None, typer.Option(help="A YAML file: the system's settings, and `train:`.")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting; overrides the file.")
-    ] = None,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitOptions:
+    """What is measured, and where the result goes."""
+
     memory: Annotated[
         list[float] | None, typer.Option(metavar="GIB", help="A memory size to judge for. Default: 15, 32 and 80.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder, for fit.json. Default: runs/NAME.")] = None,
-    estimate: Annotated[bool, typer.Option("--estimate", help="Run nothing: memory from shapes, no speed.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    model: Annotated[Path | None, typer.Option(help="hf: the folder of your model and tokenizer.")] = None,
-    data: Annotated[Path | None, typer.Option(help="hf: the samples to train on.")] = None,
-    task: Annotated[
-        str | None,
-        typer.Option(help="hf: causal_lm, sequence_classification, token_classification or seq2seq."),
-    ] = None,
-    lora: Annotated[
-        bool, typer.Option("--lora", help="hf: train an adapter (LoRA) and keep the model frozen.")
-    ] = False,
+    ] = None
+    out: Annotated[Path | None, typer.Option(help="The run's folder, for fit.json. Default: runs/NAME.")] = None
+    estimate: Annotated[bool, typer.Option("--estimate", help="Run nothing: memory from shapes, no speed.")] = False
+    as_json: AsJson = False
+
+
+@with_option_groups
+def show_fit(
+    target: Annotated[str, typer.Argument(help="hf, the name of a system, package.module:name, or file.py:name.")],
+    hf: HfOptions,
+    options: FitOptions,
+    config: SystemConfigFile = None,
+    set_: Overrides = None,
 ) -> int:
     """Measure memory and speed of your model on your samples; give the largest safe budget of cells.
 
@@ -67,28 +67,21 @@ def show_fit(
     from truebatch.training.memory.batch_size_table import HERE, save_sizing, size_task
     from truebatch.training.registry import find_system
 
-    texts = {"model": model, "data": data, "task": task}
-    given: dict[tuple[str, ...], Any] = {(name,): str(value) for name, value in texts.items() if value is not None}
-    given |= {("lora",): True} if lora else {}
-    limits = _limits(memory or CARDS)
+    limits = _limits(options.memory or DEFAULT_GIB)
     system = find_system(target)
-    document = read_settings(config, set_ or [], given)
-    folder = out or RUNS / system.name
+    document = read_settings(config, set_ or [], hf.settings())
+    folder = options.out or RUNS / system.name
     is_layout_open = settle(document, folder, fresh=False)
     settings = checked(system, document)
     lines: list[str] = []
     sizing = size_task(
-        system.prepare(settings),
-        settings.train,
-        memory=limits,
-        is_layout_open=is_layout_open,
-        is_estimate=estimate,
-        say=lines.append,
-    )
+        system.prepare(settings), settings.train, memory=limits, is_layout_open=is_layout_open,
+        is_estimate=options.estimate, say=lines.append,
+    )  # fmt: skip
     written = save_sizing(sizing, folder)
-    layout = None if estimate and is_layout_open else sizing.layout
-    following = _next(target, config, set_ or [], given, sizing, folder, layout=layout)
-    if as_json:
+    layout = None if options.estimate and is_layout_open else sizing.layout
+    following = _next(target, config, set_ or [], hf.settings(), sizing, folder, layout=layout)
+    if options.as_json:
         sys.stdout.write(json.dumps({**_plain(sizing), "lines": lines, "next": following}) + "\n")
     else:
         _print(sizing, lines, written, following)
@@ -120,7 +113,7 @@ def _next(
     if cells < sizing.longest:
         return "a smaller model, train.gradient_checkpointing=true, train.precision=bf16, or --lora with hf"
     parts = ["truebatch", "train", target, *(["--config", str(file)] if file is not None else [])]
-    if sizing.fit.uncertainty > UNSURE:
+    if sizing.fit.uncertainty > MOST_UNCERTAINTY:
         cells = max(cells // 2, sizing.longest)
     found = [*([] if layout is None else [f"train.layout={layout}"]), f"train.cells={cells}"]
     names = tuple(one.partition("=")[0] + "=" for one in found)
@@ -178,7 +171,7 @@ def _advice(sizing: Sizing) -> list[str]:
     cells = sizing.cells[HERE]
     if cells < sizing.longest:
         lines.append(f"the longest sample ({sizing.longest:,} tokens) does not fit on this machine")
-    elif sizing.fit.uncertainty > UNSURE:
+    elif sizing.fit.uncertainty > MOST_UNCERTAINTY:
         lines.append(
             f"largest budget by this fit: train.cells={cells}; it errs by up to {sizing.fit.uncertainty:.0%}, so do not rely "
             "on it: what these samples take is not a line through cells and pairs; begin with half of it"

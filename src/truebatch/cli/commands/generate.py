@@ -6,13 +6,14 @@ import importlib
 import json
 import sys
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from truebatch.cli.run_folder import SystemOption, open_named_settings
+from truebatch.cli.options import RunFolder, RunOverrides, SystemOption, with_option_groups
+from truebatch.cli.run_folder import open_named_settings
 from truebatch.errors import ConfigError, DataError, TruebatchError
 from truebatch.interrupts import stay
 from truebatch.language.console import say, say_error, unfiltered
@@ -32,31 +33,53 @@ anything else is a prompt; asked again, it gets another answer, the same in ever
 """
 
 
-def show_generate(
-    run: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/chinese_gpt.")],
-    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; give it several times for several.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="A file: one prompt per line, or a .json list of texts.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="A text ends here if it has not ended before.")] = 64,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingOptions:
+    """How texts are sampled."""
+
+    max_new_tokens: Annotated[int, typer.Option(help="A text ends here if it has not ended before.")] = 64
     temperature: Annotated[
         float | None, typer.Option(help=f"0 always takes the likeliest token. Default: {TEMPERATURE}; none with beams.")
-    ] = None,
+    ] = None
     top_k: Annotated[
         int | None,
         typer.Option(help=f"Sample only from the k likeliest tokens; 0: all. Default: {TOP_K}; 0 with beams."),
-    ] = None,
+    ] = None
     top_p: Annotated[
         float | None,
         typer.Option(
             help=f"Sample only from the likeliest tokens up to this probability. Default: {TOP_P}; 1 with beams."
         ),
-    ] = None,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1: less repetition.")] = 1.0,
-    beams: Annotated[int, typer.Option(help="Above 1: beam search for the likeliest text, without sampling.")] = 1,
-    stop: Annotated[list[str] | None, typer.Option(help="A text that ends a generation.")] = None,
-    seed: Annotated[int, typer.Option(help="The same seed and prompt give the same text.")] = 0,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting of the run, for this use only.")
-    ] = None,
+    ] = None
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: less repetition.")] = 1.0
+    beams: Annotated[int, typer.Option(help="Above 1: beam search for the likeliest text, without sampling.")] = 1
+    stop: Annotated[list[str] | None, typer.Option(help="A text that ends a generation.")] = None
+    seed: Annotated[int, typer.Option(help="The same seed and prompt give the same text.")] = 0
+
+    def generation(self) -> Generation:
+        """The settings, with the usual sampling where nothing else is said; a beam search samples nothing."""
+        from truebatch.generation.config import Generation
+
+        usual: tuple[float, int, float] = (TEMPERATURE, TOP_K, TOP_P) if self.beams == 1 else (1.0, 0, 1.0)
+        return Generation(
+            max_new_tokens=self.max_new_tokens,
+            temperature=usual[0] if self.temperature is None else self.temperature,
+            top_k=usual[1] if self.top_k is None else self.top_k,
+            top_p=usual[2] if self.top_p is None else self.top_p,
+            repetition_penalty=self.repetition_penalty,
+            beams=self.beams,
+            seed=self.seed,
+            stop=tuple(self.stop or ()),
+        )
+
+
+@with_option_groups
+def show_generate(
+    run: RunFolder,
+    sampling: SamplingOptions,
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt; give it several times for several.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A file: one prompt per line, or a .json list of texts.")] = None,
+    set_: RunOverrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per prompt.")] = False,
     system: SystemOption = None,
 ) -> int:
@@ -73,19 +96,7 @@ def show_generate(
 
       truebatch generate runs/chinese_gpt --prompt 你好 --temperature 0 --json
     """
-    from truebatch.generation.config import Generation
-
-    usual: tuple[float, int, float] = (TEMPERATURE, TOP_K, TOP_P) if beams == 1 else (1.0, 0, 1.0)
-    settings = Generation(
-        max_new_tokens=max_new_tokens,
-        temperature=usual[0] if temperature is None else temperature,
-        top_k=usual[1] if top_k is None else top_k,
-        top_p=usual[2] if top_p is None else top_p,
-        repetition_penalty=repetition_penalty,
-        beams=beams,
-        seed=seed,
-        stop=tuple(stop or ()),
-    )
+    settings = sampling.generation()
     asked = [*(prompt or []), *(_read_prompts(prompts) if prompts is not None else [])]
     trained = _open(run, set_ or [], system)
     if not asked and sys.stdin.isatty():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from truebatch.cli.options import AsJson, ConfigFile, Overrides, changed_options, option_name, with_option_groups
 from truebatch.errors import ConfigError
 from truebatch.language.console import say
 
@@ -22,65 +24,83 @@ DEFAULT_CELLS = 8192
 LIMITS = ("cells", "pairs", "samples", "costs")
 
 
-def show_plan(
-    data: Annotated[str, typer.Argument(help="A data file, or package.module:name, or file.py:name.")] = "",
-    lengths: Annotated[Path | None, typer.Option(help="A .npy file of lengths instead of DATA.")] = None,
-    field: Annotated[str | None, typer.Option(help="The field that gives the length of a sample.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="A folder with tokenizer.json: text counts tokens.")] = None,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasureOptions:
+    """How the lengths of the samples are found."""
+
+    lengths: Annotated[Path | None, typer.Option(help="A .npy file of lengths instead of DATA.")] = None
+    field: Annotated[str | None, typer.Option(help="The field that gives the length of a sample.")] = None
+    tokenizer: Annotated[Path | None, typer.Option(help="A folder with tokenizer.json: text counts tokens.")] = None
+    cache: Annotated[Path | None, typer.Option(help="Folder where measured lengths are cached.")] = None
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Measure again and cache nothing.")] = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """Settings of a plan that have an option of their own."""
+
     cost: Annotated[
         list[str] | None, typer.Option(metavar="FIELD=LIMIT", help="Limit the sum of another field too.")
-    ] = None,
-    layout: Annotated[str | None, typer.Option(help="padded (the default) or packed.")] = None,
-    grouping: Annotated[str | None, typer.Option(help="budget, fixed or bucketed (padded), packed (packed).")] = None,
-    cells: Annotated[int | None, typer.Option(help="Maximum cells (tokens and padding) per micro-batch.")] = None,
-    pairs: Annotated[int | None, typer.Option(help="Maximum query-key pairs per micro-batch.")] = None,
-    samples: Annotated[int | None, typer.Option(help="Maximum samples per micro-batch.")] = None,
-    bucket_width: Annotated[int | None, typer.Option(help="Bucket width for grouping bucketed.")] = None,
-    samples_per_step: Annotated[int | None, typer.Option(help="A step is this many samples.")] = None,
-    tokens_per_step: Annotated[int | None, typer.Option(help="A step is as many samples as fit.")] = None,
-    rows_per_step: Annotated[int | None, typer.Option(help="A step is this many packed rows of --cells.")] = None,
-    micro_batches_per_step: Annotated[int | None, typer.Option(help="A step is this many micro-batches.")] = None,
-    overlong: Annotated[str | None, typer.Option(help="A sample over a limit: refuse, drop or cut.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of every random choice.")] = None,
-    epoch: Annotated[int, typer.Option(help="Another epoch has another order.")] = 0,
-    ranks: Annotated[int, typer.Option(help="Devices that share a step.")] = 1,
-    compare: Annotated[bool, typer.Option("--compare", help="All groupings side by side.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
-    config: Annotated[Path | None, typer.Option(help="A YAML file with these settings.")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting; overrides the file.")
-    ] = None,
-    cache: Annotated[Path | None, typer.Option(help="Folder where measured lengths are cached.")] = None,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Measure again and cache nothing.")] = False,
-) -> None:
+    ] = None
+    layout: Annotated[str | None, typer.Option(help="padded (the default) or packed.")] = None
+    grouping: Annotated[str | None, typer.Option(help="budget, fixed or bucketed (padded), packed (packed).")] = None
+    cells: Annotated[int | None, typer.Option(help="Maximum cells (tokens and padding) per micro-batch.")] = None
+    pairs: Annotated[int | None, typer.Option(help="Maximum query-key pairs per micro-batch.")] = None
+    samples: Annotated[int | None, typer.Option(help="Maximum samples per micro-batch.")] = None
+    bucket_width: Annotated[int | None, typer.Option(help="Bucket width for grouping bucketed.")] = None
+    samples_per_step: Annotated[int | None, typer.Option(help="A step is this many samples.")] = None
+    tokens_per_step: Annotated[int | None, typer.Option(help="A step is as many samples as fit.")] = None
+    rows_per_step: Annotated[int | None, typer.Option(help="A step is this many packed rows of --cells.")] = None
+    micro_batches_per_step: Annotated[int | None, typer.Option(help="A step is this many micro-batches.")] = None
+    overlong: Annotated[str | None, typer.Option(help="A sample over a limit: refuse, drop or cut.")] = None
+    seed: Annotated[int | None, typer.Option(help="Seed of every random choice.")] = None
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that were given."""
+        given = {name: value for name in changed_options(self) if (value := getattr(self, name)) is not None}
+        costs = _cost_limits(given.pop("cost", None) or [])
+        return {**given, **({"costs": costs} if costs else {})}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRunOptions:
+    """Which plans are made, and what becomes of them."""
+
+    epoch: Annotated[int, typer.Option(help="Another epoch has another order.")] = 0
+    ranks: Annotated[int, typer.Option(help="Devices that share a step.")] = 1
+    compare: Annotated[bool, typer.Option("--compare", help="All groupings side by side.")] = False
+    as_json: AsJson = False
+    save: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None
+
+
+@with_option_groups
+def show_plan(
+    measuring: MeasureOptions,
+    flags: PlanOptions,
+    run: PlanRunOptions,
+    data: Annotated[str, typer.Argument(help="A data file, or package.module:name, or file.py:name.")] = "",
+    config: ConfigFile = None,
+    set_: Overrides = None,
+) -> int:
     """Show how samples would be grouped: micro-batches, fill, waste, balance. No model is loaded.
 
     Examples:
 
       truebatch plan train.jsonl --compare
     """
-    from truebatch.planning.lengths.measured_values import cache_folder
-
-    limits = _cost_limits(cost or [])
-    flags = {
-        "layout": layout, "grouping": grouping, "cells": cells, "pairs": pairs, "samples": samples,
-        "bucket_width": bucket_width, "samples_per_step": samples_per_step, "tokens_per_step": tokens_per_step,
-        "rows_per_step": rows_per_step, "micro_batches_per_step": micro_batches_per_step, "overlong": overlong,
-        "seed": seed, "costs": limits or None,
-    }  # fmt: skip
-    _refuse_together(data, lengths, compare=compare, save=save)
-    settings = _settings(config, set_ or [], flags, compare=compare)
-    measured = _measure(data or str(lengths), field, tokenizer, settings, None if no_cache else cache or cache_folder())
-    note = _assume_cells(settings, measured)
-    rows = (
-        _plan_all(settings, measured, epoch, ranks) if compare else [_plan_one(settings, measured, epoch, ranks, save)]
-    )
-    if as_json:
-        _write(json.dumps(_as_json(rows, measured, compare=compare), indent=2))
-        return
-    _write(_found(measured) + note)
-    _show(rows, _again(data or f"--lengths={lengths}", flags, field, ranks), compare=compare, save=save)
+    _refuse_together(data, measuring.lengths, compare=run.compare, save=run.save)
+    given = flags.settings()
+    settings = _settings(config, set_ or [], given, compare=run.compare)
+    measured = _measure(data or str(measuring.lengths), measuring, settings)
+    assumed = _assume_cells(settings, measured)
+    rows = _plan_all(settings, measured, run) if run.compare else [_plan_one(settings, measured, run)]
+    if run.as_json:
+        say(json.dumps(_as_json(rows, measured, compare=run.compare), indent=2))
+        return 0
+    say(_found(measured) + assumed)
+    again = _again(data or f"--lengths={measuring.lengths}", given, measuring.field, run.ranks)
+    _show(rows, again, compare=run.compare, save=run.save)
+    return 0
 
 
 def _refuse_together(data: str, lengths: Path | None, *, compare: bool, save: Path | None) -> None:
@@ -117,9 +137,8 @@ def _settings(file: Path | None, overrides: list[str], flags: dict[str, Any], *,
     for override in overrides:
         apply_override(document, override)
     for name, value in flags.items():
-        if value is not None:
-            document.values[name] = value
-            document.places[(name,)] = "--cost" if name == "costs" else f"--{name.replace('_', '-')}"
+        document.values[name] = value
+        document.places[(name,)] = "--cost" if name == "costs" else option_name(PlanOptions(), name)
     if document.values.get("grouping") == "packed":
         document.values.setdefault("layout", "packed")  # The only layout that has this grouping.
     _refuse_early(document, compare=compare)
@@ -143,13 +162,13 @@ def _checked(document: Document, values: dict[str, Any]) -> PlanConfig:
     return check_config(PlanConfig, Document(values, document.places))
 
 
-def _measure(
-    source: str, field: str | None, tokenizer: Path | None, settings: Document, cache: Path | None
-) -> Measured:
+def _measure(source: str, options: MeasureOptions, settings: Document) -> Measured:
     from truebatch.cli.data_argument import read_data
+    from truebatch.planning.lengths.measured_values import cache_folder
 
     costs = {name: name for name in settings.values.get("costs") or {}}
-    return read_data(source, field=field, tokenizer=tokenizer, costs=costs, cache=cache)
+    cache = None if options.no_cache else options.cache or cache_folder()
+    return read_data(source, field=options.field, tokenizer=options.tokenizer, costs=costs, cache=cache)
 
 
 def _assume_cells(settings: Document, measured: Measured) -> str:
@@ -162,21 +181,21 @@ def _assume_cells(settings: Document, measured: Measured) -> str:
     return f"\nno limit given: assuming --cells {settings.values['cells']}"
 
 
-def _plan_one(settings: Document, measured: Measured, epoch: int, ranks: int, save: Path | None) -> dict[str, Any]:
+def _plan_one(settings: Document, measured: Measured, run: PlanRunOptions) -> dict[str, Any]:
     from truebatch.planning.plan_file import save_plan
     from truebatch.reports.plan_tables import plan_and_count
 
-    plan, row = plan_and_count(measured, _checked(settings, settings.values), epoch=epoch, ranks=ranks)
-    if save is not None:
-        save_plan(plan, save)
+    plan, row = plan_and_count(measured, _checked(settings, settings.values), epoch=run.epoch, ranks=run.ranks)
+    if run.save is not None:
+        save_plan(plan, run.save)
     return row
 
 
-def _plan_all(settings: Document, measured: Measured, epoch: int, ranks: int) -> list[dict[str, Any]]:
+def _plan_all(settings: Document, measured: Measured, run: PlanRunOptions) -> list[dict[str, Any]]:
     from truebatch.reports.plan_tables import compared_settings, plan_and_count
 
     configs = [_checked(settings, values) for values in compared_settings(settings.values)]
-    return [plan_and_count(measured, config, epoch=epoch, ranks=ranks)[1] for config in configs]
+    return [plan_and_count(measured, config, epoch=run.epoch, ranks=run.ranks)[1] for config in configs]
 
 
 def _as_json(rows: list[dict[str, Any]], measured: Measured, *, compare: bool) -> dict[str, Any]:
@@ -196,9 +215,9 @@ def _again(source: str, flags: dict[str, Any], field: str | None, ranks: int) ->
     parts = ["truebatch", "plan", source, *(["--field", field] if field else [])]
     for name, value in flags.items():
         if name == "costs":
-            parts += [part for cost, limit in (value or {}).items() for part in ("--cost", f"{cost}={limit}")]
-        elif value is not None and name not in ("layout", "grouping"):
-            parts += [f"--{name.replace('_', '-')}", str(value)]
+            parts += [part for cost, limit in value.items() for part in ("--cost", f"{cost}={limit}")]
+        elif name not in ("layout", "grouping"):
+            parts += [option_name(PlanOptions(), name), str(value)]
     return shlex.join(parts + (["--ranks", str(ranks)] if ranks > 1 else []))
 
 
@@ -206,14 +225,14 @@ def _show(rows: list[dict[str, Any]], again: str, *, compare: bool, save: Path |
     from truebatch.reports.plan_tables import plans_table
     from truebatch.reports.tables import Table, print_table
 
-    _write("")
+    say("")
     if compare:
         print_table(plans_table(rows))
         best = min(rows, key=lambda row: (row["micro_batches"], row["cells"]))
-        _write(f"\nnext: {again} --layout {best['layout']} --grouping {best['grouping']} --save epoch.plan")
+        say(f"\nnext: {again} --layout {best['layout']} --grouping {best['grouping']} --save epoch.plan")
         return
     print_table(Table(("figure", "value"), tuple((name, _text(value)) for name, value in rows[0].items())))
-    _write(
+    say(
         f"\nsaved: {save}\nnext, in Python: truebatch.load_plan({str(save)!r})"
         if save
         else f"\nnext: {again} --compare"
@@ -224,7 +243,3 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _write(text: str) -> None:
-    say(text)

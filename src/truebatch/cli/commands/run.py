@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from truebatch.cli.options import AsJson, KeyVariable, PipelineOptions, refuse_changed, with_option_groups
 from truebatch.cli.pipelines import export_pipeline, is_pipeline_run, retry_pipeline, stage_folders
 from truebatch.errors import ConfigError
 from truebatch.language.console import one_line, say
 
-CHECK_FAILED = 1
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
+if TYPE_CHECKING:
+    from truebatch.scoring.spec import ScoreCall
+
+CHECK_FAILED = 1
 run_app = typer.Typer(
     help="Look at a scoring run, export it, retry its failures.", no_args_is_help=True, rich_markup_mode=None
 )
@@ -32,7 +37,7 @@ def _run() -> None:
 @run_app.command("status", short_help="Progress of a run, and what failed.")
 def show_status(
     run: Folder,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Count done, failed and pending samples of a run; it may be running, here or elsewhere.
 
@@ -43,13 +48,13 @@ def show_status(
 
       truebatch run status runs/score-pairs
     """
-    from truebatch.cli.commands.score import tell
+    from truebatch.cli.score_run import print_status
     from truebatch.scoring.store.export import read_status
 
     codes = []
     for folder in stage_folders(run) if is_pipeline_run(run) else [run]:
         status = read_status(folder)
-        code = tell(status, folder, as_json=as_json)
+        code = print_status(status, folder, as_json=as_json)
         codes.append(CHECK_FAILED if status.disagreements or status.damaged else code)
     return CHECK_FAILED if CHECK_FAILED in codes else max(codes, default=0)
 
@@ -88,28 +93,30 @@ def show_export(
     return CHECK_FAILED if damaged else 0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetryOptions:
+    """What a run is retried with."""
+
+    cells: Annotated[
+        int | None, typer.Option(help="Maximum tokens per batch; only runs of level close may change it.")
+    ] = None
+    data: Annotated[Path | None, typer.Option(help="The data of the run, as given to `score`.")] = None
+    model: Annotated[str, typer.Option(help="Its model folder or server, as given to `score`.")] = ""
+    workers: Annotated[int, typer.Option(help="Its number of workers, if it had any.")] = 0
+    engine: Annotated[str, typer.Option(help="Its engine, if not `local`.")] = ""
+    key_env: KeyVariable = None
+    as_json: AsJson = False
+
+
 @run_app.command("retry", short_help="Retry failures of some kinds.")
+@with_option_groups
 def show_retry(
     run: Folder,
     kind: Annotated[
         list[str], typer.Option(help="A kind of failure, as `status` names it: out_of_memory, crashed, ...")
     ],
-    cells: Annotated[
-        int | None, typer.Option(help="Maximum tokens per batch; only runs of level close may change it.")
-    ] = None,
-    data: Annotated[Path | None, typer.Option(help="The data of the run, as given to `score`.")] = None,
-    model: Annotated[str, typer.Option(help="Its model folder or server, as given to `score`.")] = "",
-    workers: Annotated[int, typer.Option(help="Its number of workers, if it had any.")] = 0,
-    engine: Annotated[str, typer.Option(help="Its engine, if not `local`.")] = "",
-    key_env: Annotated[
-        str | None,
-        typer.Option(help="The variable with a server's API key; '' sends none. Default: OPENAI_API_KEY if it is set."),
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="vl_reward: the YAML file with its settings.")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="vl_reward: a setting; overrides the file.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    given: RetryOptions,
+    pipeline: PipelineOptions,
 ) -> int:
     """Retry the failures of these kinds with the model and the data of the run. Successes are kept.
 
@@ -123,36 +130,35 @@ def show_retry(
 
       truebatch run retry runs/vl_reward --kind crashed --config config.yaml
     """
-    from dataclasses import replace
+    from truebatch.cli.score_run import run_call
 
-    from truebatch.cli.commands.score import run_call
+    kinds = [name.rpartition("/")[2] for name in kind]
+    if is_pipeline_run(run):
+        do = "give its settings, as you did at first: --config FILE, --set A.B=VALUE"
+        refuse_changed(given, wrong="a benchmark is run again as it was", do=do)
+        return retry_pipeline(run, kinds, pipeline.config, pipeline.set_)
+    refuse_changed(pipeline, wrong="--config and --set are only for vl_reward", do="give --data and --model")
+    call = _repeated_call(run, kind, given)
+    return run_call(call, run, shard=(0, 1), retry=kinds, checked=0, as_json=given.as_json)
+
+
+def _repeated_call(run: Path, kinds: list[str], given: RetryOptions) -> ScoreCall:
+    """The call of a run, once the user has stated what it reads and asks."""
     from truebatch.scoring.backends.http.address import is_address
     from truebatch.scoring.spec import load_call
     from truebatch.scoring.trust import require_stated
 
-    kinds = [name.rpartition("/")[2] for name in kind]
-    if is_pipeline_run(run):
-        if cells is not None or as_json or data is not None or model or workers or engine or key_env is not None:
-            raise ConfigError(
-                "a benchmark is run again as it was",
-                seen="--cells, --data, --model, --workers, --engine, --key-env or --json",
-                do="give its settings, as you did at first: --config FILE, --set A.B=VALUE",
-            )
-        return retry_pipeline(run, kinds, config, set_)
-    if config is not None or set_:
-        raise ConfigError(
-            "--config and --set are only for vl_reward", seen=f"{run} is a run of `score`", do="give --data and --model"
-        )
     call = load_call(run)
-    given = {"data": "" if data is None else str(data), "model": model, "workers": workers, "engine": engine}
-    require_stated(run, call, given, command=_again(run, kind))
+    stated = {
+        "data": "" if given.data is None else str(given.data), "model": given.model, "workers": given.workers,
+        "engine": given.engine,
+    }  # fmt: skip
+    require_stated(run, call, stated, command=_again(run, kinds))
     if is_address(call.model):
-        call = replace(call, key_env=key_env)
-    elif key_env is not None:
+        call = replace(call, key_env=given.key_env)
+    elif given.key_env is not None:
         raise ConfigError("these options are only for a server", seen="--key-env", do="leave them out")
-    if cells is not None:
-        call = replace(call, limits={**call.limits, "cells": cells})
-    return run_call(call, run, shard=(0, 1), retry=kinds, checked=0, as_json=as_json)
+    return call if given.cells is None else replace(call, limits={**call.limits, "cells": given.cells})
 
 
 def _again(run: Path, kinds: list[str]) -> str:

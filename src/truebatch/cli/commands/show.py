@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from truebatch.cli.commands.evaluate import held_out
-from truebatch.cli.run_folder import SystemOption, open_named, own_folder
+from truebatch.cli.options import AsJson, RunFolder, RunOverrides, SystemOption
+from truebatch.cli.run_folder import open_named, own_folder
 from truebatch.errors import ConfigError
 from truebatch.language.console import say
 
@@ -18,12 +15,7 @@ FINDINGS = "findings"
 
 
 def show_pictures(
-    run: Annotated[Path, typer.Argument(help="The folder of a run, such as runs/vlm_pruning.")],
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting for this command only.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    system: SystemOption = None,
+    run: RunFolder, set_: RunOverrides = None, as_json: AsJson = False, system: SystemOption = None
 ) -> int:
     """Draw what a trained run does on held-out samples, into RUN/findings; `truebatch report RUN` then shows it.
 

@@ -9,10 +9,11 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from truebatch.cli.options import HfOptions, Overrides, SystemConfigFile, with_option_groups
 from truebatch.cli.settings import RUNS, checked, read_settings, settle
 from truebatch.errors import ConfigError
 from truebatch.interrupts import finished
@@ -31,36 +32,50 @@ FORMATS = ("auto", "plain", "json")
 RESUMES = ("auto", "required")
 
 
-def show_train(
-    target: Annotated[str, typer.Argument(help="hf, the name of a system, package.module:name, or file.py:name.")],
-    config: Annotated[Path | None, typer.Option(help="A YAML file: the system's settings, and `train:`.")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="A setting; overrides the file.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder. Default: runs/NAME of the system.")] = None,
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainOptions:
+    """How the command goes about a run, and settings of `train` that have an option of their own."""
+
+    out: Annotated[Path | None, typer.Option(help="The run's folder. Default: runs/NAME of the system.")] = None
     resume: Annotated[
         str, typer.Option(help="auto: resume the run if there is one. required: never start a new one.")
-    ] = "auto",
-    fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier run aside and start again.")] = False,
+    ] = "auto"
+    fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier run aside and start again.")] = False
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show steps, micro-batches, fill and memory; run nothing.")
-    ] = False,
+    ] = False
     devices: Annotated[
         int | None, typer.Option(help="Number of processes that share a step; started by this command.")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(help="Train on the first N samples only.")] = None,
-    track: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A tracker, such as tensorboard.")] = None,
-    log_format: Annotated[str, typer.Option(help="auto (a bar on a terminal), plain or json.")] = "auto",
-    model: Annotated[Path | None, typer.Option(help="hf: the folder of your model and tokenizer.")] = None,
-    data: Annotated[Path | None, typer.Option(help="hf: the samples to train on.")] = None,
-    validation: Annotated[Path | None, typer.Option(help="hf: samples that are never trained on.")] = None,
-    task: Annotated[
-        str | None,
-        typer.Option(help="hf: causal_lm, sequence_classification, token_classification or seq2seq."),
-    ] = None,
-    lora: Annotated[
-        bool, typer.Option("--lora", help="hf: train an adapter (LoRA) and keep the model frozen.")
-    ] = False,
+    ] = None
+    limit: Annotated[int | None, typer.Option(help="Train on the first N samples only.")] = None
+    track: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A tracker, such as tensorboard.")] = None
+    log_format: Annotated[str, typer.Option(help="auto (a bar on a terminal), plain or json.")] = "auto"
+    validation: Annotated[Path | None, typer.Option(help="hf: samples that are never trained on.")] = None
+
+    def settings(self) -> dict[tuple[str, ...], Any]:
+        """The settings that were given, by their path."""
+        given: dict[tuple[str, ...], Any] = {
+            ("train", name): getattr(self, name) for name in ("devices", "limit", "track")
+        }
+        given["validation",] = None if self.validation is None else str(self.validation)
+        return {path: value for path, value in given.items() if value not in (None, [])}
+
+    def check(self) -> None:
+        """Reject a word that an option does not know."""
+        for name, value, choices in (
+            ("--resume", self.resume, RESUMES), ("--log-format", self.log_format, FORMATS),
+        ):  # fmt: skip
+            if value not in choices:
+                raise ConfigError(f"{name} does not know this word", seen=f"{name} {value}", do=f"use one of {choices}")
+
+
+@with_option_groups
+def show_train(
+    target: Annotated[str, typer.Argument(help="hf, the name of a system, package.module:name, or file.py:name.")],
+    hf: HfOptions,
+    options: TrainOptions,
+    config: SystemConfigFile = None,
+    set_: Overrides = None,
 ) -> int:
     """Train a system into a run folder; the same command resumes it, whatever stopped it.
 
@@ -74,34 +89,12 @@ def show_train(
 
       truebatch train task.py:system --config run.yaml --set train.learning_rate=1e-4 --devices 2
     """
-    _check_words(resume, log_format)
-    texts = {"model": model, "data": data, "validation": validation, "task": task}
-    given: dict[tuple[str, ...], Any] = {(name,): str(value) for name, value in texts.items() if value is not None}
-    given |= {("lora",): True} if lora else {}
-    trained = {"devices": devices, "limit": limit, "track": track or None}
-    given |= {("train", name): value for name, value in trained.items() if value is not None}
-    return _run(target, config, set_ or [], given, _TrainMode(out, resume, fresh, dry_run, log_format))
-
-
-@dataclass(frozen=True, slots=True)
-class _TrainMode:
-    """How the command was asked to go about it."""
-
-    out: Path | None
-    resume: str
-    fresh: bool
-    dry_run: bool
-    log_format: Any
-
-
-def _check_words(resume: str, log_format: str) -> None:
-    for name, value, choices in (("--resume", resume, RESUMES), ("--log-format", log_format, FORMATS)):
-        if value not in choices:
-            raise ConfigError(f"{name} does not know this word", seen=f"{name} {value}", do=f"use one of {choices}")
+    options.check()
+    return _run(target, config, set_ or [], {**hf.settings(), **options.settings()}, options)
 
 
 def _run(
-    target: str, file: Path | None, overrides: list[str], given: dict[tuple[str, ...], Any], way: _TrainMode
+    target: str, file: Path | None, overrides: list[str], given: dict[tuple[str, ...], Any], options: TrainOptions
 ) -> int:
     from truebatch.training.distributed.launcher import check_ranks, launch, ranks_around, stop_with_parent
     from truebatch.training.logging.trackers import check_trackers
@@ -109,27 +102,27 @@ def _run(
 
     system = find_system(target)
     document = read_settings(file, overrides, given)
-    folder = way.out or RUNS / system.name
-    is_layout_open = settle(document, folder, fresh=way.fresh)
+    folder = options.out or RUNS / system.name
+    is_layout_open = settle(document, folder, fresh=options.fresh)
     config = checked(system, document)
     check_trackers(config.train.track)
-    if way.dry_run:
+    if options.dry_run:
         return _dry_run(
             system.prepare(config),
             config.train,
             folder,
             is_layout_open=is_layout_open,
-            as_json=way.log_format == "json",
+            as_json=options.log_format == "json",
         )
-    if way.resume == "required" and not (folder / "config.yaml").exists():
+    if options.resume == "required" and not (folder / "config.yaml").exists():
         raise ConfigError("there is no run to resume", seen=f"{folder} holds none", do="run it without --resume")
     check_ranks(config.train.devices)
     if config.train.devices > 1 and ranks_around() is None:
         _check_room(config.train.devices)
         _preflight(system.prepare(config), config.train)
-        return launch(_arguments(target, file, overrides, given, way, folder), config.train.devices, folder=folder)
+        return launch(_arguments(target, file, overrides, given, options, folder), config.train.devices, folder=folder)
     stop_with_parent()
-    return _train(system, config, folder, way, is_layout_open=is_layout_open, again=target)
+    return _train(system, config, folder, options, is_layout_open=is_layout_open, again=target)
 
 
 def _check_room(devices: int) -> None:
@@ -149,17 +142,17 @@ def _arguments(
     file: Path | None,
     overrides: list[str],
     given: dict[tuple[str, ...], Any],
-    way: _TrainMode,
+    options: TrainOptions,
     folder: Path,
 ) -> list[str]:
     """The same command for one process of several."""
-    parts = ["train", target, "--out", str(folder), "--resume", way.resume, "--log-format", way.log_format]
+    parts = ["train", target, "--out", str(folder), "--resume", options.resume, "--log-format", options.log_format]
     parts += ["--config", str(file)] if file is not None else []
     parts += [part for override in overrides for part in ("--set", override)]
     for path, value in given.items():
         for one in value if isinstance(value, list) else [value]:
             parts += [f"--{path[-1]}"] if one is True else [f"--{path[-1]}", str(one)]
-    return parts + (["--fresh"] if way.fresh else [])
+    return parts + (["--fresh"] if options.fresh else [])
 
 
 def _dry_run(task: Task, config: TrainConfig, folder: Path, *, is_layout_open: bool, as_json: bool) -> int:
@@ -250,7 +243,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def _train(
-    system: System[ConfigT], config: ConfigT, folder: Path, way: _TrainMode, *, is_layout_open: bool, again: str
+    system: System[ConfigT], config: ConfigT, folder: Path, options: TrainOptions, *, is_layout_open: bool, again: str
 ) -> int:
     from truebatch.reports.progress_display import make_show
     from truebatch.training.logging.trackers import Trackers
@@ -258,12 +251,12 @@ def _train(
     from truebatch.training.system import train_settings
     from truebatch.training.train_system import Start, train_system
 
-    show = make_show(way.log_format)
+    show = make_show(cast(Any, options.log_format))
     trackers = Trackers(train_settings(config).track, folder, plain_config(config))
     start = Start(
         out=folder,
         target=again,
-        fresh=way.fresh,
+        fresh=options.fresh,
         is_layout_open=is_layout_open,
         say=show.say,
         watches=(show, trackers),
