@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -27,6 +27,9 @@ from truebatch.scoring.backends.transformers import ROW
 from truebatch.scoring.batch_plan import Limits, plan_batches
 from truebatch.scoring.readouts.label_trie import build_trie, read_labels_afresh
 from truebatch.testing.tiny_hf.model import randomize_zero_init
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 IMAGE, VISION_START, VISION_END = 3, 4, 5
 LABELS = build_trie({"yes": [7], "no": [8]})
@@ -86,7 +89,7 @@ _EIGHT: tuple[dict[str, Any], dict[str, Any]] = (
 )  # fmt: skip
 
 
-def _made(kind: Any, config: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def _made(kind: Any, config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # 8B parameters in fp32 would need twice the memory while they are made

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,6 +34,9 @@ from truebatch.attention.dispatch import choose_kernel
 from truebatch.attention.score_rule import Rule
 from truebatch.batch.segments import Segments, packed_segments, padded_segments
 from truebatch.hf.attention.packed import packed_inputs, use_packed_attention
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 LENGTHS = [33, 128, 1, 200, 7, 64, 128]
 HALF = (torch.bfloat16, torch.float16)
@@ -181,7 +184,7 @@ def tiny_models() -> dict[str, Callable[[], PreTrainedModel]]:
     return {name: (lambda config=config: build(config)) for name, config in configs.items()}
 
 
-def build(config: Any) -> PreTrainedModel:
+def build(config: PretrainedConfig) -> PreTrainedModel:
     torch.manual_seed(0)
     masked = isinstance(config, transformers.BertConfig)
     family = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM

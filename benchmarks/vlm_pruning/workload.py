@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from truebatch_systems.vlm_pruning.model.decoder_layers import Stream
 from truebatch_systems.vlm_pruning.model.model import Pass, PrunedVLM
 from truebatch_systems.vlm_pruning.train.objective import PruningObjective
 from truebatch_systems.vlm_pruning.train.param_groups import pruning_groups
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 TINY_METHOD = MethodSettings(
     pruning_layers=(1, 3),
@@ -64,7 +67,7 @@ def make_work(device: torch.device, *, is_large: bool, number: int) -> Work:
     return Work(model, engine_of(model, device), encoder, samples, measure_tokens(encoder, samples))
 
 
-def encoder_for(config: Any) -> SampleEncoder:
+def encoder_for(config: PretrainedConfig) -> SampleEncoder:
     """The tiny tokenizer in front of any LLaVA-1.5 shape: its ids are ids of the larger vocabulary too."""
     tiny = open_encoder(BackboneSettings(name="tiny-llava"))
     return SampleEncoder(

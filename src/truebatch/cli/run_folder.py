@@ -13,13 +13,15 @@ from truebatch.language.console import say
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from truebatch.training.load_trained import Trained
     from truebatch.training.system import System
 
 _MOST_ENTRIES = 100_000
 
 
-def open_named(run: Path, overrides: list[str], named: str | None) -> Trained:
+def open_named(run: Path, overrides: list[str], named: str | None) -> Trained[Any]:
     """The model of a run; paths its settings read outside the folder are first listed on stderr."""
     from truebatch.training.load_trained import open_trained
 
@@ -41,11 +43,11 @@ def open_named_settings(run: Path, overrides: list[str], named: str | None) -> t
     return system, config
 
 
-def read_places(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+def read_places(config: DataclassInstance, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Settings that are paths, or texts that name something on this machine, by their dotted names."""
     for field in fields(config):
         value = getattr(config, field.name)
-        if is_dataclass(value):
+        if is_dataclass(value) and not isinstance(value, type):
             yield from read_places(value, f"{prefix}{field.name}.")
         elif isinstance(value, Path) or (isinstance(value, str) and "/" in value):
             yield f"{prefix}{field.name}", str(value)

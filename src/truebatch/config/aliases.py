@@ -24,7 +24,7 @@ FOREIGN = {
 
 
 def check_range(
-    config: Any, *names: str, above: float = -math.inf, below: float = math.inf, most: float = math.inf
+    config: object, *names: str, above: float = -math.inf, below: float = math.inf, most: float = math.inf
 ) -> None:
     """Raise unless the values are finite, 0 or more, and within the given limits."""
     for name in names:
@@ -39,7 +39,7 @@ def check_range(
             )
 
 
-def check_choice(config: Any, name: str, choices: Any) -> None:
+def check_choice(config: object, name: str, choices: Any) -> None:
     """Raise unless the value is one of the choices of a `Literal`; the error names the nearest one."""
     value = getattr(config, name)
     if value not in get_args(choices):

@@ -72,6 +72,23 @@ class Decoder(Protocol):
         """The logits of what follows each prompt, [B, V], and the rows in the same order."""
 
 
+class AroundDecoder:
+    """A decoder around another one, with the ends and the limit of the inner one."""
+
+    __slots__ = ()
+    decoder: Decoder
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end a text."""
+        return self.decoder.end_ids
+
+    @property
+    def max_length(self) -> int | None:
+        """Maximum number of tokens of a prompt and its continuation together."""
+        return self.decoder.max_length
+
+
 def key_samples(seed: int, sample_ids: Sequence[int]) -> list[int]:
     """A key for each sample id: for callers whose prompts have ids of their own."""
     bits = keyed_hash(seed, 0, "generation", np.asarray(sample_ids, dtype=np.int64))

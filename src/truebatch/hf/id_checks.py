@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,6 +14,9 @@ from truebatch.errors import DataError
 from truebatch.hf.heads.heads import ModelHead
 from truebatch.hf.heads.losses import IGNORE
 from truebatch.hf.image_fields import image_token_id
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 IDS = ("input_ids", "decoder_input_ids")
 LANGUAGE = ("causal_lm", "masked_lm", "seq2seq", "vision_language")
@@ -42,7 +45,7 @@ def num_ids(model: nn.Module) -> int | None:
 
 
 def _num_labels(model: nn.Module, head: ModelHead) -> int | None:
-    config: Any = model.config
+    config: PretrainedConfig = model.config
     if head.kind.name in LANGUAGE:
         layer = model.get_output_embeddings()  # type: ignore[operator]
         return int(layer.weight.shape[0]) if isinstance(layer, nn.Linear) else None

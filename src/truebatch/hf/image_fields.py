@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from truebatch.batch.fields import Field
 from truebatch.batch.microbatch import MicroBatch
 from truebatch.errors import ConfigError
 from truebatch.hf.forward_inputs import ForwardSignature, Route, inner_model
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _PIXELS = Field(name="pixel_values", kind="flat", axis="images", dtype="float32")
 _SIZES = Field(name="image_sizes", kind="flat", axis="images", dtype="int64")
@@ -82,7 +85,7 @@ SPECIAL = frozenset(
 
 def style_of(model: nn.Module, border: ForwardSignature) -> ImageStyle | None:
     """How this model takes its images; None where no style fits."""
-    config: Any = model.config
+    config: PretrainedConfig = model.config
     if SPECIAL & border.accepts or image_token_id(model) is None:
         return None
     return next((s for s in STYLES if s.needs <= border.accepts and _fits(s, config)), None)
@@ -98,13 +101,13 @@ def refuse_images(model: nn.Module, border: ForwardSignature) -> ConfigError:
     )
 
 
-def _fits(style: ImageStyle, config: Any) -> bool:
+def _fits(style: ImageStyle, config: PretrainedConfig) -> bool:
     return style.name not in ONLY_FOR or config.model_type in ONLY_FOR[style.name]
 
 
 def image_token_id(model: nn.Module) -> int | None:
     """The id that stands for one image feature in `input_ids`."""
-    config: Any = model.config
+    config: PretrainedConfig = model.config
     for name in ("image_token_id", "image_token_index", "media_placeholder_token_id"):
         found = getattr(config, name, None)
         if isinstance(found, int):

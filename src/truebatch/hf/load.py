@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -17,6 +17,9 @@ from transformers.initialization import no_init_weights
 
 from truebatch.errors import ConfigError, DataError, TruebatchError
 from truebatch.hf.folder_checks import check_files, check_pipeline, check_weights, is_model_folder, read_configuration
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 __all__ = [
     "first_line", "is_model_folder", "load_config", "load_model", "load_part", "load_pipeline", "load_weights_of",
@@ -100,12 +103,12 @@ def load_pipeline(kind: Any, folder: str | Path, **settings: Any) -> Any:
     return kind.from_pretrained(path, local_files_only=True, trust_remote_code=False, use_safetensors=True, **settings)
 
 
-def model_of_config(kind: Any, config: Any, **settings: Any) -> Any:
+def model_of_config(kind: Any, config: PretrainedConfig, **settings: Any) -> Any:
     """A model of a configuration without weights, never in a class of a model folder."""
     return kind.from_config(config, trust_remote_code=False, **settings)
 
 
-def _check_size(kind: Any, path: Path, config: Any, stored: int) -> None:
+def _check_size(kind: Any, path: Path, config: PretrainedConfig, stored: int) -> None:
     """Refuse a configuration that asks for far more numbers than the folder holds, before memory is taken for them."""
     config = load_config(path) if config is None else config
     with torch.device("meta"), without_chatter(), no_init_weights():

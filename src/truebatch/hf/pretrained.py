@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -26,6 +26,9 @@ from truebatch.hf.load import (
 )
 from truebatch.hf.load import without_chatter as without_chatter
 from truebatch.io.text_encoding import read_text
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 CLASSES = {
     "causal_lm": "AutoModelForCausalLM",
@@ -68,7 +71,7 @@ def tokenizer_fingerprint(folder: Path, chat_template: Path | None) -> str:
     return digest.hexdigest()
 
 
-def num_positions(config: Any) -> int | None:
+def num_positions(config: PretrainedConfig) -> int | None:
     """The longest sample a model has positions for; None if nothing says so, or positions are only relative."""
     text = config.get_text_config()
     if hasattr(text, "relative_attention_num_buckets"):
@@ -79,7 +82,7 @@ def num_positions(config: Any) -> int | None:
     return min(found) - taken if found else None
 
 
-def with_labels(config: Any, names: Sequence[str]) -> Any:
+def with_labels(config: PretrainedConfig, names: Sequence[str]) -> Any:
     """The configuration with these classes."""
     if names:
         config.id2label = dict(enumerate(names))
@@ -88,7 +91,7 @@ def with_labels(config: Any, names: Sequence[str]) -> Any:
     return config
 
 
-def without_dropout(config: Any) -> dict[str, float]:
+def without_dropout(config: PretrainedConfig) -> dict[str, float]:
     """Set every dropout of a configuration to 0; what they were, by dotted name."""
     before: dict[str, float] = {}
     for name, value in list(vars(config).items()):
@@ -100,7 +103,7 @@ def without_dropout(config: Any) -> dict[str, float]:
     return before
 
 
-def with_dropout(config: Any, before: Mapping[str, float]) -> None:
+def with_dropout(config: PretrainedConfig, before: Mapping[str, float]) -> None:
     """Put the dropouts back that `without_dropout` has taken."""
     for path, rate in before.items():
         *parts, name = path.split(".")
@@ -110,13 +113,13 @@ def with_dropout(config: Any, before: Mapping[str, float]) -> None:
         setattr(owner, name, rate)
 
 
-def shape_of(config: Any, task: str) -> nn.Module:
+def shape_of(config: PretrainedConfig, task: str) -> nn.Module:
     """The model of a configuration without weights: enough to ask what its head needs."""
     with torch.device("meta"):
         return _loaded(lambda: model_of_config(_class_of(task), config), Path(config.name_or_path))  # type: ignore[no-any-return]
 
 
-def load_weights(folder: Path, config: Any, task: str, *, seed: int) -> tuple[nn.Module, list[str]]:
+def load_weights(folder: Path, config: PretrainedConfig, task: str, *, seed: int) -> tuple[nn.Module, list[str]]:
     """The model of a folder under the head of a task, in fp32, and which parameters the folder had no weights for.
 
     Only the head of a classifier may be new; it is drawn by `seed`.
@@ -138,7 +141,7 @@ def load_weights(folder: Path, config: Any, task: str, *, seed: int) -> tuple[nn
     return model, sorted({*missing, *resized})
 
 
-def sketch_model(config: Any, task: str) -> nn.Module:
+def sketch_model(config: PretrainedConfig, task: str) -> nn.Module:
     """A model of the same shapes whose weights hold nothing: no file is read, and memory nobody writes to is not taken."""
     with torch.device("meta"), without_chatter():
         model: nn.Module = model_of_config(_class_of(task), config, dtype=torch.float32)

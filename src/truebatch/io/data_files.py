@@ -168,7 +168,9 @@ def _long_cells() -> Iterator[None]:
         csv.field_size_limit(before)
 
 
-def _read_parquet(path: Path, columns: Sequence[str] | None) -> Iterator[Placed]:
+@contextmanager
+def open_parquet(path: Path) -> Iterator[Any]:
+    """A Parquet file, opened by pyarrow; what cannot be read raises `DataError`."""
     try:
         import pyarrow as arrow
         from pyarrow import parquet
@@ -179,21 +181,27 @@ def _read_parquet(path: Path, columns: Sequence[str] | None) -> Iterator[Placed]
             do="pip install 'truebatch[data]'",
         ) from error
     open_file(path).close()
-    row = 0
     try:
         with parquet.ParquetFile(path) as file:
-            wanted = [c for c in columns if c in file.schema_arrow.names] if columns is not None else None
-            for batch in file.iter_batches(batch_size=4096, columns=wanted):
-                _refuse_long_cells(batch, path, row)
-                for sample in _arrow_rows(batch):
-                    yield f"{path} row {row}", sample
-                    row += 1
+            yield file
     except (arrow.ArrowException, OSError) as error:
+        size = path.stat().st_size
         raise DataError(
-            f"{path} cannot be read as Parquet; it stopped at row {row}",
-            seen=next(iter(str(error).splitlines()), type(error).__name__)[:200],
+            f"{path} cannot be read as Parquet" + ("; it is empty" if not size else ""),
+            seen=f"{size:,} bytes: {next(iter(str(error).splitlines()), type(error).__name__)[:200]}",
             do="write or copy the file again; it is damaged or incomplete",
         ) from error
+
+
+def _read_parquet(path: Path, columns: Sequence[str] | None) -> Iterator[Placed]:
+    row = 0
+    with open_parquet(path) as file:
+        wanted = [c for c in columns if c in file.schema_arrow.names] if columns is not None else None
+        for batch in file.iter_batches(batch_size=4096, columns=wanted):
+            _refuse_long_cells(batch, path, row)
+            for sample in _arrow_rows(batch):
+                yield f"{path} row {row}", sample
+                row += 1
 
 
 def _refuse_long_cells(batch: Any, path: Path, first: int) -> None:

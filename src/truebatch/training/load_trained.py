@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 from torch import Tensor, nn
 
@@ -19,20 +19,20 @@ from truebatch.training.checkpoint.retention import best_step, list_checkpoints
 from truebatch.training.checkpoint.store import Checkpoint, load_checkpoint, load_newest
 from truebatch.training.registry import find_system, lasting_target
 from truebatch.training.run_dir.run_dir import CONFIG
-from truebatch.training.system import System, Task, settings_type
+from truebatch.training.system import ConfigT, System, Task, settings_type
 from truebatch.training.train_system import ABOUT
 
 _MOST_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
-class Trained:
+class Trained(Generic[ConfigT]):
     """What a run folder holds, ready to be used."""
 
     folder: Path
-    system: System[Any]
+    system: System[ConfigT]
     """A folder says which one, so that its settings have no type before it is read."""
-    config: Any
+    config: ConfigT
     """An instance of `settings_type(system)`."""
     model: nn.Module
     """In eval mode."""
@@ -47,7 +47,7 @@ class Trained:
         return self.system.prepare(self.config) if self.prepared is None else self.prepared
 
 
-def open_trained(folder: Path, overrides: Sequence[str] = (), *, named: str | None = None) -> Trained:
+def open_trained(folder: Path, overrides: Sequence[str] = (), *, named: str | None = None) -> Trained[Any]:
     """The model of a run with the weights of its best validation, or of its last good checkpoint.
 
     `overrides` (`a.b=value`) change settings for this use only; the run stays as it is. Nothing is written, and no code

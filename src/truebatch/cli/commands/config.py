@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,9 @@ from truebatch.cli.options import ConfigFile, Overrides
 from truebatch.cli.settings import read_settings
 from truebatch.io.atomic_files import write_text
 from truebatch.language.console import say
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 PAGE = Path("docs/config.md")
 
@@ -159,7 +162,9 @@ def _kind(target: str) -> type[Any]:
     return settings_type(find_system(target))
 
 
-def _rows(config: Any, given: Any, path: tuple[str, ...], places: dict[Any, str]) -> Iterator[dict[str, Any]]:
+def _rows(
+    config: DataclassInstance, given: Any, path: tuple[str, ...], places: dict[Any, str]
+) -> Iterator[dict[str, Any]]:
     """One row per setting, nested ones by their dotted name."""
     from truebatch.config.load import field_notes, plain_value
 
@@ -169,7 +174,7 @@ def _rows(config: Any, given: Any, path: tuple[str, ...], places: dict[Any, str]
             continue
         value, here = getattr(config, field.name), (*path, field.name)
         inner = given.get(field.name) if isinstance(given, dict) else None
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
             yield from _rows(value, inner, here, places)
             continue
         is_given = isinstance(given, dict) and field.name in given

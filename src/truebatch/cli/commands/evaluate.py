@@ -56,7 +56,7 @@ def show_evaluate(
     return 0
 
 
-def held_out(trained: Trained) -> SizedDataset:
+def held_out(trained: Trained[Any]) -> SizedDataset:
     """The test samples of a run, else those it was validated on."""
     task = trained.task
     sources: tuple[object, ...] = (task.test() if task.test is not None else None, task.data.validation)

@@ -108,7 +108,7 @@ def show_generate(
     return 0
 
 
-def _open(run: Path, overrides: list[str], named: str | None) -> Trained:
+def _open(run: Path, overrides: list[str], named: str | None) -> Trained[Any]:
     from truebatch.training.load_trained import open_trained
 
     system, _ = open_named_settings(run, overrides, named)
@@ -138,12 +138,12 @@ def _read_prompts(file: Path) -> list[str]:
     return found
 
 
-def _parts(trained: Trained, prompts: list[str], settings: Generation) -> Any:
+def _parts(trained: Trained[Any], prompts: list[str], settings: Generation) -> Any:
     assert trained.system.generate is not None
     return trained.system.generate(trained.config, trained.model, prompts, settings)
 
 
-def _answer(trained: Trained, prompts: list[str], settings: Generation, *, as_json: bool) -> None:
+def _answer(trained: Trained[Any], prompts: list[str], settings: Generation, *, as_json: bool) -> None:
     from truebatch.generation.text_stream import join_texts
 
     if len(prompts) == 1 and not as_json:
@@ -155,14 +155,14 @@ def _answer(trained: Trained, prompts: list[str], settings: Generation, *, as_js
         sys.stdout.write(line + "\n")
 
 
-def _stream(trained: Trained, prompt: str, settings: Generation) -> None:
+def _stream(trained: Trained[Any], prompt: str, settings: Generation) -> None:
     for _, text in _parts(trained, [prompt], settings):
         sys.stdout.write(text)
         sys.stdout.flush()
     sys.stdout.write("\n")
 
 
-def _talk(trained: Trained, first: Generation) -> int:
+def _talk(trained: Trained[Any], first: Generation) -> int:
     """Prompts from a terminal, one after the other, until :exit or the end of input."""
     with suppress(ImportError):
         importlib.import_module("readline")  # Editing and earlier lines, where the system has it.

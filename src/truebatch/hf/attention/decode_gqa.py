@@ -11,13 +11,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 NAME = "truebatch_rows"
 """The name under which transformers knows this attention."""
@@ -96,7 +99,7 @@ def _is_foldable(
     )
 
 
-def _is_alone(config: Any) -> bool:
+def _is_alone(config: PretrainedConfig) -> bool:
     """True for a config that hands its attention to no config below it."""
     return hasattr(config, "_attn_implementation") and not getattr(config, "sub_configs", None)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from transformers.cache_utils import DynamicLayer
 from truebatch.hf.generate.kv_cache import GrowingLayer, grow_in_place
 from truebatch.hf.numerics import are_close, distance
 from truebatch.training.memory.oom import is_out_of_memory
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 LEAST_STEPS = 8
 """Not worth a capture for fewer cells."""
@@ -171,7 +174,7 @@ class FixedSteps:
         self.rows = kept
         return True
 
-    def growing(self, config: Any) -> Any:
+    def growing(self, config: PretrainedConfig) -> Any:
         """The cache of the cells with a token, as one that grows."""
         cache = DynamicCache(config=config)
         for layer, fixed in zip(cache.layers, self.cache.layers, strict=True):
@@ -211,7 +214,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def fix_rows(step: Step, cache: Any, is_real: Tensor, place: Tensor, *, config: Any) -> FixedSteps | None:
+def fix_rows(step: Step, cache: Any, is_real: Tensor, place: Tensor, *, config: PretrainedConfig) -> FixedSteps | None:
     """The rows of a cache that grows as fixed tensors, without a copy; None where it has too little room."""
     layers: Sequence[Any] = getattr(cache, "layers", ())
     held = [layer.held_cells() for layer in layers if type(layer) is GrowingLayer]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from truebatch.hf.generate.kv_cache import grow_in_place
 from truebatch.hf.image_fields import forget_last_call, image_token_id, sample_positions
 from truebatch.hf.numerics import are_close
 from truebatch.hf.pretrained import num_positions
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 BEGINNINGS_MARKED = ("paligemma",)
 """Models whose token types tell a prompt (0), all of which is seen by all of it, from what follows (1)."""
@@ -93,7 +96,7 @@ def _read(decoder: HFDecoder, prompts: Sequence[Prompt]) -> tuple[Tensor, HFSess
 
 def hf_decoder(model: nn.Module, *, end_ids: Iterable[int] | None = None) -> HFDecoder:
     """The decoder of a causal model; by default a text ends where the model's own generation settings say."""
-    config: Any = getattr(model, "config", None)
+    config: PretrainedConfig = getattr(model, "config", None)
     ends = _own_end_ids(model) if end_ids is None else end_ids
     grouped, rotary = grouped_configs(language_model(model)), rotary_by_length(model)
     return HFDecoder(
@@ -285,7 +288,7 @@ def beside_inputs(decoder: HFDecoder, prompts: Sequence[Prompt], ids: Tensor, is
 def image_marks(decoder: HFDecoder, is_image: Tensor) -> dict[str, Tensor]:
     """What tells a model with images which tokens are theirs, as its processor would: some let them look ahead by
     it."""
-    config: Any = decoder.model.config
+    config: PretrainedConfig = decoder.model.config
     marks = {"mm_token_type_ids": is_image.long(), "token_type_ids": is_image.long()}
     if getattr(config, "model_type", "") in BEGINNINGS_MARKED:
         marks["token_type_ids"] = torch.zeros_like(marks["token_type_ids"])

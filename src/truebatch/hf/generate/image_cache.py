@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from truebatch.errors import BatchError
-from truebatch.generation.interface import Decoder, Prompt, Session
+from truebatch.generation.interface import AroundDecoder, Decoder, Prompt, Session
 from truebatch.hf.attention.packed import TABLE_WORDS
 from truebatch.hf.attention.vision_tower import one_call_for_images
 from truebatch.hf.forward_inputs import ONE_AT_A_TIME, inner_model, inspect_forward
@@ -43,7 +43,7 @@ class PicturePrompt(Prompt):
 
 
 @dataclass(slots=True)
-class ImageDecoder:
+class ImageDecoder(AroundDecoder):
     """A decoder that encodes images itself and keeps the features of the last ones; for models that allow it."""
 
     decoder: Decoder
@@ -56,16 +56,6 @@ class ImageDecoder:
     is_equal: bool | None = None
     """Whether images of one pass were found to have the features they have alone; None before the first such pass."""
     _known: OrderedDict[tuple[bytes, tuple[int, ...]], Any] = field(default_factory=OrderedDict)
-
-    @property
-    def end_ids(self) -> frozenset[int]:
-        """Tokens that end a text."""
-        return self.decoder.end_ids
-
-    @property
-    def max_length(self) -> int | None:
-        """Most tokens of a prompt and its continuation together."""
-        return self.decoder.max_length
 
     def start(self, prompts: Sequence[Prompt], /) -> tuple[Tensor, Session]:
         """As the inner decoder does, with images encoded here."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from truebatch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 ROOM = 64
 """Cells made at once. Each step reads the whole cache, so a copy every so many steps costs the same share at any length."""
@@ -95,7 +98,7 @@ def grow_in_place(cache: Any) -> Any:
     return cache
 
 
-def cache_of_layers(config: Any, layers: Iterable[tuple[Tensor, Tensor]]) -> DynamicCache:
+def cache_of_layers(config: PretrainedConfig, layers: Iterable[tuple[Tensor, Tensor]]) -> DynamicCache:
     """A cache that grows in place, filled with the keys and values [B, H, S, D] of every layer of a model.
 
     `layers` is read one at a time and copied, so a generator needs no room for two caches.

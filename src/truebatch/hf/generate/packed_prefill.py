@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from truebatch.batch.host_to_device import send
 from truebatch.batch.segments import packed_segments
 from truebatch.batch.torch_compile import compile_layers, force_eager, has_compiled_layers
 from truebatch.errors import AttentionError, ConfigError
-from truebatch.generation.interface import Decoder, Prompt, Session, pad_left
+from truebatch.generation.interface import AroundDecoder, Decoder, Prompt, Session, pad_left
 from truebatch.hf.attention.packed import packed_inputs, use_packed_attention
 from truebatch.hf.forward_inputs import ONE_AT_A_TIME, language_model
 from truebatch.hf.generate.decoder import (
@@ -37,6 +37,9 @@ from truebatch.hf.generate.kv_cache import cache_of_layers
 from truebatch.hf.generate.prefix_cache import LEAST, common_beginning
 from truebatch.hf.image_fields import forget_last_call, image_token_id
 from truebatch.hf.numerics import are_close, distance, in_fp32
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def row_inputs(
@@ -83,7 +86,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(slots=True)
-class PackedDecoder:
+class PackedDecoder(AroundDecoder):
     """A decoder that reads prompts in one row where that gives what `decoder` gives, and leaves the rest to it."""
 
     decoder: Decoder
@@ -99,16 +102,6 @@ class PackedDecoder:
     """A prompt with an image was compared."""
     why: str = ""
     """What spoke against it."""
-
-    @property
-    def end_ids(self) -> frozenset[int]:
-        """Tokens that end a text."""
-        return self.decoder.end_ids
-
-    @property
-    def max_length(self) -> int | None:
-        """Most tokens of a prompt and its continuation together."""
-        return self.decoder.max_length
 
     def start(self, prompts: Sequence[Prompt], /) -> tuple[Tensor, Session]:
         """The logits of what follows each prompt, [B, V], and the rows."""
@@ -262,7 +255,7 @@ def split_rows(lengths: Sequence[int], cells: int | None) -> list[tuple[list[int
 
 def _trial_prompts(model: nn.Module, cells: int | None) -> list[Prompt]:
     """A short and a longer prompt of tokens all over the vocabulary, none of them an image's, that fit one row."""
-    config: Any = model.config
+    config: PretrainedConfig = model.config
     words, image = int(config.get_text_config().vocab_size), image_token_id(model)
     lengths = [max(2, min(most, cells // 3)) if cells else most for most in TRIAL]
     spread = [token for at in range(2 * sum(lengths)) if (token := (at * 7919 + 101) % words) != image]
@@ -275,7 +268,7 @@ def _trial_prompts(model: nn.Module, cells: int | None) -> list[Prompt]:
 def can_read_packed(plain: HFDecoder) -> bool:
     """Whether prompts of this model may be tried in one row: it takes positions and gives the logits of chosen
     cells."""
-    config: Any = plain.model.config
+    config: PretrainedConfig = plain.model.config
     accepts = plain.border.accepts
     if plain.rotary:  # angles that follow the longest of a row would be those of another prompt
         return False
@@ -299,7 +292,7 @@ def compile_reading(plain: HFDecoder, *, backend: Any = None) -> int:
 
 
 def _check_kept(kept: Sequence[Pair], model: nn.Module) -> None:
-    config: Any = model.config
+    config: PretrainedConfig = model.config
     layers = len(DynamicCache(config=config).layers)
     if len(kept) != layers:
         weight = next(model.parameters())
@@ -315,7 +308,7 @@ def _cells_of(part: Tensor) -> Tensor:
     return part[0].transpose(0, 1)
 
 
-def _in_rows(config: Any, read: PrefillResult, is_real: Tensor, device: torch.device) -> Any:
+def _in_rows(config: PretrainedConfig, read: PrefillResult, is_real: Tensor, device: torch.device) -> Any:
     """Keys and values as the cache of left-padded rows, layer by layer; padding holds anything."""
     order = torch.tensor(read.order)
     in_order = torch.zeros(is_real.shape, dtype=torch.int64)

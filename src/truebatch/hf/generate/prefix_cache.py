@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from truebatch.generation.interface import Prompt
+from truebatch.generation.interface import AroundDecoder, Prompt
 from truebatch.hf.generate.decoder import FirstCells, HFDecoder, HFSession, first_cells
 from truebatch.hf.image_fields import image_token_id
 
@@ -25,23 +25,13 @@ KEPT = 4
 
 
 @dataclass(slots=True)
-class PrefixDecoder:
+class PrefixDecoder(AroundDecoder):
     """A decoder that prefills the common prefix of a batch once; results are those of `decoder`."""
 
     decoder: HFDecoder
     reused: int = 0
     """Tokens served from the cache."""
     _known: OrderedDict[tuple[int, ...], Any] = field(default_factory=OrderedDict)
-
-    @property
-    def end_ids(self) -> frozenset[int]:
-        """Tokens that end a text."""
-        return self.decoder.end_ids
-
-    @property
-    def max_length(self) -> int | None:
-        """Most tokens of a prompt and its continuation together."""
-        return self.decoder.max_length
 
     def start(self, prompts: Sequence[Prompt], /) -> tuple[Tensor, HFSession]:
         """The logits of what follows each prompt, and the rows."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -32,6 +32,9 @@ from truebatch.hf.forward_inputs import (
 from truebatch.hf.heads.losses import IGNORE, LOSSES, Loss, Outputs, loss_of_classifier
 from truebatch.hf.heads.table import KINDS, OPTIONAL, HeadKind
 from truebatch.hf.image_fields import ImageStyle, image_inputs, refuse_images, style_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +77,7 @@ def head_of(model: nn.Module, sample: Mapping[str, Any] | None = None) -> ModelH
     A `sample` may carry optional fields (`token_type_ids`), which the head then takes along.
     """
     kind, border = _kind_of(model), inspect_forward(model)
-    config: Any = model.config
+    config: PretrainedConfig = model.config
     _refuse_pooled_decoder(model, kind)
     images = style_of(model, border) if kind.name == "vision_language" else None
     if kind.name == "vision_language" and images is None:
@@ -137,7 +140,7 @@ def _is_named(names: list[str], kind: HeadKind, by_table: bool) -> bool:
 
 
 def _refuse_pooled_decoder(model: nn.Module, kind: HeadKind) -> None:
-    config: Any = model.config
+    config: PretrainedConfig = model.config
     takes_targets = "decoder_input_ids" in inspect_forward(model).accepts
     if kind.axis != TARGETS and takes_targets and getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
@@ -147,7 +150,7 @@ def _refuse_pooled_decoder(model: nn.Module, kind: HeadKind) -> None:
         )
 
 
-def _id(config: Any, *names: str) -> int:
+def _id(config: PretrainedConfig, *names: str) -> int:
     for part in (config, getattr(config, "decoder", None), config.get_text_config()):
         for name in names:
             found = getattr(part, name, None)
@@ -156,7 +159,7 @@ def _id(config: Any, *names: str) -> int:
     return 0
 
 
-def _start_id(config: Any) -> int:
+def _start_id(config: PretrainedConfig) -> int:
     return _id(config, "decoder_start_token_id", "bos_token_id", "pad_token_id")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from torch.nn import functional
 from truebatch.batch.chunked_cross_entropy import IGNORE, chunked_nll
 from truebatch.batch.microbatch import MicroBatch
 from truebatch.hf.heads.lm_head import OutputLayer
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 __all__ = ["IGNORE", "LOSSES", "Loss", "Outputs", "loss_of_classifier", "token_nll_in_chunks"]
 
@@ -99,7 +102,7 @@ LOSSES: Mapping[str, Loss] = {
 }
 
 
-def loss_of_classifier(config: Any) -> str:
+def loss_of_classifier(config: PretrainedConfig) -> str:
     """Which loss a sequence classifier has, decided as transformers does it where the labels do not say."""
     named = {
         "regression": "squared_error",

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from truebatch.errors import ConfigError, DataError
-from truebatch.generation.interface import Decoder, Prompt, Session, start_session
+from truebatch.generation.interface import AroundDecoder, Decoder, Prompt, Session, start_session
 from truebatch.scoring.backends.fixed_shapes import Shapes
 
 
 @dataclass(frozen=True, slots=True)
-class PinnedDecoder:
+class PinnedDecoder(AroundDecoder):
     """Runs prompts of one width in a forward pass of fixed rows and cells; the remaining rows are fillers."""
 
     decoder: Decoder
@@ -23,16 +23,6 @@ class PinnedDecoder:
     """The token of filler rows; not an image token."""
     new_tokens: int = 1
     """Positions that must be left after a prompt."""
-
-    @property
-    def end_ids(self) -> frozenset[int]:
-        """End-of-text tokens."""
-        return self.decoder.end_ids
-
-    @property
-    def max_length(self) -> int | None:
-        """Maximum number of tokens of a prompt and its continuation."""
-        return self.decoder.max_length
 
     def width(self, prompt: Prompt) -> int:
         """The width of this prompt's row; raises `DataError` if there is no room for a filler of that width."""

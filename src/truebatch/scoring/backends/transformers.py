@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -43,6 +43,9 @@ from truebatch.scoring.readouts.label_trie import Trie, build_trie, read_labels,
 from truebatch.scoring.store.content_key import canonical
 from truebatch.training.memory.oom import is_out_of_memory
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 _SAMPLED_BYTES = 1 << 16
 KEPT_IMAGES = 64
 """Images whose features are cached across batches, if that changes no guaranteed bit."""
@@ -70,7 +73,7 @@ class ModelBackend:
     def describe(self) -> Mapping[str, Any]:
         """Weights, dtype, attention, tokenizer, template, processor, readout, reuse and versions."""
         processor = self.prompting.processor
-        config: Any = self.model.config
+        config: PretrainedConfig = self.model.config
         weight = next(self.model.parameters())
         return {
             "backend": "transformers",
@@ -225,7 +228,7 @@ class ModelBackend:
     def _head_values(self, prepared: Sequence[PicturePrompt]) -> Tensor:
         """[B, K] numbers of the head."""
         assert isinstance(self.readout, Head)
-        config: Any = self.model.config.get_text_config()  # type: ignore[union-attr, operator]
+        config: PretrainedConfig = self.model.config.get_text_config()  # type: ignore[union-attr, operator]
         cells = first_cells(self.plain, prepared, pad=config.pad_token_id or 0)
         named = {"attention_mask": cells.is_real.long(), "position_ids": cells.positions, "use_cache": False}
         known = {name: value for name, value in named.items() if name in self.plain.border.accepts}

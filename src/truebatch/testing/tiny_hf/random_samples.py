@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from truebatch.hf.heads.heads import ModelHead, head_of
 from truebatch.hf.image_fields import count_image_tokens, image_token_id
 from truebatch.testing.tiny_hf.sizes import TOKEN_ID
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 Sample = dict[str, Any]
 
@@ -29,7 +32,7 @@ def make_samples(model: nn.Module, lengths: Sequence[int], seed: int = 0) -> lis
 
 
 def _sample(head: ModelHead, model: nn.Module, length: int, at: int, ids: Tensor, draw: torch.Generator) -> Sample:
-    config: Any = model.config
+    config: PretrainedConfig = model.config
     out: Sample = {"input_ids": _draw(ids, length, draw)}
     labels = int(getattr(config, "num_labels", 2))
     kind = head.kind.name
@@ -50,7 +53,7 @@ def _sample(head: ModelHead, model: nn.Module, length: int, at: int, ids: Tensor
     return out
 
 
-def _class(config: Any, labels: int, draw: torch.Generator) -> Any:
+def _class(config: PretrainedConfig, labels: int, draw: torch.Generator) -> Any:
     problem = getattr(config, "problem_type", None)
     if problem == "multi_label_classification":
         return torch.randint(0, 2, (labels,), generator=draw).float()
@@ -61,14 +64,14 @@ def _class(config: Any, labels: int, draw: torch.Generator) -> Any:
 
 def plain_ids(model: nn.Module) -> Tensor:
     """[n]: all ids of the vocabulary that mean nothing special."""
-    config: Any = model.config
+    config: PretrainedConfig = model.config
     text = config.get_text_config()
     special = {0, 1, 2, 3} | set(_special_ids(config))
     vocab = int(getattr(text, "vocab_size", 0) or config.vocab_size)
     return torch.tensor([i for i in range(vocab) if i not in special])
 
 
-def _special_ids(config: Any) -> list[int]:
+def _special_ids(config: PretrainedConfig) -> list[int]:
     out: list[int] = []
     for name, value in vars(config).items():
         if hasattr(value, "get_text_config"):
@@ -94,7 +97,7 @@ def _with_images(model: nn.Module, head: ModelHead, length: int, at: int, ids: T
 
 
 def _placed(model: nn.Module, text: Tensor, cells: int) -> Tensor:
-    config: Any = model.config
+    config: PretrainedConfig = model.config
     image: list[int] = [int(image_token_id(model) or 0)] * cells
     begin, end = (getattr(config, name, None) for name in ("vision_start_token_id", "vision_end_token_id"))
     block = [*([begin] if isinstance(begin, int) else []), *image, *([end] if isinstance(end, int) else [])]
@@ -114,7 +117,7 @@ def _sized_images(model: nn.Module, at: int, draw: torch.Generator) -> dict[str,
 
 def _grid_images(model: nn.Module, at: int, draw: torch.Generator) -> dict[str, Tensor]:
     """One image of its own size for each sample; two sizes differ in height and in width."""
-    config: Any = model.config
+    config: PretrainedConfig = model.config
     vision = config.vision_config
     merge = _first(vision, "spatial_merge_size", "merge_size", default=2)
     grid = torch.tensor([[1, merge * (1 + at % 2), merge * (2 - (at // 2) % 2)]])
@@ -125,7 +128,7 @@ def _grid_images(model: nn.Module, at: int, draw: torch.Generator) -> dict[str, 
 
 def _tiled_images(model: nn.Module, at: int, draw: torch.Generator) -> dict[str, Tensor]:
     """One image a sample, upright or lying, as a small whole and its tiles."""
-    config: Any = model.config
+    config: PretrainedConfig = model.config
     size = config.image_grid_pinpoints[at % 2]
     side = _side(model)
     tiles = 1 + (size[0] // side) * (size[1] // side)
@@ -143,16 +146,16 @@ _IMAGES = {
 
 
 def _channels(model: nn.Module) -> int:
-    config: Any = model.config
+    config: PretrainedConfig = model.config
     return _first(config.vision_config, "num_channels", "in_channels", "in_chans", default=3)
 
 
 def _side(model: nn.Module) -> int:
-    config: Any = model.config
+    config: PretrainedConfig = model.config
     return _first(config.vision_config, "image_size", "img_size", default=224)
 
 
-def _first(config: Any, *names: str, default: int) -> int:
+def _first(config: PretrainedConfig, *names: str, default: int) -> int:
     for name in names:
         found = getattr(config, name, None)
         if isinstance(found, int):

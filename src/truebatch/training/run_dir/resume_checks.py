@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch.distributed as dist
@@ -44,7 +44,9 @@ MOST_LENGTHS = 50_000
 
 
 @contextmanager
-def opened_run(out: str | Path | RunFolder | None, config: Any, *, fresh: bool = False) -> Iterator[RunFolder | None]:
+def opened_run(
+    out: str | Path | RunFolder | None, config: object, *, fresh: bool = False
+) -> Iterator[RunFolder | None]:
     """The run in `out`, made or gone on with; a run that is open already is handed through, None stays None.
 
     `config` is a `TrainConfig`, or the settings of a system with one under `train`.
@@ -83,12 +85,12 @@ def _correct_status(run: RunFolder, error: BaseException) -> None:
             write_status(run, state, step=int(status.get("step", 0)), exit_code=code, message=message)
 
 
-def _settled(config: Any) -> Any:
+def _settled(config: object) -> object:
     """With `samples_per_step` as a number: its default follows `devices`, which another start may change."""
     if isinstance(config, TrainConfig):
         return replace(config, samples_per_step=config.num_samples_per_step())
     inner = getattr(config, "train", None)
-    return replace(config, train=_settled(inner)) if isinstance(inner, TrainConfig) else config
+    return replace(cast(Any, config), train=_settled(inner)) if isinstance(inner, TrainConfig) else config
 
 
 def check_data(

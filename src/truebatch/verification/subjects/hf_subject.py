@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from truebatch.training.memory.oom import is_out_of_memory
 from truebatch.verification.arrangements import alone
 from truebatch.verification.determinism import quieted
 from truebatch.verification.subjects.subject import Subject, model_subject
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 DEFAULT_LENGTHS = (5, 70, 9, 2, 37, 13, 1, 24)
 """Short beside long; the longest is beyond the windows and chunks of small models."""
@@ -38,7 +41,7 @@ def hf_subject(
 
 def random_samples(model: nn.Module, seed: int = 0) -> list[dict[str, Any]]:
     """Valid samples of different lengths for a model, made up."""
-    config: Any = model.config
+    config: PretrainedConfig = model.config
     text = config.get_text_config()
     known = [getattr(c, name, None) for c in (config, text) for name in _POSITIONS]
     most = min((n for n in known if isinstance(n, int) and n > 1), default=MANY)

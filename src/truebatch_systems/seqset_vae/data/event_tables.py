@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from truebatch.errors import DataError
-from truebatch.io.data_files import read_samples
-from truebatch.io.text_encoding import nearest, open_file
+from truebatch.io.data_files import open_parquet, read_samples
+from truebatch.io.text_encoding import nearest
 from truebatch.planning.rows import Ints
 from truebatch_systems.seqset_vae.config import ColumnConfig
 
@@ -117,27 +117,8 @@ _LINES = "\0lines"
 
 
 def _read_parquet(path: Path) -> dict[str, NDArray[Any]]:
-    try:
-        import pyarrow as arrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise DataError(
-            "reading Parquet needs the package pyarrow",
-            seen=f"{path}; {error}",
-            do="pip install 'truebatch[data]'",
-        ) from error
-    open_file(path).close()
-    try:
-        with parquet.ParquetFile(path) as file:
-            wanted = [name for name in file.schema_arrow.names if not _is_vector(name)]
-            table = file.read(columns=wanted)
-    except (arrow.ArrowException, OSError) as error:
-        size = path.stat().st_size
-        raise DataError(
-            f"{path} cannot be read as Parquet" + ("; it is empty" if not size else ""),
-            seen=f"{size:,} bytes: {str(error).splitlines()[0][:200]}",
-            do="write or copy the file again; it is damaged or incomplete",
-        ) from error
+    with open_parquet(path) as file:
+        table = file.read(columns=[name for name in file.schema_arrow.names if not _is_vector(name)])
     return {name: _to_numpy(table.column(name)) for name in table.column_names}
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from truebatch.errors import ConfigError
 from truebatch_systems.vlm_pruning.backbones import llava, llava_next, qwen_vl
 from truebatch_systems.vlm_pruning.backbones.interface import ImageReader, Vision
 from truebatch_systems.vlm_pruning.data.image_size import SizeRule
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 Encoded = tuple[dict[str, Any], list[int]]
 """Arrays of a sample's images, and the vision tokens of each."""
@@ -37,16 +40,16 @@ def _in_order(_model: nn.Module, batch: MicroBatch) -> Tensor:
     return batch.positions
 
 
-def _text_width(config: Any) -> int:
+def _text_width(config: PretrainedConfig) -> int:
     return int(config.get_text_config().hidden_size)
 
 
-def _tokens_of_tower(config: Any) -> int:
+def _tokens_of_tower(config: PretrainedConfig) -> int:
     vision = config.vision_config
     return int(vision.image_size // vision.patch_size) ** 2
 
 
-def _tokens_of_grid(_config: Any) -> int:
+def _tokens_of_grid(_config: PretrainedConfig) -> int:
     """Of an image of some five hundred pixels a side: these backbones have no size of their own."""
     return 256
 
@@ -116,7 +119,7 @@ FAMILIES: Mapping[str, Family] = {
 """By the `model_type` of their configuration."""
 
 
-def family_of(config: Any) -> Family:
+def family_of(config: PretrainedConfig) -> Family:
     """The family of a backbone's configuration; others are refused by name."""
     found = FAMILIES.get(config.model_type)
     if found is None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from torch import nn
 
 from truebatch_systems.vlm_pruning.backbones.tiny import IMAGE
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def llava_7b() -> Any:
@@ -27,7 +30,7 @@ def llava_7b() -> Any:
     )  # fmt: skip
 
 
-def random_llava(config: Any, device: torch.device, dtype: torch.dtype, *, seed: int = 0) -> nn.Module:
+def random_llava(config: PretrainedConfig, device: torch.device, dtype: torch.dtype, *, seed: int = 0) -> nn.Module:
     """A LLaVA of this configuration, drawn on the device itself."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
@@ -14,12 +14,15 @@ from truebatch.hf.forward_inputs import inner_model
 from truebatch_systems.vlm_pruning.config import MllmSettings
 from truebatch_systems.vlm_pruning.data.image_size import SizeRule, resize_image
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageReader:
     """What is needed to encode images, without weights."""
 
-    config: Any
+    config: PretrainedConfig
     """Of the backbone."""
     processor: Any
     """transformers' image processor, where the family uses it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from truebatch.hf.forward_inputs import inner_model
 from truebatch_systems.vlm_pruning.backbones.interface import ImageReader, Vision
 from truebatch_systems.vlm_pruning.data.image_io import cut_patches
 from truebatch_systems.vlm_pruning.data.image_size import SizeRule
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 PATCHES, GRID = "pixel_patches", "image_grid"
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -86,7 +89,7 @@ def as_images(patches: Tensor, grids: Sequence[tuple[int, int]]) -> Tensor:
 def tower_features(model: nn.Module, images: Tensor) -> Tensor:
     """[I, 3, H, W] -> [I, n, width]: the layers the backbone asks for, without the class token."""
     inner: Any = inner_model(model)
-    config: Any = inner.config
+    config: PretrainedConfig = inner.config
     native = config.vision_config.image_size
     is_other = tuple(images.shape[-2:]) != (native, native)
     more = {"interpolate_pos_encoding": True} if is_other else {}
@@ -96,7 +99,7 @@ def tower_features(model: nn.Module, images: Tensor) -> Tensor:
     return torch.cat([hidden[layer][:, 1:] for layer in wanted], dim=-1)
 
 
-def vision_width(config: Any) -> int:
+def vision_width(config: PretrainedConfig) -> int:
     """Numbers of a feature before the projector."""
     layers = config.vision_feature_layer
     return int(config.vision_config.hidden_size) * (1 if isinstance(layers, int) else len(layers))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from truebatch.batch.fields import Field
 from truebatch.batch.microbatch import MicroBatch
 from truebatch_systems.vlm_pruning.backbones.interface import ImageReader, Vision, ask_features
 from truebatch_systems.vlm_pruning.data.image_size import SizeRule
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 FIELDS = (
     Field(name="pixel_tiles", kind="flat", axis="tiles", dtype="float32"),
@@ -39,7 +42,7 @@ def encode_tiles(reader: ImageReader, images: Sequence[Image.Image]) -> tuple[di
     return {"pixel_tiles": tiles, "image_sizes": sizes}, [_num_tokens(reader.config, s) for s in sizes.tolist()]
 
 
-def _num_tokens(config: Any, size: Sequence[int]) -> int:
+def _num_tokens(config: PretrainedConfig, size: Sequence[int]) -> int:
     """As many as the model packs: the small whole, and the tiles without their padding, a newline a row."""
     side = config.vision_config.image_size // config.vision_config.patch_size
     rows, columns = get_anyres_image_grid_shape(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from torch import nn
@@ -19,6 +19,9 @@ from truebatch_systems.vlm_pruning.backbones.tiny import tiny_config, tiny_model
 from truebatch_systems.vlm_pruning.config import TINY, BackboneSettings, MethodSettings
 from truebatch_systems.vlm_pruning.data.encode import SampleEncoder
 from truebatch_systems.vlm_pruning.data.image_size import check_sizes
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @lru_cache(maxsize=4)
@@ -66,7 +69,7 @@ def load_backbone(settings: BackboneSettings) -> nn.Module:
     return ready
 
 
-def _image_processor(settings: BackboneSettings, config: Any) -> Any:
+def _image_processor(settings: BackboneSettings, config: PretrainedConfig) -> Any:
     """transformers' own, for families whose images it lays out."""
     if config.model_type == "llava":
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -13,6 +13,9 @@ from truebatch.errors import ConfigError
 from truebatch.io.text_encoding import nearest
 from truebatch.testing.tiny_hf.model import randomize_zero_init
 from truebatch_systems.vlm_pruning.config import TINY
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 SPECIAL = (
     "<pad>", "<s>", "</s>", "<image>", "<|vision_start|>", "<|vision_end|>", "<|im_start|>", "<|im_end|>", "<video>",
@@ -59,7 +62,7 @@ def tiny_config(name: str) -> Any:
     return _CONFIGS[name]()
 
 
-def tiny_model(name: str, *, seed: int = 0, config: Any = None) -> nn.Module:
+def tiny_model(name: str, *, seed: int = 0, config: PretrainedConfig | None = None) -> nn.Module:
     """A tiny backbone in evaluation mode with weights in which context matters; the same seed gives the same weights."""
     chosen = tiny_config(name) if config is None else config
     with torch.random.fork_rng(devices=[]):

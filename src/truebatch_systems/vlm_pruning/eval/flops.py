@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,6 +12,9 @@ from torch import nn
 from truebatch.hf.forward_inputs import language_model
 from truebatch_systems.vlm_pruning.eval.generate import PrunedSession
 from truebatch_systems.vlm_pruning.model.decoder_layers import decoder_layers
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ def account_of(session: PrunedSession, backbone: nn.Module, text_tokens: Sequenc
     """The account of prompts that have just been read, before the first new token."""
     tokens = tuple(tuple(int(n) for n in layer.tolist()) for layer in session.vision_tokens)
     lengths = [[v + t for v, t in zip(layer, text_tokens, strict=True)] for layer in tokens]
-    config: Any = language_model(backbone).config
+    config: PretrainedConfig = language_model(backbone).config
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     weights = _matrix_weights(decoder_layers(backbone)[0])
     flops = sum(

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,9 @@ from truebatch_systems.vlm_pruning.model.mergers import MERGERS, Merged
 from truebatch_systems.vlm_pruning.model.pruner import Discriminator, PrunerHead
 from truebatch_systems.vlm_pruning.model.token_index import Places, find_places
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 How = Literal["train", "soft", "hard"]
 """train: as the settings choose, with noise; soft: keep probabilities without noise; hard: 0 or 1, as in use."""
 
@@ -77,7 +80,7 @@ class PrunedVLM(nn.Module):
 
     def __init__(self, backbone: nn.Module, family: Family, method: MethodSettings) -> None:
         super().__init__()
-        config: Any = backbone.config
+        config: PretrainedConfig = backbone.config
         self.width = int(config.get_text_config().hidden_size)
         self.num_layers = len(decoder_layers(backbone))
         method = method.for_depth(self.num_layers)
@@ -98,7 +101,7 @@ class PrunedVLM(nn.Module):
             self.wanted_states  # noqa: B018 (refuses layers the backbone does not have, before anything runs)
         backbone.requires_grad_(not is_pruning).eval()
 
-    def _make_merger(self, config: Any) -> nn.Module:
+    def _make_merger(self, config: PretrainedConfig) -> nn.Module:
         family = self.family
         make = MERGERS[self.method.merger_type]
         made: nn.Module = make(family.merged_width(config), self.width, self.method, family.common_tokens(config))
