@@ -119,16 +119,19 @@ def shape_of(config: PretrainedConfig, task: str) -> nn.Module:
         return _loaded(lambda: model_of_config(_class_of(task), config), Path(config.name_or_path))  # type: ignore[no-any-return]
 
 
-def load_weights(folder: Path, config: PretrainedConfig, task: str, *, seed: int) -> tuple[nn.Module, list[str]]:
+def load_weights(
+    folder: Path, config: PretrainedConfig, task: str, *, seed: int, quantization: Any = None
+) -> tuple[nn.Module, list[str]]:
     """The model of a folder under the head of a task, in fp32, and which parameters the folder had no weights for.
 
-    Only the head of a classifier may be new; it is drawn by `seed`.
+    Only the head of a classifier may be new; it is drawn by `seed`. `quantization` is a quantization_config of
+    transformers.
     """
     torch.manual_seed(seed)
     is_classifier = task in ("sequence_classification", "token_classification")
     model, found = load_weights_of(
         _class_of(task), folder, config=config, dtype=torch.float32, ignore_mismatched_sizes=is_classifier,
-        output_loading_info=True,
+        output_loading_info=True, **({} if quantization is None else {"quantization_config": quantization}),
     )  # fmt: skip
     missing = sorted(found["missing_keys"])
     if missing and not is_classifier:

@@ -120,6 +120,19 @@ def atomic_folder(target: Path, *, keep_existing: bool = False) -> Iterator[Path
         shutil.rmtree(draft, ignore_errors=True)
 
 
+def apply_umask(folder: Path) -> None:
+    """Give the weights in a folder the permissions that new files have here: safetensors keeps its files to their owner."""
+    probe = folder / f".{uuid.uuid4().hex[:8]}{DRAFT}"
+    probe.touch(exist_ok=False)
+    try:
+        permissions = probe.stat().st_mode & 0o777
+    finally:
+        probe.unlink()
+    for file in folder.rglob("*.safetensors"):
+        if file.is_file() and not file.is_symlink():
+            file.chmod(permissions)
+
+
 def _draft_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{DRAFT}")
 

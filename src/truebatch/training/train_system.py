@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from truebatch.errors import RunError
-from truebatch.io.atomic_files import atomic_folder, read_json, storage_error, write_json
+from truebatch.io.atomic_files import apply_umask, atomic_folder, read_json, storage_error, write_json
 from truebatch.planning.rows import Layout
 from truebatch.testing.failpoints import failpoint
 from truebatch.training.callbacks import Logger
@@ -141,6 +141,7 @@ def _export(task: Task, model: nn.Module, run: RunFolder, *, step: int) -> None:
         shutil.rmtree(run.folder / f"{MODEL}.part", ignore_errors=True)  # what a kill left of an earlier version
         with atomic_folder(target) as draft:
             task.save(model, draft)
+            apply_umask(draft)
         write_json(mark, about)
         failpoint("export.done")
     except OSError as error:

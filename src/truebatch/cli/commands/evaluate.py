@@ -66,8 +66,14 @@ def held_out(trained: Trained[Any]) -> SizedDataset:
     raise DataError(
         "there are no held-out samples to evaluate on",
         seen=f"{trained.system.name} gave none with these settings",
-        do="give a larger share or a file of held-out samples in the settings (--set)",
+        do=_where_to_give_samples(trained.config),
     )
+
+
+def _where_to_give_samples(config: Any) -> str:
+    if hasattr(config, "validation"):
+        return "name a file of held-out samples: --set validation=FILE"
+    return "give a larger share or a file of held-out samples in the settings (--set)"
 
 
 def _print(figures: Mapping[str, Any]) -> None:

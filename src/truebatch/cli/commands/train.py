@@ -298,13 +298,35 @@ def _next(folder: Path, exported: Path) -> str:
     from truebatch.training.train_system import ABOUT
 
     if (exported / "adapter_config.json").is_file():
-        return f"next, in Python: peft.AutoPeftModel.from_pretrained({str(exported)!r})"
+        return _next_of_adapter(folder, exported)
     is_whole = (exported / "config.json").is_file()
     layout = "packed" if read_yaml(folder / CONFIG).values["train"]["layout"] == "packed" else "right"
     target = str(read_json(folder / ABOUT)["system"])
     # A folder cannot name code to run: a system of the user's must be given again.
     own = f" --system {shlex.quote(target)}" if ":" in target and not is_whole else ""
     return f"next: truebatch verify {shlex.quote(str(exported if is_whole else folder))} --layout {layout}{own}"
+
+
+_PEFT_CLASSES = {
+    "CAUSAL_LM": "AutoPeftModelForCausalLM",
+    "SEQ_2_SEQ_LM": "AutoPeftModelForSeq2SeqLM",
+    "SEQ_CLS": "AutoPeftModelForSequenceClassification",
+    "TOKEN_CLS": "AutoPeftModelForTokenClassification",
+}
+
+
+def _next_of_adapter(folder: Path, exported: Path) -> str:
+    """How peft loads the adapter: by the class of its task, and for a classifier with the number of its classes."""
+    from truebatch.io.atomic_files import read_json
+
+    kind = str(read_json(exported / "adapter_config.json").get("task_type"))
+    writes = kind in ("CAUSAL_LM", "SEQ_2_SEQ_LM")
+    number = 0 if writes else len(read_json(exported / "config.json")["id2label"])
+    classes = "" if writes else f", num_labels={number}, ignore_mismatched_sizes=True"
+    in_python = f"peft.{_PEFT_CLASSES[kind]}.from_pretrained({str(exported)!r}{classes})"
+    if writes:
+        return f"next: truebatch generate {shlex.quote(str(folder))}; in Python: {in_python}"
+    return f"next, in Python: {in_python}"
 
 
 def _leave_processes() -> None:

@@ -118,3 +118,19 @@ def _templated(call: Callable[[], Any], place: str) -> Any:
             seen=f"{type(error).__name__}: {str(error)[:200]}",
             do="correct the roles of that conversation, or give another template with --set chat_template=FILE",
         ) from error
+
+
+def render_question(tokenizer: Any, text: str) -> str:
+    """A single question of the user, up to where the answer begins."""
+    return _render(tokenizer, [{"role": "user", "content": text}], "the prompt", is_asking=True)
+
+
+def turn_end_ids(tokenizer: Any) -> set[int]:
+    """The special token that a chat template writes behind an answer; none where it writes none."""
+    if tokenizer.chat_template is None:
+        return set()
+    question = {"role": "user", "content": "question"}
+    text = _render(tokenizer, [question, {"role": ANSWERING, "content": "answer"}], "a short conversation")
+    behind = tokenizer(text.rpartition("answer")[2], add_special_tokens=False)["input_ids"][:1]
+    special = set(tokenizer.all_special_ids) | set(getattr(tokenizer, "added_tokens_decoder", {}))
+    return set(behind) & special

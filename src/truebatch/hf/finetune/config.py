@@ -36,6 +36,10 @@ class FinetuneConfig:
     """Train an adapter (LoRA) beside the frozen model."""
     lora_rank: int = 16
     lora_alpha: float = 32.0
+    merge_lora: bool = False
+    """Export the whole model with the adapter added to its weights, instead of the adapter alone."""
+    load_in_4bit: bool = False
+    """Keep the frozen base of an adapter in four bits (QLoRA, NF4; package bitsandbytes)."""
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
@@ -45,6 +49,11 @@ class FinetuneConfig:
                 seen=f"task={self.task!r}",
                 do=f"use one of: {', '.join(get_args(Task))}",
             )
+        for name in ("merge_lora", "load_in_4bit"):
+            if getattr(self, name) and not self.lora:
+                raise ConfigError(
+                    f"{name} is for a run that trains an adapter", seen=f"{name}=true, lora=false", do="add --lora"
+                )
         for name in ("max_length", "lora_rank"):
             value = getattr(self, name)
             if value is not None and value < 1:

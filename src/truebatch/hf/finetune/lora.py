@@ -1,10 +1,13 @@
-"""LoRA through peft: small matrices beside the frozen linear layers are trained, and only they are saved."""
+"""LoRA through peft: small matrices beside the frozen linear layers are trained; they are saved alone, or added in."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from truebatch.errors import ConfigError
 
@@ -43,3 +46,45 @@ def add_lora(model: nn.Module, task: str, *, rank: int, alpha: float) -> None:
     )
     adapted: Any = model
     adapted.add_adapter(settings)
+
+
+def name_base(model: nn.Module, base: Path) -> None:
+    """Write the base's folder into the adapter's settings as it is found from anywhere on this machine."""
+    adapted: Any = model
+    for settings in adapted.peft_config.values():
+        settings.base_model_name_or_path = str(base.resolve())
+
+
+@torch.no_grad()
+def merge_into(base: nn.Module, adapted: nn.Module) -> None:
+    """Give a plain model the weights of the adapted one, with what every adapter adds; `adapted` stays as it is.
+
+    The weights of a base of four bits are those it was trained beside, dequantised.
+    """
+    weights = {name: value for name, value in adapted.state_dict().items() if not _is_of_adapter(name)}
+    weights |= dict(_adapted_weights(adapted))
+    base.load_state_dict({name: weights[name] for name in base.state_dict()})
+
+
+def _is_of_adapter(name: str) -> bool:
+    return any(part in name for part in (".base_layer.", ".lora_", ".original_module.", ".modules_to_save."))
+
+
+def _adapted_weights(adapted: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Merged weights of the layers that have an adapter, and those that were trained whole, by their plain names."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+    from peft.utils.integrations import dequantize_module_weight
+
+    for name, module in adapted.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            layer: Any = module
+            plain = layer.get_base_layer()
+            delta = sum(layer.get_delta_weight(adapter) for adapter in layer.active_adapters)
+            yield f"{name}.weight", dequantize_module_weight(plain).to(delta.dtype) + delta
+            if plain.bias is not None:
+                yield f"{name}.bias", plain.bias
+        elif isinstance(module, ModulesToSaveWrapper):
+            wrapper: Any = module
+            whole = wrapper.modules_to_save[wrapper.active_adapters[0]]
+            yield from ((f"{name}.{inner}", value) for inner, value in whole.state_dict().items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -11,11 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from truebatch.errors import ConfigError
 from truebatch.hf.finetune.config import FinetuneConfig
-from truebatch.hf.finetune.lora import add_lora, check_peft
+from truebatch.hf.finetune.evaluate import evaluate
+from truebatch.hf.finetune.generate import generate
+from truebatch.hf.finetune.lora import add_lora, check_peft, merge_into, name_base
+from truebatch.hf.finetune.quantize import nf4_config, without_inference_kernels
 from truebatch.hf.finetune.token_store import TokenStore
 from truebatch.hf.finetune.tokenize import FileTokenizer, encode_file
 from truebatch.hf.heads.heads import ModelHead, head_of
@@ -149,12 +152,30 @@ def _label_counts(ready: PreparedRun) -> Ints:
 
 
 def _build_model(config: FinetuneConfig, ready: PreparedRun) -> nn.Module:
-    model, new = load_weights(config.model, deepcopy(ready.configuration), config.task, seed=config.train.seed)
+    model, new = _load(config, ready.configuration)
     if new:
         ready.news[:] = [f"new weights, drawn from seed {config.train.seed}: {', '.join(new)}"]
+    return model
+
+
+def _load(config: FinetuneConfig, configuration: Any) -> tuple[nn.Module, list[str]]:
+    """The model that is trained, its adapter included, and the names of its new weights."""
+    bits = nf4_config(config.train.precision) if config.load_in_4bit else None
+    model, new = load_weights(
+        config.model, deepcopy(configuration), config.task, seed=config.train.seed, quantization=bits
+    )
+    if bits is not None:
+        without_inference_kernels(model)
     if config.lora:
         add_lora(model, config.task, rank=config.lora_rank, alpha=config.lora_alpha)
-    return model
+    return model, new
+
+
+def _restore_model(config: FinetuneConfig, weights: Mapping[str, Tensor]) -> nn.Module:
+    """The model of a run; only that of a classifier needs the data, which names its classes."""
+    if config.task.endswith("classification"):
+        return _build_model(config, prepare(config))
+    return _load(config, load_configuration(config.model))[0]
 
 
 def _sketch(config: FinetuneConfig, ready: PreparedRun) -> nn.Module:
@@ -192,9 +213,16 @@ def _describe(ready: PreparedRun) -> list[str]:
 def _save(config: FinetuneConfig, ready: PreparedRun, model: nn.Module, folder: Path) -> None:
     """The model (or its adapter) and the tokenizer, as transformers loads them."""
     saved: Any = model
+    if config.merge_lora:
+        saved, _ = load_weights(config.model, deepcopy(ready.configuration), config.task, seed=config.train.seed)
+        merge_into(saved, model)
+    elif config.lora:
+        name_base(model, config.model)
     with_dropout(saved.config, ready.dropouts)
     with without_chatter():
         saved.save_pretrained(folder)
+        if config.lora and ready.train.label_names:
+            saved.config.save_pretrained(folder)  # the names of the classes, which the base's folder does not know
     load_tokenizer(config.model, config.chat_template).save_pretrained(folder)
 
 
@@ -208,9 +236,14 @@ def prepare_task(config: FinetuneConfig) -> Task:
         objective=HeadObjective(head=ready.head),
         save=partial(_save, config, ready),
         commands=TaskCommands(
-            describe=partial(_describe, ready), choose_layout=_choose_layout, sketch=partial(_sketch, config, ready)
+            describe=partial(_describe, ready),
+            choose_layout=_choose_layout,
+            sketch=None if config.load_in_4bit else partial(_sketch, config, ready),
+            evaluate=partial(evaluate, config, ready.head, ready.train.label_names),
         ),
     )
 
 
-FINETUNING = System(name="hf", config_type=FinetuneConfig, prepare=prepare_task)
+FINETUNING = System(
+    name="hf", config_type=FinetuneConfig, prepare=prepare_task, restore_model=_restore_model, generate=generate
+)

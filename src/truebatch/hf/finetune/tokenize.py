@@ -145,7 +145,7 @@ def _of_pair(encoder: FileTokenizer, record: Any, place: str, names: Sequence[st
     if encoder.task == "seq2seq":
         labels = tokenizer(text_target=record.answer)["input_ids"]
         return {"input_ids": _some(tokenizer(record.prompt)["input_ids"], place), "labels": _some(labels, place)}
-    before = _without_end(tokenizer, tokenizer(record.prompt)["input_ids"])
+    before = without_end(tokenizer, tokenizer(record.prompt)["input_ids"])
     after = _with_end(tokenizer, tokenizer(record.answer, add_special_tokens=False)["input_ids"])
     return {"input_ids": _some([*before, *after], place), "labels": [IGNORE] * len(before) + _some(after, place)}
 
@@ -237,7 +237,8 @@ def _with_end(tokenizer: Any, ids: Sequence[int]) -> list[int]:
     return [*ids, end] if end is not None and (not ids or ids[-1] != end) else list(ids)
 
 
-def _without_end(tokenizer: Any, ids: Sequence[int]) -> list[int]:
+def without_end(tokenizer: Any, ids: Sequence[int]) -> list[int]:
+    """The tokens of a prompt: what a tokenizer appends to end a text is left to the answer."""
     return list(ids[:-1]) if ids and ids[-1] == tokenizer.eos_token_id else list(ids)
 
 

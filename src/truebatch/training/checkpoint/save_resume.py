@@ -77,7 +77,7 @@ def _is_saved(folder: Path, step: int, parts: Mapping[str, Any]) -> bool:
 def _parts(engine: StepEngine, progress: TrainState) -> dict[str, Any]:
     """What a checkpoint holds; all ranks take part, only rank 0 gets whole tensors of sharded parameters."""
     frozen = frozen_parameters(engine.model)
-    state = {name: value for name, value in engine.model.state_dict().items() if name not in frozen}
+    state = {name: value for name, value in engine.model.state_dict().items() if not _is_part_of(frozen, name)}
     optimisers = optimisers_state({g.name: g.optimiser for g in engine.groups}, list(engine.model.named_parameters()))
     generators = all_gather_list([random_state()])
     return {
@@ -96,6 +96,15 @@ def _parts(engine: StepEngine, progress: TrainState) -> dict[str, Any]:
 def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Parameters that training does not change, by every name they have."""
     return {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+
+
+def _is_part_of(frozen: Mapping[str, Tensor], name: str) -> bool:
+    """True for a frozen parameter and for what its quantisation stores beside it, such as `weight.absmax`."""
+    while name:
+        if name in frozen:
+            return True
+        name = name.rpartition(".")[0]
+    return False
 
 
 def _sum_of(value: Tensor) -> float:

@@ -13,7 +13,7 @@ from typing import Any, cast
 from safetensors.torch import save_file
 from torch import Tensor
 
-from truebatch.io.atomic_files import write_text
+from truebatch.io.atomic_files import apply_umask, write_text
 from truebatch_systems.chinese_gpt.data.characters import CHINESE, HAN
 from truebatch_systems.chinese_gpt.model.model import NORM_EPS, Block, ChineseGPT
 from truebatch_systems.chinese_gpt.tokenizer.segmenter import BpeSegmenter, BuiltinSegmenter
@@ -32,6 +32,7 @@ def export_model(model: ChineseGPT, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in gpt2_weights(model).items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    apply_umask(folder)
     _write(folder / "config.json", gpt2_config(model))
     ends = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
     _write(folder / "generation_config.json", ends)

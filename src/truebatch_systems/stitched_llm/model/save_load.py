@@ -17,6 +17,7 @@ from torch import Tensor
 
 from truebatch.errors import CheckpointError, ConfigError, DataError
 from truebatch.hf.pretrained import without_chatter
+from truebatch.io.atomic_files import apply_umask
 from truebatch.io.text_encoding import open_file, read_text
 from truebatch_systems.stitched_llm.model.adapter import AdapterShape
 from truebatch_systems.stitched_llm.model.donors import Donor, open_donor
@@ -42,6 +43,7 @@ def save_adapter(model: StitchedForCausalLM, folder: Path) -> None:
     trained = {name for name, p in model.named_parameters() if p.requires_grad or name.startswith("adapter.")}
     tensors = {name: p.detach().cpu().contiguous() for name, p in model.named_parameters() if name in trained}
     save_file(tensors, folder / WEIGHTS)
+    apply_umask(folder)
     about = {
         "origin": model.config.origin,
         "adapter": asdict(model.adapter.shape),
@@ -136,6 +138,7 @@ def export_merged(model: StitchedForCausalLM, folder: Path, tokenizer: Any = Non
         )
     with without_chatter():
         model.save_pretrained(folder)
+    apply_umask(folder)
     _point_to_code(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
