@@ -100,9 +100,13 @@ def test_the_settings_of_a_command_exist(line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = shlex.split(line)[1:]
     settings = [part for word, value in pairwise(words) if word == "--set" for part in (word, value)]
-    named = {"train": words[1:2], "fit": words[1:2], "verify": words[1:2], "config": words[2:3]}.get(
-        words[0], words[:1]
-    )
+    of_run = [Path(words[1]).name]  # a run is named after its system in these pages
+    named = {
+        "train": words[1:2], "fit": words[1:2], "verify": words[1:2], "config": words[2:3], "evaluate": of_run,
+        "generate": of_run,
+    }.get(words[0], words[:1])  # fmt: skip
+    needed = ("model=m", "data=d.jsonl", "task=causal_lm") if named == ["hf"] else ()
+    settings += [part for value in needed for part in ("--set", value)]
     assert run(["config", "check", *named, *settings]) == 0, capsys.readouterr().err
 
 
