@@ -84,7 +84,7 @@ PLACES: tuple[tuple[Any, str, str], ...] = (
     (chat_prompt, "open_picture", "decode"),
     (chat_prompt.Prompting, "prepare", "prepare"),
     (ModelBackend, "judge", "model"),
-    (stages, "parse_answer", "parse"),
+    (stages, "read_score", "parse"),
     (Journal, "begin", "journal"),
     (Journal, "commit", "journal"),
 )

@@ -18,7 +18,9 @@ from truebatch.io.text_encoding import read_lines
 from truebatch.planning.config import PlanConfig
 from truebatch.planning.lengths.length_field import choose_reading, read_length
 from truebatch.scoring.inputs.read_samples import read_asked
-from truebatch.scoring.readouts import Generate, last_number
+from truebatch.scoring.readouts import Generate
+from truebatch.scoring.readouts.read_answer import read_answer
+from truebatch.scoring.readouts.scale import ANY_NUMBER, Scale
 from truebatch.scoring.store.input_index import load_list
 from truebatch.training.checkpoint.manifest import read_manifest
 from truebatch.training.checkpoint.tensor_files import read_tensors
@@ -26,7 +28,6 @@ from truebatch_systems.seqset_vae.config import ColumnConfig
 from truebatch_systems.seqset_vae.data.event_tables import read_long_table
 from truebatch_systems.vl_reward.data.dataset import EditPair, Wanted, read_benchmark
 from truebatch_systems.vl_reward.data.prompts import CategoryPrompt, fill_prompt, prompt_faults
-from truebatch_systems.vl_reward.judge.parse_score import Scale, parse_answer
 from truebatch_systems.vlm_pruning.eval.answers import chosen_option, vqa_words, yes_or_no
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -69,7 +70,7 @@ def fuzz_table(data: bytes) -> None:
 
 def fuzz_reward_answer(data: bytes) -> None:
     for kind in ("number", "yes_no", "pair"):
-        parse_answer(_text(data), Scale(kind=kind))  # type: ignore[arg-type]
+        read_answer(_text(data), Scale(kind=kind))  # type: ignore[arg-type]
 
 
 def fuzz_judges(data: bytes) -> None:
@@ -77,7 +78,7 @@ def fuzz_judges(data: bytes) -> None:
     yes_or_no(text)
     vqa_words(text)
     chosen_option(text, ["red", "a blue box", ""], is_numbered=True)
-    Generate(Generation(temperature=0.0), last_number).answer(text, "end", 1)
+    Generate(Generation(temperature=0.0), scale=ANY_NUMBER).answer(text, "end", 1)
 
 
 def fuzz_plan(data: bytes) -> None:

@@ -24,7 +24,15 @@ class TextOptions:
     top_k: Annotated[int, typer.Option(help="With --generate: sample only from the k likeliest tokens; 0: all.")] = 0
     stop: Annotated[list[str] | None, typer.Option(help="With --generate: a text that ends a generation.")] = None
     seed: Annotated[int, typer.Option(help="With --generate: samples depend on the input and this seed.")] = 0
-    parse: Annotated[str, typer.Option(help="With --generate: `number` takes the last number as the score.")] = ""
+    parse: Annotated[str, typer.Option(help="With --generate: `number` reads the score that a text gives.")] = ""
+    scale: Annotated[
+        str, typer.Option(help="With --parse number: the ends of the scale, such as 0..10. Default: any number.")
+    ] = ""
+    structured: Annotated[
+        str,
+        typer.Option(help='With --scale: allow only answers like {"score": 8}: json; a server may need guided_json.'),
+    ] = ""
+    step: Annotated[float, typer.Option(help="With --structured: the step between the numbers of the scale.")] = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +132,10 @@ def parse_readout(options: ReadoutOptions, texts: TextOptions) -> dict[str, Any]
             seen=", ".join(f"--{one['kind']}" for one in found) or "no readout",
             do="give one of --yesno, --labels 1,2,3, --words good,bad, --head, --generate",
         )
+    if options.generate and options.prefix:
+        raise ConfigError(
+            "a prefix is for labels", seen=f"--prefix {options.prefix}", do="leave it out with --generate"
+        )
     if not options.generate:
         refuse_changed(texts, wrong="these options are only for --generate")
     return found[0] | ({"prefix": options.prefix} if options.prefix else {})
@@ -140,7 +152,13 @@ def parse_shard(text: str) -> tuple[int, int]:
 def _text_settings(texts: TextOptions) -> dict[str, Any]:
     names = ("max_new_tokens", "temperature", "top_p", "top_k", "seed")
     settings = {name: getattr(texts, name) for name in names}
-    return {**settings, "stop": list(texts.stop or ()), "parse": texts.parse or None}
+    settings |= {"stop": list(texts.stop or ()), "parse": texts.parse or None}
+    if texts.scale and not texts.parse:
+        raise ConfigError("a scale is for scores", seen=f"--scale {texts.scale}", do="add --parse number")
+    if texts.step != 1.0 and not texts.structured:
+        raise ConfigError("a step is for structured answers", seen=f"--step {texts.step:g}", do="add --structured json")
+    chosen = {"scale": texts.scale, "structured": texts.structured} if texts.scale or texts.structured else {}
+    return {**settings, **chosen, **({"step": texts.step} if texts.structured else {})}
 
 
 def _parse_values(text: str) -> dict[str, float]:

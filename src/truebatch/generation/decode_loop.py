@@ -26,6 +26,7 @@ from truebatch.generation.interface import (
 )
 from truebatch.generation.sampling import check_logits, choose_tokens, penalise, seen_tokens
 from truebatch.generation.stop_criteria import Endings, Read
+from truebatch.generation.token_trie import TokenTrie
 
 ROWS = 32
 """Default number of prompts per forward pass."""
@@ -46,16 +47,22 @@ def generate_tokens(
     *,
     read: Read | None = None,
     rows: int = ROWS,
+    choices: TokenTrie | None = None,
 ) -> Iterator[TokenEvent]:
     """Continue every prompt and yield each token as it comes; the last piece of a prompt gives the reason it ended.
 
     The result of a prompt depends on its tokens, its key and the settings: not on other prompts, their order or `rows`.
     A beam search gives a prompt's tokens at the end of its search. `read` is needed where there are stop texts.
+    `choices` are the only texts that are allowed.
     """
+    if choices is not None and settings.beams > 1:
+        raise ConfigError("a beam search cannot choose among given texts", seen=f"beams={settings.beams}", do="beams=1")
     if rows < 1:
         raise ConfigError("rows is out of range", seen=f"rows={rows}", do="give 1 or more")
     check_prompts(prompts, decoder.max_length)
-    endings = Endings(end_ids=decoder.end_ids, max_length=decoder.max_length, settings=settings, read=read)
+    endings = Endings(
+        end_ids=decoder.end_ids, max_length=decoder.max_length, settings=settings, read=read, choices=choices
+    )
     run = search_beams if settings.beams > 1 else _draw
     # Beams are rows too.
     for numbers in group_prompts(prompts, max(1, rows // settings.beams)):
@@ -89,7 +96,7 @@ def _draw(
     logits, session = start_session(decoder, prompts)
     while True:
         going = []
-        for at, token in enumerate(_choose(rows, logits, endings.settings)):
+        for at, token in enumerate(_choose(rows, logits, endings)):
             row = rows[at]
             row.new.append(token)
             ended = endings.after(row.prompt, row.new)
@@ -102,11 +109,14 @@ def _draw(
 
 
 @torch.inference_mode()
-def _choose(rows: Sequence[_Row], logits: Tensor, settings: Generation) -> list[int]:
+def _choose(rows: Sequence[_Row], logits: Tensor, endings: Endings) -> list[int]:
+    settings = endings.settings
     check_logits(logits, [row.number for row in rows])
     if settings.repetition_penalty != 1:
         is_seen = seen_tokens([(*row.prompt.ids, *row.new) for row in rows], logits)
         logits = penalise(logits, is_seen, settings.repetition_penalty)
+    if endings.choices is not None:
+        logits = endings.choices.mask([row.new for row in rows], logits)
     keys = torch.tensor([row.prompt.key for row in rows], device=logits.device)
     places = torch.tensor([len(row.new) for row in rows], device=logits.device)
     chosen: list[int] = choose_tokens(logits, settings, keys=keys, places=places).tolist()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from truebatch.errors import ConfigError
 from truebatch.generation.config import Generation
 from truebatch.generation.interface import Ended, Prompt
+from truebatch.generation.token_trie import TokenTrie
 
 Read = Callable[[Sequence[int]], str]
 """Tokens -> text; more tokens only make it longer, except for an incomplete character at its end."""
@@ -21,6 +22,8 @@ class Endings:
     max_length: int | None
     settings: Generation
     read: Read | None
+    choices: TokenTrie | None = None
+    """The only texts that are allowed; None: any."""
 
     def __post_init__(self) -> None:
         if self.settings.stop and self.read is None:
@@ -39,6 +42,8 @@ class Endings:
 
     def after(self, prompt: Prompt, new: Sequence[int]) -> Ended | None:
         """Why the text ends with the last of these new tokens; None if it continues."""
+        if self.choices is not None and self.choices.is_whole(new):
+            return "stop"
         if new[-1] in self.end_ids:
             return "end"
         if self.settings.stop and self.read is not None and find_stop(self.read(new), self.settings.stop) is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from truebatch.io.images import rgb_image
 from truebatch.planning.lengths.image_size import FORMATS
 from truebatch.reports.page import Card, Image
 
@@ -47,13 +48,12 @@ def make_card(exhibit: Exhibit) -> Card:
 def small_picture(source: Any) -> bytes | str:
     """A picture as a small JPEG, or why there is none."""
     from PIL import Image as Pillow
-    from PIL import ImageOps
 
     try:
         opened = source if hasattr(source, "tobytes") and hasattr(source, "mode") else _opened(source)
         if opened.width * opened.height > _MOST_PIXELS:
             return f"not shown, {opened.width} x {opened.height} pixels"
-        small = ImageOps.exif_transpose(opened).convert("RGB")
+        small = rgb_image(opened)
         small.thumbnail((SIDE, SIDE))
     except (OSError, ValueError, SyntaxError, Pillow.DecompressionBombError) as error:
         return f"cannot be read ({type(error).__name__})"

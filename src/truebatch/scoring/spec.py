@@ -21,7 +21,8 @@ from truebatch.scoring.backends.interface import Backend
 from truebatch.scoring.backends.scripted import ScriptedBackend
 from truebatch.scoring.backends.subprocess import WorkerBackend, WorkerSettings
 from truebatch.scoring.batch_plan import Limits
-from truebatch.scoring.readouts import Generate, Head, Labels, Readout, Words, YesNo, last_number
+from truebatch.scoring.readouts import Generate, Head, Labels, Readout, Words, YesNo
+from truebatch.scoring.readouts.scale import parse_scale
 from truebatch.scoring.store.manifest import CALL
 from truebatch.visible_gpus import gpu_environments
 
@@ -29,7 +30,7 @@ SCRIPTED = "scripted"
 """The name of a model that is none: it plays what samples ask for."""
 HTTP = HttpSettings()
 """How a server is asked where nothing else is said."""
-PARSERS = {"number": last_number}
+PARSERS = ("number",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,16 +129,24 @@ def make_readout(values: Mapping[str, Any]) -> Readout:
     given = {name: value for name, value in values.items() if name != "kind"}
     kind = values.get("kind")
     if kind == "generate":
-        parse = given.pop("parse", None)
-        if parse is not None and parse not in PARSERS:
-            raise ConfigError("an unknown parser", seen=f"--parse {parse}", do=f"use one of {', '.join(PARSERS)}")
-        settings = Generation(**{**given, "stop": tuple(given.get("stop", ()))})
-        return Generate(settings, PARSERS.get(parse) if parse else None)
+        return _make_generate(given)
     kinds: dict[Any, Any] = {"yesno": YesNo, "labels": Labels, "words": Words, "head": Head}
     if kind not in kinds:
         raise ConfigError("an unknown readout", seen=repr(kind), do=f"use one of {', '.join(kinds)}, generate")
     made: Readout = kinds[kind](**given)
     return made
+
+
+def _make_generate(given: dict[str, Any]) -> Generate:
+    """Texts, and how a score is read from them."""
+    parse, scale = given.pop("parse", None), given.pop("scale", None)
+    structured, step = given.pop("structured", ""), given.pop("step", 1.0)
+    if parse is not None and parse not in PARSERS:
+        raise ConfigError("an unknown parser", seen=f"--parse {parse}", do=f"use one of {', '.join(PARSERS)}")
+    if parse is None and (scale or structured):
+        raise ConfigError("a scale is for scores", seen=f"scale={scale!r} without a parser", do="add --parse number")
+    settings = Generation(**{**given, "stop": tuple(given.get("stop", ()))})
+    return Generate(settings, scale=parse_scale(scale or "") if parse else None, structured=structured or "", step=step)
 
 
 def _places(call: ScoreCall) -> list[dict[str, str]]:

@@ -104,7 +104,7 @@ class Job:
     stop: StopFlag
     say: Callable[[str], None]
     validation: ValidationSet | None = None
-    loggers: Sequence[Logger] = ()
+    watches: Sequence[Logger] = ()
     records: list[Record] = field(default_factory=list)
     watchdog: Watchdog | None = None
     """Learns of every step: a run that no longer moves is reported with its stacks."""
@@ -113,8 +113,8 @@ class Job:
     """What the check before the first update has found, once it is made; None where an earlier start made it."""
 
     def tell(self, log: MetricsLog | None, record: Record) -> None:
-        """One record to the log and to whoever loggers."""
+        """One record to the log and to whoever watches."""
         if log is not None:
             log.write(record["step"], {k: v for k, v in record.items() if k != "step"})
-        for logger in self.loggers:
-            logger.record(record)
+        for watch in self.watches:
+            watch.record(record)

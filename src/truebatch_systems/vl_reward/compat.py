@@ -18,10 +18,10 @@ from truebatch.scoring.backends.load import open_backend
 from truebatch.scoring.batch_plan import Limits, plan_batches
 from truebatch.scoring.bisect import FailureStats, judge_all
 from truebatch.scoring.readouts import Generate
+from truebatch.scoring.readouts.scale import Scale
 from truebatch.scoring.store.outcome import Outcome, failed
 from truebatch_systems.vl_reward.console import JUDGE, Lines, SpokenBackend
 from truebatch_systems.vl_reward.data.prompts import build_messages
-from truebatch_systems.vl_reward.judge.parse_score import Scale
 from truebatch_systems.vl_reward.stages import CAPTIONS, ParsedBackend
 
 

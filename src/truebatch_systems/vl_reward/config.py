@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from truebatch.errors import ConfigError
+from truebatch.scoring.readouts.scale import Kind
 from truebatch_systems.vl_reward.data.dataset import Language, Wanted
 from truebatch_systems.vl_reward.data.prompts import CategoryPrompt
-from truebatch_systems.vl_reward.judge.parse_score import Kind
 
 EditorType = Literal["scripted", "folder", "diffusers"]
 JudgeType = Literal["scripted", "tiny", "transformers"]

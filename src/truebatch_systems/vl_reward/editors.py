@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from truebatch.errors import ConfigError, DataError
 from truebatch.hf.load import load_pipeline
+from truebatch.io.images import rgb_image
 from truebatch.planning.lengths.image_size import opened_image
-from truebatch_systems.vl_reward.data.dataset import to_rgb
 
 
 class Editor(Protocol):
@@ -54,7 +54,7 @@ class FolderEditor:
             path = (self.folder / name).with_suffix(suffix)
             if path.is_file():
                 with opened_image(path) as opened:
-                    return to_rgb(opened)
+                    return rgb_image(opened)
         raise DataError("there is no edited picture", seen=str(self.folder / name), do="edit it, or leave it as failed")
 
     def unload(self) -> None:

@@ -22,11 +22,14 @@ import numpy as np
 
 from truebatch.errors import ConfigError, RunError, TruebatchError
 from truebatch.io.atomic_files import hash_file, write_bytes
+from truebatch.io.images import rgb_image
 from truebatch.planning.keyed_rng import keyed_hash
 from truebatch.scoring.backends.interface import Backend, Cost, SampleError, ScoreRequest, ScoreResponse
 from truebatch.scoring.batch_plan import Limits
 from truebatch.scoring.memory_budget import MEASURED, budget_of, settle_limits
-from truebatch.scoring.runner import Finished, RunConfig, run_samples
+from truebatch.scoring.readouts import read_score
+from truebatch.scoring.readouts.scale import Scale
+from truebatch.scoring.runner import Finished, Running, run_samples
 from truebatch.scoring.store.export import read_rows
 from truebatch.scoring.store.input_index import INPUT, list_samples
 from truebatch.scoring.store.manifest import MANIFEST
@@ -36,7 +39,6 @@ from truebatch_systems.vl_reward.data.dataset import EditPair, decode_image, sou
 from truebatch_systems.vl_reward.data.prompts import CategoryPrompt, build_messages, fill_prompt, prompt_of
 from truebatch_systems.vl_reward.editors import Editor
 from truebatch_systems.vl_reward.eval.statistics import Row
-from truebatch_systems.vl_reward.judge.parse_score import Scale, parse_answer
 
 EDITS, SCORES, PICTURES, SOURCES = "edits", "scores", "pictures", "sources"
 QUICK = 1
@@ -99,7 +101,7 @@ class EditBackend:
         try:
             edited = self.editor.edit(image, asked.user, seed=int(asked.options["seed"]), name=name)
             held = io.BytesIO()
-            edited.convert("RGB").save(held, "PNG", compress_level=QUICK)
+            rgb_image(edited).save(held, "PNG", compress_level=QUICK)
         except Exception as error:  # an editor of others may raise anything: the pair is then not edited
             if is_out_of_memory(error):
                 raise
@@ -125,7 +127,7 @@ class EditBackend:
 
 @dataclass(frozen=True, slots=True)
 class ParsedBackend:
-    """A backend that gives texts, with the strict parser behind it: the same for every one of them."""
+    """A backend that gives texts, with the reader of answers behind it: the same for all of them."""
 
     inner: Backend
     scale: Scale
@@ -160,16 +162,10 @@ def _parsed(answer: ScoreResponse | SampleError, scale: Scale) -> ScoreResponse 
         raise ConfigError(
             "a judge must give texts", seen=f"output {sorted(answer.output)}", do="use a readout that generates"
         )
-    found = parse_answer(text, scale, is_cut=answer.output.get("ended") in ("length", "room"))
-    if found.value is None:
-        return SampleError("parse", found.status, found.why, dict(answer.output))
-    worth = {"yes": 1.0, "no": 0.0}
-    value = worth[found.value] if isinstance(found.value, str) else found.value
-    score = min(value) if isinstance(value, tuple) else value
-    return ScoreResponse(score=score, output={**answer.output, "value": found.value}, tokens=answer.tokens)
+    return read_score(answer, scale)
 
 
-def edit_all(pairs: Sequence[EditPair], editors: Sequence[Editor], run: Path, *, seed: int, how: RunConfig) -> Finished:
+def edit_all(pairs: Sequence[EditPair], editors: Sequence[Editor], run: Path, *, seed: int, how: Running) -> Finished:
     """Stage 1: every pair without a picture is edited, by whichever editor is free; each is loaded once, if needed.
 
     The seed of a pair is its own, else made from the seed and its id: the number of editors does not matter.
@@ -199,7 +195,7 @@ def judge_all_edits(
     open_judges: Callable[[], Backend | list[Backend]],
     run: Path,
     judging: Judging,
-    how: RunConfig,
+    how: Running,
     say: Say | None = None,
 ) -> Finished:
     """Stage 2: every edited picture is judged once; a pair without one is not judged. The judges are opened here.

@@ -22,7 +22,8 @@ from truebatch.scoring.backends.worker import BackendService
 from truebatch.scoring.bisect import FailureStats, judge_all
 from truebatch.scoring.equality_check import unpack_report
 from truebatch.scoring.readouts import Generate, Labels, Words, YesNo
-from truebatch.scoring.runner import Limits, RunConfig, run_samples
+from truebatch.scoring.readouts.scale import ANY_NUMBER
+from truebatch.scoring.runner import Limits, Running, run_samples
 from truebatch.scoring.spec import ScoreCall, make_readout, open_backends
 from truebatch.scoring.store.export import read_rows
 from truebatch.scoring.store.input_index import list_samples
@@ -87,7 +88,7 @@ def ask(*users):
 def test_a_crash_costs_only_the_sample_that_caused_it(worker, tmp_path):
     backend = worker()
     users = [*(f"good{n}" for n in range(9)), "crash", "once", "raise"]
-    done = run_samples(list_samples(users), [backend], tmp_path / "run", Limits(), RunConfig())
+    done = run_samples(list_samples(users), [backend], tmp_path / "run", Limits(), Running())
     rows = {row["output"].get("said", user): row for user, row in zip(users, read_rows(tmp_path / "run"), strict=True)}
     assert {user: row["kind"] for user, row in rows.items() if row["status"] == "failed"} == {
         "crash": "crashed", "raise": "raised",
@@ -153,7 +154,7 @@ def test_a_worker_may_be_silent_while_it_starts(worker):
 def test_several_workers_share_the_batches(worker, tmp_path):
     users = [f"{n:02d}" + "x" * (n % 7) for n in range(40)]
     workers = [worker(), worker(), worker()]
-    run_samples(list_samples(users), workers, tmp_path / "run", Limits(cells=16), RunConfig())
+    run_samples(list_samples(users), workers, tmp_path / "run", Limits(cells=16), Running())
     assert [row["score"] for row in read_rows(tmp_path / "run")] == [float(len(user)) for user in users]
 
 
@@ -200,7 +201,7 @@ def test_real_workers_find_the_samples_that_end_the_interpreter_among_one_percen
     call = ScoreCall(model="scripted", workers=2)
     backends = open_backends(call)
     try:
-        run_samples(list_samples(data), backends, tmp_path / "run", Limits(cells=1000), RunConfig())
+        run_samples(list_samples(data), backends, tmp_path / "run", Limits(cells=1000), Running())
     finally:
         for backend in backends:
             backend.close()
@@ -224,7 +225,9 @@ def test_a_call_is_plain_values_and_makes_every_readout():
     assert make_readout({"kind": "words", "words": ["a", "b"]}) == Words(["a", "b"])
     made = make_readout({"kind": "generate", "max_new_tokens": 5, "stop": ["\n"], "parse": "number"})
     assert isinstance(made, Generate)
-    assert (made.settings.max_new_tokens, made.settings.stop, made.parse("a 4")) == (5, ("\n",), 4.0)
+    assert (made.settings.max_new_tokens, made.settings.stop, made.scale) == (5, ("\n",), ANY_NUMBER)
+    made = make_readout({"kind": "generate", "parse": "number", "scale": "0..5", "structured": "json", "step": 2.5})
+    assert made.choices() == ('{"score": 0}', '{"score": 2.5}', '{"score": 5}')
     for wrong in ({"kind": "nothing"}, {"kind": "generate", "parse": "json"}):
         with pytest.raises(ConfigError, match="unknown"):
             make_readout(wrong)

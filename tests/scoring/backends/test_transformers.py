@@ -22,7 +22,9 @@ from truebatch.scoring.backends.transformers import ModelBackend, model_backend
 from truebatch.scoring.batch_plan import Limits
 from truebatch.scoring.equality_check import check_identity, pack_report, refuse, unpack_report
 from truebatch.scoring.inputs.read_samples import read_asked
-from truebatch.scoring.readouts import Generate, Head, Labels, Words, YesNo, last_number
+from truebatch.scoring.readouts import Generate, Head, Labels, Words, YesNo
+from truebatch.scoring.readouts.read_answer import read_answer
+from truebatch.scoring.readouts.scale import ANY_NUMBER, Scale
 from truebatch.scoring.scorer import Scorer
 from truebatch.scoring.store.manifest import settle_manifest
 
@@ -180,13 +182,39 @@ def test_a_reward_head_gives_one_number_a_sample_as_alone():
 
 
 def test_a_text_without_a_score_is_a_failure_that_keeps_the_text(text):
-    backend = model_backend(*text, Generate(TEXT.settings, parse=last_number), LIMITS)
+    backend = model_backend(*text, Generate(TEXT.settings, scale=ANY_NUMBER), LIMITS)
     answers = backend.judge(prepared(backend, questions(6)))
     for answer in answers:
-        found = last_number(answer.output["text"])
-        assert isinstance(answer, SampleError) if found is None else answer.score == found
+        is_cut = answer.output["ended"] in ("length", "room")
+        found = read_answer(answer.output["text"], ANY_NUMBER, is_cut=is_cut)
+        assert answer.kind == found.status if found.value is None else answer.score == found.value
     assert any(isinstance(answer, SampleError) for answer in answers)
-    assert [last_number(t) for t in ("a 3 of 10", "-2.5", "none")] == [10.0, -2.5, None]
+
+
+@pytest.mark.parametrize("level", ["close", "shape"])
+def test_a_structured_answer_is_one_of_the_scale_and_the_same_alone_and_together(text, level):
+    """The model is random: without the structure it writes anything but a score."""
+    readout = Generate(Generation(temperature=0.0, max_new_tokens=40), scale=Scale(), structured="json", step=0.5)
+    backend = model_backend(*text, readout, Limits(level=level, cells=512 if level == "shape" else None))
+    asked = prepared(backend, questions(6))
+    together = backend.judge(asked)
+    assert all(answer.output["text"] in readout.choices() and answer.output["ended"] == "stop" for answer in together)
+    assert [answer.score for answer in together] == [backend.judge([one])[0].score for one in asked]
+    free = model_backend(*text, Generate(readout.settings, scale=Scale()), LIMITS)
+    assert all(isinstance(answer, SampleError) for answer in free.judge(prepared(free, questions(6))))
+
+
+def test_a_structure_that_cannot_be_kept_is_refused_before_anything_is_judged(text):
+    short = Generation(temperature=0.0, max_new_tokens=2)
+    with pytest.raises(ConfigError, match="longer than an answer may be"):
+        model_backend(*text, Generate(short, scale=Scale(), structured="json"), LIMITS)
+    with pytest.raises(ConfigError, match="only servers"):
+        model_backend(*text, Generate(scale=Scale(), structured="guided_json"), LIMITS)
+    for wrong in ({"structured": "json"}, {"scale": ANY_NUMBER, "structured": "json"}, {"structured": "xml"}):
+        with pytest.raises(ConfigError, match="struct"):
+            Generate(**wrong)
+    with pytest.raises(ConfigError, match="larger --step"):
+        Generate(scale=Scale(), structured="json", step=1e-6)
 
 
 def test_what_is_too_long_empty_or_without_its_images_is_told_before_the_model(text):

@@ -21,13 +21,13 @@ from truebatch.scoring.backends.interface import Cost, SampleError, ScoreRequest
 from truebatch.scoring.backends.transformers import model_backend
 from truebatch.scoring.batch_plan import Limits, plan_batches
 from truebatch.scoring.readouts import Generate
-from truebatch.scoring.runner import RunConfig
+from truebatch.scoring.readouts.scale import Scale
+from truebatch.scoring.runner import Running
 from truebatch_systems.vl_reward.config import BenchmarkSettings, RewardConfig, RewardEvaluationSettings
 from truebatch_systems.vl_reward.data.prompts import build_messages
 from truebatch_systems.vl_reward.data.toy_pictures import PROMPTS, ShapesJudge
 from truebatch_systems.vl_reward.eval.report import markdown, write_reports
 from truebatch_systems.vl_reward.eval.statistics import Row, summarise
-from truebatch_systems.vl_reward.judge.parse_score import Scale
 from truebatch_systems.vl_reward.judge.tiny_judge import IMAGE, tiny_judge
 from truebatch_systems.vl_reward.pipeline import load_pairs, run_benchmark
 from truebatch_systems.vl_reward.stages import CAPTIONS, Judging, judge_all_edits, read_results
@@ -42,7 +42,10 @@ SHOWN_BY = {
     ],
     3: [f"{HERE}/test_acceptance.py::test_an_image_belongs_to_its_row_and_a_missing_one_is_told_with_the_id"],
     4: [f"{HERE}/test_acceptance.py::test_answers_are_the_same_every_time_though_the_model_would_sample"],
-    5: [f"{HERE}/test_parse_score.py::test_numbers", f"{HERE}/test_parse_score.py::test_yes_and_no"],
+    5: [
+        f"{SCORING}/readouts/test_read_answer.py::test_no_number_of_the_table_is_wrong",
+        f"{SCORING}/readouts/test_read_answer.py::test_yes_and_no",
+    ],
     6: [
         f"{HERE}/test_statistics.py::test_failures_are_in_no_figure_and_every_one_is_counted",
         f"{HERE}/test_pipeline.py::test_failures_decide_the_exit_code_by_the_rate_that_is_allowed",
@@ -239,6 +242,6 @@ def test_scores_of_pairs_and_words_are_made_by_the_rule_that_the_report_names(tm
         shutil.rmtree(tmp_path / "run" / "scores")
         judge = ShapesJudge({pair.id: said[kind] for pair in pairs})
         judging = Judging(prompts=PROMPTS, scale=Scale(kind=kind))
-        judge_all_edits(pairs, lambda judge=judge: judge, tmp_path / "run", judging, RunConfig(threads=1))
+        judge_all_edits(pairs, lambda judge=judge: judge, tmp_path / "run", judging, Running(threads=1))
         summary, _ = write_reports(pairs, read_results(pairs, tmp_path / "run"), tmp_path / "run")
         assert (summary["micro_mean"], summary["metric"]["aggregation"]) == (score, rule)

@@ -139,10 +139,11 @@ def test_broken_pictures_unreadable_answers_a_killed_worker_and_no_memory_at_onc
     disturbed, rows = report_of(config_of(tmp_path / "b", records), said.append)
     assert {path.name for path in (tmp_path / "here").iterdir()} == {"killed", "memory"}
     assert sum("Falling back to sequential processing" in line for line in said) >= 2
-    assert disturbed.summary["overall"]["statuses"] == {"edit_failed": 2, "ok": 36, "parse_error": 2}
+    assert disturbed.summary["overall"]["statuses"] == {"edit_failed": 2, "ok": 36, "ambiguous": 1, "no_number": 1}
     assert (disturbed.summary["failure_rate"], disturbed.exit_code) == (4 / 40, 3)
     assert {name for name, row in rows.items() if row["status"] == "edit_failed"} == {"0003", "0021"}
-    assert {name for name, row in rows.items() if row["status"] == "parse_error"} == {"0010", "0030"}
+    assert {name for name, row in rows.items() if row["status"] == "no_number"} == {"0010"}
+    assert {name for name, row in rows.items() if row["status"] == "ambiguous"} == {"0030"}
     assert disturbed.summary == calm.summary
     assert (config.evaluation.output_dir / "report.md").read_bytes() == markdown
 

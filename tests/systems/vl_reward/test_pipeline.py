@@ -266,7 +266,7 @@ def test_an_answer_that_cannot_be_read_is_none_and_lists_of_unequal_length_are_r
     question = "It was asked: Paint the square red. Answer as"
     scores = judge.batch_score([image, image], ["s", "s"], [question, question], batch_size=2)
     assert scores == [10.0, None]
-    assert judge.failures[1].kind == "parse_error"
+    assert judge.failures[1].kind == "no_number"
     assert judge.score(image, "s", question) == 10.0
     with pytest.raises(BatchError, match="every picture"):
         judge.batch_score([image], ["s", "s"], [question])

@@ -11,7 +11,7 @@ import pytest
 
 from truebatch.errors import ConfigError, RunError
 from truebatch.scoring.batch_plan import Limits
-from truebatch.scoring.runner import RunConfig
+from truebatch.scoring.runner import Running
 from truebatch.scoring.store.export import read_rows
 from truebatch_systems.vl_reward.data.dataset import Wanted, decode_image, read_benchmark
 from truebatch_systems.vl_reward.data.toy_pictures import (
@@ -26,7 +26,7 @@ from truebatch_systems.vl_reward.editors import FolderEditor, ScriptedEditor
 from truebatch_systems.vl_reward.eval.statistics import summarise
 from truebatch_systems.vl_reward.stages import Judging, edit_all, judge_all_edits, pair_seed, picture_name, read_results
 
-HOW = RunConfig(threads=1)
+HOW = Running(threads=1)
 JUDGING = Judging(prompts=PROMPTS)
 
 
@@ -75,7 +75,7 @@ def test_scores_are_those_that_are_known(pairs, tmp_path, edited, score):
 
 def test_failures_of_every_stage_are_statuses_and_in_no_mean(pairs, tmp_path):
     bad_edits = {pairs[2].instruction}
-    judge = ShapesJudge({pairs[4].id: "I cannot say", pairs[5].id: '{"score": 7, "reas', pairs[6].id: "score: 85"})
+    judge = ShapesJudge({pairs[4].id: "I cannot say", pairs[5].id: '{"reasoning": "7 of', pairs[6].id: "score: 85"})
 
     def edited(image, instruction, seed):
         if instruction in bad_edits:
@@ -88,7 +88,7 @@ def test_failures_of_every_stage_are_statuses_and_in_no_mean(pairs, tmp_path):
     judged = {row["id"] for row in read_rows(tmp_path / "run" / "scores")}
     assert judged == {pair.id for pair in pairs} - failed
     by_id = {row.id: row for row in rows}
-    assert [by_id[pairs[i].id].status for i in (4, 5, 6)] == ["parse_error", "truncated", "parse_error"]
+    assert [by_id[pairs[i].id].status for i in (4, 5, 6)] == ["no_number", "cut", "out_of_scale"]
     found = summarise(rows)
     assert found["overall"]["mean"] == 10.0
     assert found["overall"]["valid"] == 20 - 3 - len(failed)

@@ -259,7 +259,7 @@ def _train(
         fresh=options.fresh,
         is_layout_open=is_layout_open,
         say=show.say,
-        loggers=(show, trackers),
+        watches=(show, trackers),
     )
     try:
         result = train_system(system, config, start)

@@ -24,6 +24,7 @@ from truebatch.errors import ConfigError
 from truebatch.generation.decode_loop import Continuation, collect, generate_tokens
 from truebatch.generation.interface import Decoder, advance_session, start_session
 from truebatch.generation.stop_criteria import find_stop
+from truebatch.generation.token_trie import TokenTrie, make_token_trie
 from truebatch.hf.attention.rope import each_row_alone
 from truebatch.hf.forward_inputs import ONE_AT_A_TIME, language_model
 from truebatch.hf.generate.decoder import HFDecoder, first_cells, hf_decoder
@@ -67,6 +68,8 @@ class ModelBackend:
     plain: HFDecoder
     name: str
     trie: Trie | None = None
+    choices: TokenTrie | None = None
+    """The only texts that a structured readout allows."""
     weights: str = ""
     reuse: dict[str, bool] = field(default_factory=dict)
 
@@ -208,7 +211,9 @@ class ModelBackend:
         found: dict[int, Continuation] = {}
         for numbers in groups:
             some = [prepared[number] for number in numbers]
-            pieces = generate_tokens(self.decoder, some, settings, read=read, rows=len(some) * settings.beams)
+            pieces = generate_tokens(
+                self.decoder, some, settings, read=read, rows=len(some) * settings.beams, choices=self.choices
+            )
             found.update(zip(numbers, collect(pieces, len(some)), strict=True))
         answers = []
         for number, one in enumerate(prepared):
@@ -282,7 +287,8 @@ def model_backend(
     reuse = {"prefix": reuse_prefix and not is_pinned, "images": reuse_images, "compiled": compiled}
     return ModelBackend(
         model=model, prompting=prompting, readout=readout, limits=limits, decoder=decoder, plain=plain,
-        name=name or type(model).__name__, trie=trie, weights=weights_hash(model), reuse=reuse,
+        name=name or type(model).__name__, trie=trie, choices=_choices(readout, tokenizer),
+        weights=weights_hash(model), reuse=reuse,
     )  # fmt: skip
 
 
@@ -302,7 +308,7 @@ def _whole_or_refused(limits: Limits) -> Iterator[None]:
     """At level `shape` a smaller batch has the same shape: out of memory is a configuration error."""
     try:
         yield
-    except Exception as error:  # memory runs out in errors of many classes
+    except Exception as error:
         if limits.level != "shape" or not is_out_of_memory(error):
             raise
         raise ConfigError(
@@ -324,6 +330,23 @@ def _check_readout(model: nn.Module, readout: Readout, *, is_pinned: bool) -> No
         raise ConfigError(
             "this model does not predict next tokens", seen=type(model).__name__, do="use Head(), or a causal model"
         )
+
+
+def _choices(readout: Readout, tokenizer: Any) -> TokenTrie | None:
+    """The answers of a structured readout as tokens, as they stand behind the line that opens an answer."""
+    if not isinstance(readout, Generate) or not readout.structured:
+        return None
+    if readout.structured != "json":
+        seen = f"structured={readout.structured!r}"
+        raise ConfigError("only servers take this way to structure an answer", seen=seen, do="use json")
+    trie = make_token_trie(label_tokens(tokenizer, readout.choices(), "").values())
+    if trie.depth > readout.settings.max_new_tokens:
+        raise ConfigError(
+            "a structured answer is longer than an answer may be",
+            seen=f"{trie.depth} tokens, max_new_tokens={readout.settings.max_new_tokens}",
+            do=f"raise max_new_tokens to {trie.depth}",
+        )
+    return trie
 
 
 def _check_compile(readout: Readout, limits: Limits) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from truebatch.errors import ConfigError
+from truebatch.io.images import ORIENTATION, QUARTER_TURNS, rgb_image, upright_size
 from truebatch.planning.lengths.image_size import MAX_PIXELS, opened_image
 from truebatch.scoring.backends.interface import SampleError
 
@@ -27,18 +28,19 @@ def picture_sizes(images: Sequence[Any]) -> list[tuple[int, int]]:
 def open_picture(image: Any) -> Any:
     """The image as RGB pixels, upright; what is wrong with it raises `SampleError` of the stage `decode`."""
     if hasattr(image, "tobytes") and hasattr(image, "mode"):
-        return image.convert("RGB")
+        with _named(image):
+            return rgb_image(image)
     with _named(image), _opened(image) as opened:
         opened.load()
-        return _pillow_ops().exif_transpose(opened).convert("RGB")
+        return rgb_image(opened)
 
 
 def _size(image: Any) -> tuple[int, int]:
     if hasattr(image, "tobytes") and hasattr(image, "mode"):
-        return int(image.height), int(image.width)
+        return upright_size(image)
     with _named(image), _opened(image) as opened:
         width, height = opened.size
-        turned = _says_more(opened) and opened.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+        turned = _says_more(opened) and opened.getexif().get(ORIENTATION, 1) in QUARTER_TURNS
     return (width, height) if turned else (height, width)
 
 
@@ -90,6 +92,8 @@ def _named(image: Any) -> Iterator[None]:
 
 
 def _name(image: Any) -> str:
+    if hasattr(image, "mode"):
+        return f"an image of mode {image.mode}"
     return str(image) if isinstance(image, str | Path) else f"an image of {len(image):,} bytes"
 
 
@@ -101,9 +105,3 @@ def _pillow() -> Any:
             "images need the package pillow", seen=str(error), do="pip install 'truebatch[vision]'"
         ) from error
     return Image
-
-
-def _pillow_ops() -> Any:
-    from PIL import ImageOps
-
-    return ImageOps

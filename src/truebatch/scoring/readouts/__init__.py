@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from truebatch.errors import ConfigError
 from truebatch.generation.config import Generation
 from truebatch.scoring.backends.interface import SampleError, ScoreResponse
 from truebatch.scoring.readouts.label_trie import LabelReading
+from truebatch.scoring.readouts.read_answer import CUT_ENDINGS, read_answer
+from truebatch.scoring.readouts.scale import Scale
 
 Reduce = Literal["expected", "likeliest"]
-_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
+Structured = Literal["", "json", "guided_json", "guided_choice"]
+_MOST_CHOICES = 1001
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +85,49 @@ class Generate:
     """Text -> a number, None or an error where there is none; without it the text is all there is."""
     name: str = ""
     """Belongs to the fingerprint: another `parse` needs another name. Default: the function's own name."""
+    scale: Scale | None = None
+    """Read the score that the text gives on this scale; see `read_answer`. Instead of `parse`."""
+    structured: Structured = ""
+    """json: the model can only answer `{"score": N}`, with N on the scale; a server is sent a `response_format`, or as
+    `guided_json` or `guided_choice` what older ones take."""
+    step: float = 1.0
+    """Of the numbers that a structured answer can have."""
+
+    def __post_init__(self) -> None:
+        if self.structured not in get_args(Structured):
+            raise ConfigError(
+                "an unknown way to structure an answer",
+                seen=f"structured={self.structured!r}",
+                do="use json, or with a server guided_json or guided_choice",
+            )
+        if self.scale is not None and self.parse is not None:
+            raise ConfigError("a text is read in one way", seen="parse and scale", do="leave one of them out")
+        if self.structured:
+            self.choices()
+
+    def choices(self) -> tuple[str, ...]:
+        """The answers that a structured readout allows, as JSON; one for each number of the scale."""
+        scale, step = self.scale, self.step
+        if scale is None or scale.kind == "pair" or not scale.is_bounded or not step > 0:
+            raise ConfigError(
+                "a structured answer needs a scale with two ends, and a step above 0",
+                seen=f"scale={scale}, step={step!r}",
+                do="give --scale 0..10",
+            )
+        if scale.kind == "yes_no":
+            return ('{"score": "yes"}', '{"score": "no"}')
+        number = int((scale.most - scale.least) / step + 1e-9) + 1
+        if number > _MOST_CHOICES:
+            raise ConfigError(
+                "a structured answer has too many numbers to choose from", seen=f"{number:,}", do="give a larger --step"
+            )
+        return tuple(f'{{"score": {round(scale.least + at * step, 9):g}}}' for at in range(number))
 
     def answer(self, text: str, ended: str, tokens: int) -> ScoreResponse | SampleError:
         """The text, and its score; a text without one is a failure that keeps the text."""
         output = {"text": text, "ended": ended}
+        if self.scale is not None:
+            return read_score(ScoreResponse(score=None, output=output, tokens=tokens), self.scale)
         if self.parse is None:
             return ScoreResponse(score=None, output=output, tokens=tokens)
         try:
@@ -123,10 +164,29 @@ def describe_readout(readout: Readout) -> dict[str, Any]:
     assert isinstance(readout, Generate)
     name = readout.name or getattr(readout.parse, "__qualname__", "")
     settings = {**asdict(readout.settings), "stop": list(readout.settings.stop)}
-    return {"kind": "generate", "settings": settings, "parse": name}
+    described = {"kind": "generate", "settings": settings, "parse": name}
+    if readout.scale is not None:
+        described |= {"parse": "number", "scale": describe_scale(readout.scale)}
+    return described | ({"structured": readout.structured, "step": readout.step} if readout.structured else {})
 
 
-def last_number(text: str) -> float | None:
-    """The last number of a text: what `--parse number` takes."""
-    found = _NUMBER.findall(text)
-    return float(found[-1]) if found else None
+def describe_scale(scale: Scale) -> dict[str, Any]:
+    """A scale as plain values; ends that are not finite as None."""
+    ends = (scale.least, scale.most) if scale.is_bounded else (None, None)
+    return {"kind": scale.kind, "least": ends[0], "most": ends[1]}
+
+
+def read_score(answer: ScoreResponse, scale: Scale) -> ScoreResponse | SampleError:
+    """A response with the score that its text gives; without one it is a failure that keeps the text.
+
+    yes is 1, no is 0, and of two numbers the smaller one counts.
+    """
+    text, ended = str(answer.output["text"]), answer.output.get("ended")
+    found = read_answer(text, scale, is_cut=ended in CUT_ENDINGS)
+    if found.value is None:
+        return SampleError("parse", found.status, f"{found.why}: {text[:200]!r}", dict(answer.output))
+    if isinstance(found.value, str):
+        score = {"yes": 1.0, "no": 0.0}[found.value]
+    else:
+        score = min(found.value) if isinstance(found.value, tuple) else found.value
+    return ScoreResponse(score=score, output={**answer.output, "value": found.value}, tokens=answer.tokens)

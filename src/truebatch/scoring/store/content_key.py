@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from truebatch.errors import DataError
+from truebatch.io.images import ORIENTATION
 
 _CHUNK = 1 << 20
 _NUM_BYTES = 16
@@ -58,11 +59,19 @@ def image_hash(image: Any) -> bytes:
     elif hasattr(image, "tobytes") and hasattr(image, "mode"):  # a PIL image
         digest.update(f"{image.mode} {image.size}".encode())
         digest.update(image.tobytes())
+        digest.update(_look(image))
     else:
         raise DataError(
             "an image is a path, bytes, or a PIL image", seen=f"a {type(image).__name__}", do="give one of the three"
         )
     return digest.digest()
+
+
+def _look(image: Any) -> bytes:
+    """What else decides how an image in memory looks: its palette, its transparent colour, how it is turned."""
+    turn, clear = image.getexif().get(ORIENTATION, 1), image.info.get("transparency")
+    palette = image.getpalette("RGBA") if image.mode in ("P", "PA") else None
+    return b"" if turn == 1 and clear is None and palette is None else f"{turn} {clear!r} {palette}".encode()
 
 
 def _add_file(digest: Any, path: Path) -> None:

@@ -70,7 +70,7 @@ def run_drill(
     actions: Sequence[str] = ("kill", "enospc"),
     keeps: Sequence[int] = (1, 3),
     every_visit: bool = False,
-    on_result: Callable[[TrialResult], None] = print,
+    told: Callable[[TrialResult], None] = print,
 ) -> tuple[TrialResult, ...]:
     """Fail at every failpoint in every way asked, on the filesystem of `folder` (which is left as it was).
 
@@ -83,7 +83,7 @@ def run_drill(
         results = []
         for trial in list_trials(ground, actions=actions, keeps=keeps, every_visit=every_visit):
             results.append(run_trial(ground, trial))
-            on_result(results[-1])
+            told(results[-1])
         return tuple(results)
     finally:
         shutil.rmtree(ground.folder, ignore_errors=True)
@@ -249,6 +249,6 @@ def _child(work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         work(*arguments)
     except TruebatchError:
         sys.exit(_REFUSED)
-    except Exception:  # any other error is a finding of the drill
+    except Exception:
         traceback.print_exc()
         sys.exit(_FAULT)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from truebatch.errors import ConfigError, DataError
+from truebatch.io.images import rgb_image
 from truebatch.io.text_encoding import nearest, open_file, read_text
 from truebatch.planning.lengths.image_size import MAX_PIXELS, opened_image
 
@@ -141,7 +142,7 @@ def decode_image(pair: EditPair, *, max_pixels: int = MAX_PIXELS) -> Any:
         source = Path(pair.image) if pair.is_path else io.BytesIO(_raw(pair.image))
         with opened_image(source, max_pixels=max_pixels) as opened:
             opened.load()
-            return to_rgb(opened)
+            return rgb_image(opened)
     except (OSError, ValueError, SyntaxError, binascii.Error, Image.DecompressionBombError) as error:
         raise DataError(
             f"the image of {pair.id!r} cannot be decoded",
@@ -225,18 +226,6 @@ def _image(record: Mapping[str, Any], folder: Path) -> tuple[str, bool] | str:
 def _raw(text: str) -> bytes:
     plain = text.partition(",")[2] if text.startswith("data:") else text
     return base64.b64decode("".join(plain.split()), validate=True)
-
-
-def to_rgb(image: Any) -> Any:
-    """An opened picture as RGB: upright, transparency on white."""
-    from PIL import Image, ImageOps
-
-    image = ImageOps.exif_transpose(image)
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        whole = image.convert("RGBA")
-        ground = Image.new("RGBA", whole.size, "white")
-        return Image.alpha_composite(ground, whole).convert("RGB")
-    return image.convert("RGB")
 
 
 def _chosen(pairs: Sequence[EditPair], wanted: Wanted) -> Iterator[EditPair]:

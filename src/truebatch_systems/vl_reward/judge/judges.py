@@ -24,10 +24,10 @@ from truebatch.scoring.backends.subprocess import WorkerBackend, WorkerSettings
 from truebatch.scoring.backends.transformers import model_backend
 from truebatch.scoring.batch_plan import Limits
 from truebatch.scoring.readouts import Generate, Labels, Readout
+from truebatch.scoring.readouts.scale import Kind
 from truebatch.visible_gpus import gpu_environments
 from truebatch_systems.vl_reward.config import JudgeParams, JudgeSettings
 from truebatch_systems.vl_reward.data.toy_pictures import ShapesJudge
-from truebatch_systems.vl_reward.judge.parse_score import Kind
 from truebatch_systems.vl_reward.judge.tiny_judge import tiny_judge
 
 MODULE = "truebatch_systems.vl_reward.judge.judge_worker"

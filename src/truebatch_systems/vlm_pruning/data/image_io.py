@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from truebatch.errors import DataError
+from truebatch.io.images import rgb_image
 from truebatch.planning.lengths.image_size import opened_image
 
 Bytes = NDArray[np.uint8]
@@ -27,10 +28,11 @@ def open_images(image: Any, *, sample: str) -> list[Image.Image]:
 
 def _open(image: Any, sample: str) -> Image.Image:
     if isinstance(image, Image.Image):
-        return image.convert("RGB")
+        return rgb_image(image)
     try:
         with opened_image(Path(image)) as opened:
-            return opened.convert("RGB")
+            opened.load()
+            return rgb_image(opened)
     except (OSError, SyntaxError, ValueError, ArithmeticError, TypeError, Image.DecompressionBombError) as error:
         raise DataError(
             f"sample {sample!r} has an image that cannot be opened",

@@ -16,8 +16,9 @@ from truebatch.errors import ConfigError
 from truebatch.generation.config import Generation
 from truebatch.scoring.backends.http.client import HttpSettings
 from truebatch.scoring.backends.http.openai import HttpBackend
-from truebatch.scoring.readouts import Generate, Head, Labels, YesNo, last_number
-from truebatch.scoring.runner import Limits, RunConfig, run_samples
+from truebatch.scoring.readouts import Generate, Head, Labels, YesNo
+from truebatch.scoring.readouts.scale import Scale
+from truebatch.scoring.runner import Limits, Running, run_samples
 from truebatch.scoring.store.export import read_rows
 from truebatch.scoring.store.input_index import list_samples
 
@@ -75,7 +76,7 @@ def address():
 def test_labels_texts_and_failures_of_single_samples(address, tmp_path):
     users = ["hello", "flaky", "unsure", "off topic", "too long", "broken", "odd"]
     backend = HttpBackend(address, "m", YesNo(), ASKING)
-    run_samples(list_samples(users), [backend], tmp_path, Limits(level="close"), RunConfig())
+    run_samples(list_samples(users), [backend], tmp_path, Limits(level="close"), Running())
     rows = dict(zip(users, read_rows(tmp_path), strict=True))
     assert rows["hello"]["score"] == rows["flaky"]["score"] == pytest.approx(0.5 / 0.75)
     assert rows["unsure"]["score"] == 0.0
@@ -87,11 +88,11 @@ def test_labels_texts_and_failures_of_single_samples(address, tmp_path):
 
 def test_texts_are_parsed_and_settings_are_sent(address):
     settings = Generation(max_new_tokens=7, temperature=0.5, top_p=0.9, seed=3, stop=("\n",))
-    backend = HttpBackend(address, "m", Generate(settings, last_number), ASKING)
+    backend = HttpBackend(address, "m", Generate(settings, scale=Scale()), ASKING)
     samples = [one.asked for one in list_samples(["four", "wordy"])]
     good, bad = backend.judge([backend.prepare(one) for one in samples])
     assert (good.score, good.output["text"], good.tokens) == (4.0, "I give it 4", 9)
-    assert (bad.kind, bad.output["text"]) == ("unparsable", "no idea")
+    assert (bad.kind, bad.output["text"]) == ("no_number", "no idea")
     sent = Server.seen[0]
     assert {name: sent[name] for name in ("model", "max_tokens", "temperature", "top_p", "seed", "stop")} == {
         "model": "m", "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "seed": 3, "stop": ["\n"],
@@ -112,10 +113,10 @@ def test_images_travel_at_their_places(address):
 def test_a_server_that_is_not_there_or_refuses_all_stops_the_run(address, tmp_path):
     backend = HttpBackend(address, "m", YesNo(), ASKING)
     with pytest.raises(ConfigError, match="rejects every request"):
-        run_samples(list_samples(["forbidden"]), [backend], tmp_path / "a", Limits(level="close"), RunConfig())
+        run_samples(list_samples(["forbidden"]), [backend], tmp_path / "a", Limits(level="close"), Running())
     gone = HttpBackend("http://127.0.0.1:9/v1", "m", YesNo(), ASKING)
     with pytest.raises(ConfigError, match="cannot be reached"):
-        run_samples(list_samples(["x"]), [gone], tmp_path / "b", Limits(level="close"), RunConfig())
+        run_samples(list_samples(["x"]), [gone], tmp_path / "b", Limits(level="close"), Running())
     with pytest.raises(ConfigError, match="head"):
         HttpBackend(address, "m", Head())
 
@@ -134,3 +135,15 @@ def test_the_byte_limit_of_an_answer_grows_with_what_is_asked_for(address):
             (found,) = backend.judge([backend.prepare(one.asked) for one in list_samples(["x"])])
             backend.close()
         assert (getattr(found, "kind", "") == "too_large") == is_short
+
+
+def test_a_server_is_told_the_form_of_the_answer(address):
+    for way in ("json", "guided_json", "guided_choice"):
+        readout = Generate(Generation(max_new_tokens=7), scale=Scale("number", 1, 3), structured=way)
+        sent = HttpBackend(address, "m", readout, ASKING).prepare(next(iter(list_samples(["four"]))).asked)
+        if way == "guided_choice":
+            assert sent[way] == ['{"score": 1}', '{"score": 2}', '{"score": 3}']
+            continue
+        schema = sent["guided_json"] if way == "guided_json" else sent["response_format"]["json_schema"]["schema"]
+        assert schema["properties"] == {"score": {"enum": [1, 2, 3]}}
+        assert (schema["required"], schema["additionalProperties"]) == (["score"], False)

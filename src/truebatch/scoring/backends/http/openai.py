@@ -145,7 +145,7 @@ class HttpBackend:
         settings = self.readout.settings
         wanted = {name: value for name, value in asdict(settings).items() if name in ("temperature", "top_p", "seed")}
         stop = {"stop": list(settings.stop)} if settings.stop else {}
-        return {**wanted, "max_tokens": settings.max_new_tokens, **stop}
+        return {**wanted, "max_tokens": settings.max_new_tokens, **stop, **_structure(self.readout)}
 
     def _settled(
         self, doubted: Sequence[tuple[_Tag, SampleError]], *, is_sure: bool
@@ -212,6 +212,24 @@ class HttpBackend:
 
 
 _KEY_IN_ANSWER = SampleError("model", "key_in_answer", "the server's response contains the API key; it is not saved")
+
+
+def _structure(readout: Generate) -> dict[str, Any]:
+    """What a request says about the form of the answer."""
+    if not readout.structured:
+        return {}
+    if readout.structured == "guided_choice":
+        return {"guided_choice": list(readout.choices())}
+    values = [json.loads(one)["score"] for one in readout.choices()]
+    schema = {
+        "type": "object", "properties": {"score": {"enum": values}}, "required": ["score"],
+        "additionalProperties": False,
+    }  # fmt: skip
+    if readout.structured == "guided_json":
+        return {"guided_json": schema}
+    return {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "score", "strict": True, "schema": schema}}
+    }
 
 
 def _packed(request: dict[str, Any] | SampleError) -> bytes | SampleError:
