@@ -233,7 +233,7 @@ def test_left_padding_counts_only_for_who_asks_for_it():
     assert report.ok, str(report)
     assert report.layouts["left"] == "different"
     assert "not right, and not in use: left padding" in str(report)
-    assert any("pooling takes cell 0" in note for note in report.notes)
+    assert any("with padding on the left" in note for note in report.notes)
     for layout in ("left", "padded", "all"):
         asked_for = verify(P.FirstCell(), P.Choice(), samples(), P.CLASS_FIELDS, config=VerifyConfig(layout=layout))
         assert asked_for.is_broken

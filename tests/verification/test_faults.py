@@ -27,10 +27,10 @@ def check(model, objective=None, layout="used"):
 
 FAULTS = {
     "mask ignored": (P.MaskIgnored, None, "later tokens are seen"),
-    "mask ignored, causal": (P.MaskIgnoredButCausal, None, "attention mask ignored"),
+    "mask ignored, causal": (P.MaskIgnoredButCausal, None, "packed samples see each other"),
     "wrong polarity": (P.WrongPolarity, None, "mask in the wrong polarity"),
     "2-D mask": (P.TwoDimensionalMask, None, "2-D mask passed to decoder layers"),
-    "positions from padding": (P.PositionsFromPadding, None, "positions counted from padding"),
+    "positions from padding": (P.PositionsFromPadding, None, "positions do not restart"),
     "row 0": (P.RowZeroSpan, None, "row 0 stands for the whole micro-batch"),
     "zeros on error": (P.ZerosOnError, None, "exception swallowed"),
     "recurrent": (P.Recurrent, None, "state runs across packed samples"),

@@ -21,6 +21,7 @@ from truebatch.verification.config import VerifyConfig
 from truebatch.verification.determinism import Mode, quieted, steady_mode, steady_whole
 from truebatch.verification.diagnosis.explanation import Seen, explain
 from truebatch.verification.diagnosis.first_difference import uncompared_modules
+from truebatch.verification.diagnosis.unsteady import noise_words, state_cause
 from truebatch.verification.report import ArrangementResult, Coverage, VerifyReport
 from truebatch.verification.sample_sizes import sized, takes_length
 from truebatch.verification.subjects.function_subject import ListSubject
@@ -87,9 +88,7 @@ def _prove(
     _learn_readings(subject, singles)
     mode, one_by_one = steady_mode(subject, singles)
     if mode is None or one_by_one is None:
-        return VerifyReport(
-            [], unproven="the model gives other numbers each time it runs, even in eval mode", notes=_NOISE
-        )
+        return _unsteady(subject, singles)
     if isinstance(subject, ListSubject) and subject.model is not None and not one_by_one.loss:
         subject = replace(subject, expected=one_by_one.outputs)
         with quieted(subject.model, mode):
@@ -102,6 +101,19 @@ def _prove(
         report = explain(subject, singles, failing, config)
     found = [*primary.results, *(_in_eval_mode(second) if second is not None else [])]
     return _finish(replace(report, results=found), case, primary, second)
+
+
+def _unsteady(subject: Subject | ListSubject, singles: Arrangement) -> VerifyReport:
+    """Numbers that are others each time: something is kept between calls, or drawn at random."""
+    cause = state_cause(subject, singles.pieces, "eval")
+    if cause is not None:
+        return VerifyReport([], [cause], unproven=_OTHER_NUMBERS)
+    drawn = noise_words(subject, singles.pieces[0])
+    why = f"{_OTHER_NUMBERS}: {drawn} is the first operation whose result changes" if drawn else _OTHER_NUMBERS
+    return VerifyReport([], unproven=why, notes=_NOISE)
+
+
+_OTHER_NUMBERS = "the model gives other numbers each time it runs, even in eval mode"
 
 
 def _learn_readings(subject: Subject | ListSubject, singles: Arrangement) -> None:

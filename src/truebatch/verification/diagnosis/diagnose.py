@@ -13,8 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
+from truebatch.verification.diagnosis.culprit import Culprit
 from truebatch.verification.diagnosis.first_difference import ModuleDifference
+from truebatch.verification.diagnosis.loss_probe import AVERAGED, COUNTS_PADDING
 from truebatch.verification.diagnosis.probes import Leak
+from truebatch.verification.diagnosis.traced_causes import cause_of
 from truebatch.verification.report import ArrangementResult, Cause
 
 STATEFUL = re.compile(r"conv|rnn|lstm|gru|mamba|ssm|rwkv|recurren|delta|retention|mixer|scan|time_?mix", re.IGNORECASE)
@@ -38,6 +41,12 @@ class Evidence:
     row_zero: Mapping[str, int]
     """Arrangement -> the sample in row 0."""
     longest: int
+    culprit: Culprit | None = None
+    """The operation with which it begins, where one could be traced."""
+    probed: tuple[Cause, ...] = ()
+    """What small experiments say of state, loss and gradient: as sure as can be."""
+    raised_at: str = ""
+    """Where the model raises in a micro-batch, if it does."""
     generates_right: bool = False
     """True if new tokens follow on prompts that are padded on the right."""
 
@@ -56,9 +65,12 @@ class Evidence:
 
 def name_causes(evidence: Evidence) -> list[Cause]:
     """The likely cause first; a fault in the loss is named beside a fault in the outputs."""
+    state = [cause for cause in evidence.probed if cause.name == "state kept between calls"]
+    if state:
+        return state
     about_outputs = next((cause for rule in OUTPUT_RULES if (cause := rule(evidence)) is not None), None)
-    about_loss = _loss_rule(evidence)
-    return [cause for cause in (about_outputs, about_loss) if cause is not None]
+    about_loss = evidence.probed or ((_loss_rule(evidence),))
+    return [cause for cause in (about_outputs, *about_loss) if cause is not None]
 
 
 def _zeros_returned(e: Evidence) -> Cause | None:
@@ -114,13 +126,16 @@ def _batch_statistics(e: Evidence) -> Cause | None:
 
 
 def _flipped(e: Evidence) -> Cause | None:
-    if not e.is_flipped:
+    if not e.is_flipped or (e.culprit is not None and cause_of(e.culprit).name not in _OF_ATTENTION):
         return None
     return Cause(
         "mask in the wrong polarity",
         "the model is right once True and False of its masks are exchanged: it attends to the padding and hides the tokens",
         "SDPA reads True as 'may attend', key_padding_mask and most hand-written masks read True as 'ignore': negate it",
     )
+
+
+_OF_ATTENTION = ("attention mask ignored", "packed samples see each other")
 
 
 def _row_zero(e: Evidence) -> Cause | None:
@@ -136,6 +151,11 @@ def _row_zero(e: Evidence) -> Cause | None:
     )
 
 
+def _traced(e: Evidence) -> Cause | None:
+    """The operation with which it begins knows best."""
+    return None if e.culprit is None else cause_of(e.culprit)
+
+
 def _stateful(e: Evidence) -> Cause | None:
     """A module that walks along the row: it takes in whatever lies before (or, both ways, after) a sample."""
     module = e.first_module
@@ -144,7 +164,7 @@ def _stateful(e: Evidence) -> Cause | None:
     if e.differs("right padded"):
         return Cause(
             "state runs over padding",
-            f"{module.name!r} ({module.kind}) takes padding in as if it were data",
+            f"{module.name!r} ({module.kind}) reads padding as if it were data",
             "pack sequences for recurrent modules, zero the padding before convolutions, or use groups of equal length",
         )
     return Cause(
@@ -266,6 +286,16 @@ _MASK_IGNORED = Cause(
 )
 
 
+def _raises(e: Evidence) -> Cause | None:
+    if not e.raised_at:
+        return None
+    return Cause(
+        "raises in a micro-batch",
+        f"a sample alone runs, several together raise {e.raised_at}",
+        "read that line with the shapes of two samples of different lengths in mind, or run it in a debugger",
+    )
+
+
 def _garbage_moves(e: Evidence) -> bool:
     plain, garbage = e.results.get("right padded"), e.results.get("right padded, padding full of garbage")
     return plain is not None and garbage is not None and _outputs_moved(plain, garbage)
@@ -289,17 +319,8 @@ def _loss_rule(e: Evidence) -> Cause | None:
         return None
     narrow, wide = e.results.get("right padded"), e.results.get("wider than needed")
     if narrow and wide and narrow.whole and wide.whole and _loss_moved(narrow, wide):
-        return Cause(
-            "loss counts padding",
-            "the outputs are right, but the loss changes with the width of the rows: padding is summed or counted",
-            "ignore padded labels (ignore_index, or is_real) in the sum and in the count",
-        )
-    return Cause(
-        "loss averaged per micro-batch",
-        "the outputs are right, but the loss depends on how the step is cut: an average is taken inside a micro-batch, so a "
-        "token weighs more in a short micro-batch",
-        "return a sum and a count (reduction='sum'), and divide once over the whole step",
-    )
+        return COUNTS_PADDING
+    return AVERAGED
 
 
 def _loss_moved(a: ArrangementResult, b: ArrangementResult) -> bool:
@@ -316,14 +337,16 @@ OUTPUT_RULES: tuple[Callable[[Evidence], Cause | None], ...] = (
     _generation,
     _batch_statistics,
     _mask_2d,
-    _row_zero,
-    _samples_mixed,
     _not_causal,
     _flipped,
+    _traced,
+    _row_zero,
+    _samples_mixed,
     _stateful,
     _packed_only,
     _last_cell,
     _left_only,
     _over_padding,
     _garbage_only,
+    _raises,
 )

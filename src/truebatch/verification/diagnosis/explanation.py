@@ -15,8 +15,16 @@ from truebatch.verification.arrangements import ArrangedBatch, Arrangement
 from truebatch.verification.compare import Reference, Whole
 from truebatch.verification.config import VerifyConfig
 from truebatch.verification.determinism import Mode, quieted
+from truebatch.verification.diagnosis.culprit import Culprit, find_culprit
 from truebatch.verification.diagnosis.diagnose import Evidence, name_causes
-from truebatch.verification.diagnosis.first_difference import ModuleDifference, count_calls, first_difference
+from truebatch.verification.diagnosis.first_difference import (
+    ModuleDifference,
+    count_calls,
+    first_difference,
+    where_raised,
+)
+from truebatch.verification.diagnosis.gradient_cause import gradient_cause
+from truebatch.verification.diagnosis.loss_probe import loss_cause
 from truebatch.verification.diagnosis.probes import (
     LeakTest,
     context_move,
@@ -26,6 +34,8 @@ from truebatch.verification.diagnosis.probes import (
     sees_later_tokens,
     two_dimensional_mask,
 )
+from truebatch.verification.diagnosis.sample_parts import CELLS
+from truebatch.verification.diagnosis.unsteady import state_cause
 from truebatch.verification.report import ArrangementResult, Cause, VerifyReport
 from truebatch.verification.subjects.function_subject import ListSubject
 from truebatch.verification.subjects.padding_side import generates_right_padded
@@ -60,6 +70,7 @@ def explain(subject: Subject | ListSubject, singles: Arrangement, seen: Seen, co
     ]
     others = [r for r in results if r.verdict == "different" and r.arrangement.layout not in config.used]
     first = _first_module(subject, singles, used, limit)
+    culprit = _culprit(subject, singles, used if failing else others, limit)
     suspicious = bool(failing or leaks or later or any(not t.isfinite().all() for t in _floats(one)))
     evidence = Evidence(
         results={r.name: r for r in results},
@@ -71,6 +82,9 @@ def explain(subject: Subject | ListSubject, singles: Arrangement, seen: Seen, co
         later_tokens=later,
         row_zero={r.name: int(r.arrangement.pieces[0].rows.ids[0]) for r in results},
         longest=longest,
+        culprit=culprit,
+        probed=_probed(subject, singles, used, seen) if suspicious or failing else (),
+        raised_at=_raised_at(subject, used),
         generates_right=_generates_right(subject, singles, used),
     )
     causes = name_causes(evidence) if suspicious else []
@@ -85,6 +99,7 @@ def explain(subject: Subject | ListSubject, singles: Arrangement, seen: Seen, co
     if leak_tests and own < min(100 * limit, PLAIN_MOVE):
         notes.append(f"changing a sample moves its own result by {own:.1e} only: a leak that small would not be seen")
     causes += [c for c in coupled if c.name not in known]
+    first = first if culprit is None else _traced_module(subject, culprit)
     return VerifyReport(results, causes, first, leaks, notes, leak_visible=own, used=config.used, unproven=unproven)
 
 
@@ -137,9 +152,10 @@ def _explain_functions(
     subject: ListSubject, singles: Arrangement, results: list[ArrangementResult], one: Whole
 ) -> VerifyReport:
     evidence = Evidence(
-        {r.name: r for r in results}, one.outputs, (), None, "", False, 0.0,
-        {r.name: int(r.arrangement.pieces[0].rows.ids[0]) for r in results}, -1,
-        _generates_right(subject, singles, results),
+        results={r.name: r for r in results}, alone=one.outputs, leaks=(), first_module=None, mask_error="",
+        is_flipped=False, later_tokens=0.0, longest=-1,
+        row_zero={r.name: int(r.arrangement.pieces[0].rows.ids[0]) for r in results},
+        generates_right=_generates_right(subject, singles, results),
     )  # fmt: skip
     failing = [r for r in results if r.verdict == "different"]
     if failing and failing[0].name == "alone" and failing[0].is_over("outputs"):
@@ -197,6 +213,44 @@ def _first_module(
     sample = min(failing.moved, key=lambda i: subject.lengths[i])
     piece = next(p for p in failing.arrangement.pieces if sample in p.rows.ids)
     return first_difference(subject, singles.pieces[sample], piece, sample, limit)
+
+
+def _traced_module(subject: Subject, culprit: Culprit) -> ModuleDifference:
+    """The module in which the traced operation runs."""
+    assert subject.model is not None
+    suspect = culprit.suspect
+    name, operation = suspect.operation.module, suspect.operation
+    module = dict(subject.model.named_modules())[name]
+    by_cell = CELLS in (suspect.output or ())
+    where = f"{operation.name} at {operation.source}"
+    return ModuleDifference(name, type(module).__name__, module, culprit.sample, suspect.gap, by_cell, where)
+
+
+def _probed(
+    subject: Subject, singles: Arrangement, results: Sequence[ArrangementResult], seen: Seen
+) -> tuple[Cause, ...]:
+    """Causes that small experiments say for sure: state between calls, the loss, the gradient."""
+    found = (
+        state_cause(subject, singles.pieces, seen.mode),
+        loss_cause(subject, results),
+        gradient_cause(subject, results, seen.reference),
+    )
+    return tuple(cause for cause in found if cause is not None)
+
+
+def _raised_at(subject: Subject, results: Sequence[ArrangementResult]) -> str:
+    """What the first arrangement raises that a model must take, and in which module and line."""
+    raised = next((r for r in results if r.verdict == "raised" and r.arrangement.layout == "right"), None)
+    return "" if raised is None else where_raised(subject, raised.arrangement.pieces)
+
+
+def _culprit(
+    subject: Subject, singles: Arrangement, results: Sequence[ArrangementResult], limit: float
+) -> Culprit | None:
+    if subject.model is None:
+        return None
+    failing = next((r for r in results if r.verdict == "different" and r.moved), None)
+    return None if failing is None else find_culprit(subject, singles.pieces, failing, limit)
 
 
 def _mask_error(subject: Subject, results: list[ArrangementResult], singles: Arrangement) -> str:

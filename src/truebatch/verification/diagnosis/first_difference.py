@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from truebatch.batch.microbatch import MicroBatch, RowAxis
+from truebatch.training.memory.oom import is_out_of_memory
 from truebatch.verification.arrangements import ArrangedBatch
 from truebatch.verification.compare import relative, scale_of
+from truebatch.verification.diagnosis.op_trace import OWN_CODE
 from truebatch.verification.outputs import named_tensors, sample_parts, take_sequences
 from truebatch.verification.subjects.subject import Subject
 
@@ -30,9 +34,12 @@ class ModuleDifference:
     value: float
     by_cell: bool
     """True if its output has an entry a cell, False if it has one a sample."""
+    operation: str = ""
+    """The operation in it that differs, with its file and line, where one was traced."""
 
     def __str__(self) -> str:
-        return f"{self.name or 'the model itself'} ({self.kind}) for sample {self.sample}, by {self.value:.1e}"
+        inside = f", {self.operation}," if self.operation else ""
+        return f"{self.name or 'the model itself'} ({self.kind}){inside} for sample {self.sample}, by {self.value:.1e}"
 
 
 Part = tuple[Tensor, bool]
@@ -104,6 +111,30 @@ def count_calls(subject: Subject, piece: ArrangedBatch) -> int:
     with torch.no_grad(), _hooked(subject.model, lambda name, _value: calls.append(name)):
         subject.run(piece)
     return sum(name in leaves for name in calls)
+
+
+def where_raised(subject: Subject, pieces: Sequence[ArrangedBatch]) -> str:
+    """What the first of these pieces raises, in which module and line; an empty string if none does."""
+    for piece in pieces:
+        try:
+            with torch.no_grad():
+                subject.run(piece)
+        except Exception as error:  # that is the question
+            if is_out_of_memory(error):
+                raise
+            return _raised(subject.model, error)
+    return ""
+
+
+def _raised(model: nn.Module | None, error: Exception) -> str:
+    names = {id(m): n for n, m in model.named_modules()} if model is not None else {}
+    frames = [f for f, _ in traceback.walk_tb(error.__traceback__)]
+    places = [names[id(own)] for f in frames if id(own := f.f_locals.get("self")) in names]
+    lines = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
+    own_lines = [f"{Path(file).name}:{line}" for file, line in lines if not file.startswith(OWN_CODE)]
+    place = f" in '{places[-1]}'" if places and places[-1] else ""
+    said = (str(error) or "-").splitlines()[0][:120]
+    return f"{type(error).__name__}{place} ({own_lines[-1] if own_lines else '-'}): {said}"
 
 
 def _is_by_cell(tensor: Tensor, batch: MicroBatch) -> bool:

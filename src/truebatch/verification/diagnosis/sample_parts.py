@@ -1,0 +1,109 @@
+"""Where a sample lies in a tensor of a micro-batch, told from the shape that the same tensor has for the sample alone.
+
+shape alone, shape together, where the sample is -> for every axis an index and what kind of axis it is
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from truebatch.batch.microbatch import MicroBatch, RowAxis
+
+ROW, CELLS, FLAT, SAME = "row", "cells", "flat", "same"
+"""FLAT: the cells of all rows, or the tokens of all samples, one after another."""
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AxisSpan:
+    """The sample on one variable-length axis."""
+
+    length: int
+    width: int
+    start: int
+    before: int
+    """Tokens of the samples before it."""
+    total: int
+    """Tokens of all samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePlace:
+    """Where one sample is in a micro-batch."""
+
+    row: int
+    rows: int
+    at: int
+    """Its number among the samples."""
+    samples: int
+    spans: tuple[AxisSpan, ...]
+    from_right: bool
+    """True if padding comes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The part of a tensor that belongs to a sample."""
+
+    index: Index
+    kinds: tuple[str, ...]
+    """row, cells, flat or same, for every axis."""
+
+
+def place_in(batch: MicroBatch, sample: int, side: str) -> SamplePlace:
+    """Where a sample of this id is."""
+    at = batch.sample_ids.index(sample)
+    row, rows, spans = at, batch.num_samples, []
+    for axis in batch.axes.values():
+        if isinstance(axis, RowAxis) and len(axis.lengths) == batch.num_samples:
+            B, T = axis.shape
+            before = sum(axis.lengths[:at])
+            first = int(axis.cell_of_token[before]) if axis.lengths[at] else 0
+            row, rows = (first // T, B) if axis.lengths[at] else (row, B)
+            spans.append(AxisSpan(axis.lengths[at], T, first % T, before, sum(axis.lengths)))
+    return SamplePlace(row, rows, at, batch.num_samples, tuple(spans), side == "left")
+
+
+def match_shapes(alone: Sequence[int], together: Sequence[int], place: SamplePlace) -> Match | None:
+    """The sample's part of a tensor whose shape is `alone` for the sample alone; None if it cannot be told."""
+    if len(alone) != len(together):
+        return None
+    index, kinds = [], []
+    has_rows = False
+    for a, b in zip(alone, together, strict=True):
+        found = _axis(a, b, place, is_free=not has_rows)
+        if found is None:
+            return None
+        index.append(found[0])
+        kinds.append(found[1])
+        has_rows |= found[1] in (ROW, FLAT)
+    return Match(tuple(index), tuple(kinds))
+
+
+def take_part(tensor: Tensor, match: Match) -> Tensor:
+    """That part."""
+    return tensor[match.index] if match.index else tensor
+
+
+def _axis(a: int, b: int, place: SamplePlace, *, is_free: bool) -> tuple[slice, str] | None:
+    for span in place.spans:
+        if (a, b) == (span.length, span.width):
+            return slice(span.start, span.start + a), CELLS
+    if a == b:
+        return slice(None), SAME
+    if is_free and place.rows > 1 and b == a * place.rows:
+        return slice(place.row * a, (place.row + 1) * a), ROW
+    if is_free and place.samples > 1 and b == a * place.samples:
+        return slice(place.at * a, (place.at + 1) * a), ROW
+    for span in place.spans:
+        if (a, b) == (span.length, span.width * place.rows):
+            first = place.row * span.width + span.start
+            return slice(first, first + a), FLAT
+        if (a, b) == (span.length, span.total):
+            return slice(span.before, span.before + a), FLAT
+    if b < a or place.rows == 1 < place.samples:
+        return None
+    return (slice(b - a, b) if place.from_right else slice(0, a)), CELLS
