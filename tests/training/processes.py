@@ -16,7 +16,7 @@ from tests.tiny import SETS_FIELDS, TEXT_FIELDS, NextToken, SetRisk, SetsModel, 
 from tests.training.optim.test_nonfinite import CHECKED, POLICIES, SOURCES
 from tests.training.optim.test_nonfinite import SAMPLES as BAD_SAMPLES
 from truebatch.data.loader import load_steps
-from truebatch.errors import NonFiniteError, RestartError, exit_code_of
+from truebatch.errors import DataError, NonFiniteError, RestartError, exit_code_of
 from truebatch.hf.heads.heads import head_of
 from truebatch.hf.heads.objective import HeadObjective
 from truebatch.planning.config import PlanConfig
@@ -170,6 +170,36 @@ def run(folder, steps, *, stop_after=None):
     return {"step": result.step, "exit_code": result.exit_code, "weights": weights.tolist()}
 
 
+class Stream:
+    """Read from its beginning only; the same samples on every rank, unless it is dealt out."""
+
+    def __init__(self, is_dealt=False):
+        self.is_dealt = is_dealt
+
+    def __iter__(self):
+        return iter(TEXTS[rank() :: num_ranks()] if self.is_dealt else TEXTS)
+
+
+def run_stream(folder, *, is_dealt=False):
+    """Steps of a stream, in windows of two steps; or why it was refused."""
+    torch.manual_seed(0)
+    model = TextModel()
+    groups = [Group(optimiser=torch.optim.SGD(model.parameters(), 0.3, momentum=0.9))]
+    config = TrainConfig(samples_per_step=4, window=8, cells=64, devices=num_ranks(), max_steps=7)
+    try:
+        train(
+            model,
+            NextToken(),
+            TrainData(samples=Stream(is_dealt), fields=TEXT_FIELDS),
+            config,
+            groups=groups,
+            out=folder,
+        )
+    except DataError as error:
+        return error.wrong
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
 def run_bad(folder, source, policy):
     """A short run with something that is not finite; what it came to on this rank."""
     kind, objective, optimiser = SOURCES[source]
@@ -214,6 +244,8 @@ def main(out):
     results["whole"] = run(out / "whole", 6)
     results["second part"] = run(out / "parts", 4)
     results["stopped"] = run(out / "stopped", 6, stop_after=1)
+    results["stream"] = run_stream(out / "stream")
+    results["dealt stream"] = run_stream(out / "dealt", is_dealt=True)
     dist.barrier()
     if rank() == 0:
         (out / "results.json").write_text(json.dumps(results))

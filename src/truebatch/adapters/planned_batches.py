@@ -147,7 +147,7 @@ def _refuse_streams(dataset: Any) -> None:
         raise DataError(
             "steps can be planned only for a dataset with a length and access by index",
             seen=f"a {type(dataset).__name__}",
-            do="give a map-style dataset; a stream is planned in windows by truebatch.planning.stream",
+            do="give a map-style dataset, or train on the stream with truebatch.train, which plans it in windows",
         )
     if len(dataset) == 0:
         raise DataError(

@@ -52,6 +52,9 @@ class LoaderConfig:
     """Cells of every packed row, for shapes that never change; by default what its samples need, or what the plan
     says."""
 
+    first_id: int = 0
+    """The id that the dataset has for the plan's sample 0, where the plan is of a part of a stream."""
+
     def __post_init__(self) -> None:
         for name, least in (("workers", 0), ("prefetch", 1), ("restarts", 0)):
             _check_least(name, getattr(self, name), least)
@@ -127,7 +130,7 @@ def load_steps(
         side=config.side,
         slots=config.slots,
     )
-    steps = _plan_steps(plan, rank, ranks, start_step, config.row_cells)
+    steps = _plan_steps(plan, rank, ranks, start_step, config)
     return _load_with_workers(steps, recipe, config) if config.workers else _load_here(steps, recipe, config)
 
 
@@ -139,12 +142,14 @@ class _PlannedStep:
 
 
 def _plan_steps(
-    plan: Plan, rank: int, ranks: int | None, start_step: int, row_cells: int | None
+    plan: Plan, rank: int, ranks: int | None, start_step: int, config: LoaderConfig
 ) -> Iterator[_PlannedStep]:
     first = 0
     for step in range(start_step, plan.num_steps):
-        mine = [_lay(plan, rows, row_cells) for rows in plan.step(step, ranks=ranks)[rank]]
+        mine = [_lay(plan, rows, config.row_cells) for rows in plan.step(step, ranks=ranks)[rank]]
         tasks = [_task(plan.samples, rows, first + index, step, index) for index, rows in enumerate(mine)]
+        if config.first_id:
+            tasks = [replace(task, rows=replace(task.rows, ids=task.rows.ids + config.first_id)) for task in tasks]
         first += len(tasks)
         yield _PlannedStep(step, tasks, plan.step_counts(step))
 

@@ -95,6 +95,8 @@ class TrainConfig:
     """Trackers that get every record, by name: tensorboard, wandb, swanlab, trackio, mlflow, and so on."""
     stuck_seconds: float | None = 1800.0
     """A run without a finished step for this long is reported with all stacks and exits with 75; None never."""
+    window: int = 4096
+    """Samples of a stream that are read and planned together, rounded up to whole steps; a stream needs max_steps."""
     limit: int | None = None
     """Train on the first samples only: a quick try."""
 
@@ -104,6 +106,7 @@ class TrainConfig:
             "gradient_accumulation_steps",
             "devices",
             "compare_steps",
+            "window",
             "nonfinite_limit",
             "restarts",
         ):

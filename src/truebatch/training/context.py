@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+from truebatch.data.fetch import Dataset
 from truebatch.html_repr import html_table
 from truebatch.interrupts import Interruption
 from truebatch.planning.config import PlanConfig
@@ -22,6 +23,7 @@ from truebatch.training.run_dir.run_dir import RunFolder
 from truebatch.training.run_dir.signals import StopFlag
 from truebatch.training.run_dir.watchdog import Watchdog
 from truebatch.training.step import StepEngine
+from truebatch.training.stream import SampleStream
 from truebatch.training.train_state import EndReason
 from truebatch.training.validation import ValidationSet
 
@@ -89,13 +91,28 @@ class EpochPlans:
         return self._last
 
 
+class Plans(Protocol):
+    """The plan of each epoch of a dataset, or of each window of a stream."""
+
+    @property
+    def config(self) -> PlanConfig:
+        """How all of them are made."""
+
+    @property
+    def measured(self) -> Measured:
+        """Lengths of the samples that are planned now."""
+
+    def of(self, epoch: int) -> Plan:
+        """The plan of this epoch or window, the same on every rank."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Job:
     """Everything a run needs, settled before its first step."""
 
     engine: StepEngine
     data: TrainData
-    plans: EpochPlans
+    plans: Plans
     config: TrainConfig
     num_steps: int
     couplings: list[Coupling]
@@ -111,6 +128,16 @@ class Job:
 
     equality: list[Equality | None] = field(default_factory=list)
     """What the check before the first update has found, once it is made; None where an earlier start made it."""
+
+    @property
+    def samples(self) -> Dataset:
+        """What the plan of now is of: all samples, or the window of a stream that is at hand."""
+        return self.data.samples.at_hand if isinstance(self.data.samples, SampleStream) else self.data.samples
+
+    @property
+    def first_id(self) -> int:
+        """The id of the plan's sample 0."""
+        return self.data.samples.at_hand.start.first_id if isinstance(self.data.samples, SampleStream) else 0
 
     def tell(self, log: MetricsLog | None, record: Record) -> None:
         """One record to the log and to whoever watches."""

@@ -30,7 +30,7 @@ class TrainData:
     """
 
     samples: Dataset
-    """Addressed by sample id; each maps field names to lists, arrays or tensors."""
+    """Addressed by sample id, or a stream; each maps field names to lists, arrays or tensors."""
     fields: Sequence[Field]
     """How a micro-batch holds a sample."""
     measured: Measured | None = None
@@ -45,11 +45,16 @@ def measure_by_reading(
     samples: Dataset, fields: Sequence[Field], *, what: str = "dataset", content: ContentHash | None = None
 ) -> Measured:
     """The length of every sample along the planned axis, read from the samples themselves; `content` is told of each."""
-    number = len(samples) if isinstance(samples, Sized) else -1
-    if number <= 0:
+    if not isinstance(samples, Sized):
         raise DataError(
-            f"the {what} has no samples", seen=f"{number} samples" if number == 0 else "no len()", do="check its path"
+            f"the {what} has no length, so its samples cannot be measured before they are used",
+            seen=f"a {type(samples).__name__} without len()",
+            do="train on a stream with train() or `truebatch train`, which plan it in windows; elsewhere give a list, such "
+            "as list(itertools.islice(stream, 1000))",
         )
+    number = len(samples)
+    if number == 0:
+        raise DataError(f"the {what} has no samples", seen="0 samples", do="check its path")
     field = planned_field(fields)
     if field is None:
         return Measured(lengths=np.ones(number, dtype=np.int64), found="one cell a sample")

@@ -23,6 +23,7 @@ from truebatch.training.callbacks import Callback
 from truebatch.training.config import TrainConfig
 from truebatch.training.data import TrainData, first_samples, measure_by_reading
 from truebatch.training.optim.param_groups import Group
+from truebatch.training.stream import is_stream
 
 ConfigT = TypeVar("ConfigT")
 
@@ -84,7 +85,9 @@ class Task:
     commands: TaskCommands = field(default_factory=TaskCommands)
 
     def measured_data(self, limit: int | None = None) -> TrainData:
-        """The samples with their lengths, `limit` of them at most. No weights are loaded."""
+        """The samples with their lengths, `limit` of them at most; a stream as it is. No weights are loaded."""
+        if is_stream(self.data.samples):
+            return self.data
         data = first_samples(self.data, limit)
         if self.measure is not None:
             # What has no length is refused by whoever measures it.

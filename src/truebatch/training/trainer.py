@@ -16,9 +16,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -44,7 +46,6 @@ from truebatch.training.data import (
     ContentHash,
     TrainData,
     content_of,
-    first_samples,
     measure_by_reading,
     single_sample_batch_fn,
 )
@@ -68,6 +69,7 @@ from truebatch.training.run_dir.run_dir import RunFolder, RunState, write_status
 from truebatch.training.run_dir.signals import EXIT_INTERRUPTED, catch_signals
 from truebatch.training.run_dir.watchdog import Watchdog, watch_progress
 from truebatch.training.step import StepEngine, StepOutcome, apply_update, check_moved, step_counts, take_gradients
+from truebatch.training.stream import WindowPlans, open_data
 from truebatch.training.train_state import EndReason, TrainState
 from truebatch.training.validation import ValidationSet
 
@@ -98,10 +100,11 @@ def train(
     couplings = refuse_couplings(model.train(), config.allow)
     place = place or find_place(config)
     _prepare_model(model, place, config)
-    data = first_samples(data, config.limit)
+    data, stream = open_data(data, config)
     say = say or (lambda _line: None)
-    content = ContentHash(data) if out is not None and rank() == 0 else None
-    measured = data.measured or measure_by_reading(data.samples, data.fields, content=content)
+    known = data if stream is None else replace(data, samples=stream.window(0).samples)
+    content = ContentHash(known) if out is not None and rank() == 0 else None
+    measured = known.measured or measure_by_reading(known.samples, data.fields, content=content)
     guard = Guard(fields=data.fields, when_too_large=config.oom, say=say)
     engine = StepEngine(
         model=model,
@@ -111,17 +114,18 @@ def train(
         autocast=place.autocast,
         scaler=place.scaler,
         seed=config.seed,
-        stand_in=lambda: single_sample_batch_fn(data, epoch=0)(0),
+        stand_in=lambda: single_sample_batch_fn(data, epoch=0)(0 if stream is None else stream.at_hand.start.first_id),
         guard=guard,
-        attendants=tuple(attendants),
+        attendants=(*attendants, *((stream,) if stream is not None else ())),
         changes_buffers=bool(config.allow),
     )
-    plans = EpochPlans(measured, config.plan_config(measured.lengths))
-    most_steps = config.epochs * plans.of(0).num_steps
+    planned = config.plan_config(measured.lengths)
+    plans = EpochPlans(measured, planned) if stream is None else WindowPlans(stream, planned)
+    most_steps = config.epochs * plans.of(0).num_steps if stream is None else sys.maxsize
     num_steps = min(config.max_steps or most_steps, most_steps)
     with opened_run(out, config) as run, catch_signals() as stop, _watched(config) as watchdog:
         if run is not None and rank() == 0:
-            check_data(run, measured, content=content_of(data, read=content, say=say), say=say)
+            check_data(run, measured, content=content_of(known, read=content, say=say), say=say)
         open_guard(guard, None if run is None else run.folder, is_sharded=is_sharded(model))
         job = Job(
             engine=engine, data=data, plans=plans, config=config, num_steps=num_steps, couplings=couplings, run=run,
@@ -278,7 +282,7 @@ def _train_epoch(job: Job, progress: TrainState, log: MetricsLog | None) -> None
     """The steps of an epoch from where the run is; fewer if the run ends or is rolled back."""
     plan = job.plans.of(progress.epoch)
     steps = load_steps_with_oom_retry(
-        plan, job.data.samples, job.data.fields, device=job.engine.device, start_step=progress.step_in_epoch,
+        plan, job.samples, job.data.fields, device=job.engine.device, start_step=progress.step_in_epoch,
         transform=job.data.transform, config=_loader_config(job),
     )  # fmt: skip
     try:
@@ -299,7 +303,7 @@ def _loader_config(job: Job) -> LoaderConfig:
     pins = job.engine.device.type == "cuda"
     widths = job.plans.config.row_widths
     slots = most_segments(job.plans.measured.lengths, widths[0]) if widths else None
-    return LoaderConfig(workers=job.config.workers, pin_memory=pins, slots=slots)
+    return LoaderConfig(workers=job.config.workers, pin_memory=pins, slots=slots, first_id=job.first_id)
 
 
 def train_step(job: Job, progress: TrainState, loaded: LoadedStep, log: MetricsLog | None) -> bool:

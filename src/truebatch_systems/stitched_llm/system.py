@@ -47,7 +47,7 @@ def _describe(config: StitchConfig, ready: PreparedRun, news: Sequence[str]) -> 
     train = config.train
     if train.batch_size is not None and train.samples_per_step is None:
         parts = f"{train.batch_size} x {train.gradient_accumulation_steps} x {train.devices}"
-        tokens = measure(ready, ready.train).lengths.mean() * train.num_samples_per_step()
+        tokens = measure(ready, ready.samples).lengths.mean() * train.num_samples_per_step()
         lines.append(
             f"effective batch: {parts} (forward pass x accumulation x devices) = {train.num_samples_per_step()} samples, "
             f"about {tokens:,.0f} tokens a step"

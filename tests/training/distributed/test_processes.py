@@ -151,3 +151,11 @@ def test_a_signal_to_one_rank_stops_all_and_is_resumable(two, tmp_path):
     assert json.loads((folder / "stopped" / "status.json").read_text())["exit_code"] == 75
     last = processes.run(folder / "stopped", 6)
     assert relative(last["weights"], processes.run(tmp_path / "alone", 6)["weights"]) <= 1e-6
+
+
+def test_two_processes_take_the_steps_of_a_stream_that_one_takes(two, tmp_path):
+    assert relative(two[1]["stream"], processes.run_stream(tmp_path / "one")) <= 1e-6
+
+
+def test_a_stream_that_gives_every_process_other_samples_is_refused(two):
+    assert "every process other samples" in two[1]["dealt stream"]

@@ -160,7 +160,12 @@ def _dry_run(task: Task, config: TrainConfig, folder: Path, *, is_layout_open: b
     from truebatch.training.memory.run_estimate import estimate_run
 
     data = task.measured_data(config.limit)
-    assert data.measured is not None
+    if data.measured is None:
+        raise ConfigError(
+            "the steps of a stream are planned as it is read, so there is nothing to show before",
+            seen=f"a {type(data.samples).__name__}",
+            do="run it for a moment: --set train.max_steps=2 --out runs/try",
+        )
     is_open = is_layout_open and task.commands.choose_layout is not None and config.true_batch != "off"
     layouts: tuple[Layout, ...] = ("packed", "padded") if is_open else (config.layout,)
     rows: dict[str, dict[str, Any]] = {}

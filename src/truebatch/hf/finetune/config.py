@@ -19,11 +19,13 @@ class FinetuneConfig:
     """A model folder and a data file."""
 
     model: Path
-    """A folder written by save_pretrained: the model, and its tokenizer."""
+    """A folder written by save_pretrained (the model, and its tokenizer), or a name of the Hugging Face Hub."""
     data: Path
     """Samples to train on, one JSON object a line (.json, .csv and .parquet too)."""
     task: Task
     """What is learned: the next token, a class of the text, a class of each word, or a text from another."""
+    streaming: bool = False
+    """Encode samples as they are read, in windows (train.window), instead of all before; a dataset of the Hub is one."""
     validation: Path | None = None
     """Samples that are never trained on."""
     max_length: int | None = None

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from truebatch.errors import ConfigError
+from truebatch.hf.hub import hub_base
+from truebatch.io.atomic_files import read_json, write_json
 
 _TASKS = {
     "causal_lm": "CAUSAL_LM",
@@ -48,11 +50,11 @@ def add_lora(model: nn.Module, task: str, *, rank: int, alpha: float) -> None:
     adapted.add_adapter(settings)
 
 
-def name_base(model: nn.Module, base: Path) -> None:
-    """Write the base's folder into the adapter's settings as it is found from anywhere on this machine."""
-    adapted: Any = model
-    for settings in adapted.peft_config.values():
-        settings.base_model_name_or_path = str(base.resolve())
+def name_base(folder: Path, base: Path) -> None:
+    """Write the base into a saved adapter as it is found from anywhere: its folder in full, or its name of the Hub."""
+    file = folder / "adapter_config.json"
+    name, revision = hub_base(base)
+    write_json(file, read_json(file) | {"base_model_name_or_path": name, "revision": revision})
 
 
 @torch.no_grad()

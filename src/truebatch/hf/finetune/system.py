@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sized
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,12 @@ from truebatch.hf.finetune.generate import generate
 from truebatch.hf.finetune.lora import add_lora, check_peft, merge_into, name_base
 from truebatch.hf.finetune.quantize import nf4_config, without_inference_kernels
 from truebatch.hf.finetune.token_store import TokenStore
+from truebatch.hf.finetune.token_stream import HeadStream, TokenStream
 from truebatch.hf.finetune.tokenize import FileTokenizer, encode_file
 from truebatch.hf.heads.heads import ModelHead, head_of
 from truebatch.hf.heads.losses import IGNORE
 from truebatch.hf.heads.objective import HeadObjective
+from truebatch.hf.hub import fetch_model, is_hub_name
 from truebatch.hf.pretrained import (
     load_configuration,
     load_tokenizer,
@@ -49,7 +51,7 @@ from truebatch.verification.choose_layout import choose_layout
 class PreparedRun:
     """What is known about a run before its weights are loaded."""
 
-    train: TokenStore
+    train: TokenStore | TokenStream
     validation: TokenStore | None
     configuration: Any
     """Of the model, with the classes of the data and without dropout."""
@@ -62,8 +64,10 @@ class PreparedRun:
     """What is known once the weights are loaded."""
 
     @property
-    def samples(self) -> HeadSamples:
-        """To train on."""
+    def samples(self) -> Any:
+        """To train on: a dataset, or a stream."""
+        if isinstance(self.train, TokenStream):
+            return HeadStream(self.train, self.head)
         return HeadSamples(self.train, self.head)
 
     @property
@@ -88,8 +92,19 @@ class HeadSamples:
 
 def prepare(config: FinetuneConfig) -> PreparedRun:
     """Read and encode the data, and settle the configuration of the model; once. No weights are loaded."""
-    files = [config.data, *([config.validation] if config.validation is not None else [])]
+    _check_streaming(config)
+    read = [config.data] if not config.streaming else []
+    files = [*read, *([config.validation] if config.validation is not None else [])]
     return _prepare(config, tuple(content_hash(file) for file in files))
+
+
+def _check_streaming(config: FinetuneConfig) -> None:
+    if is_hub_name(config.data) and not config.streaming:
+        raise ConfigError(
+            f"there is no file {config.data}; a dataset of the Hub is read as a stream",
+            seen=f"data={config.data}",
+            do="add --set streaming=true and --set train.max_steps=N, or name a file",
+        )
 
 
 @lru_cache(maxsize=2)
@@ -106,12 +121,13 @@ def _prepare(config: FinetuneConfig, contents: tuple[str, ...]) -> PreparedRun:
         overlong=config.overlong,
         cache=cache_folder(),
     )
-    train = encode_file(encoder, config.data)
+    train = TokenStream(encoder, config.data) if config.streaming else encode_file(encoder, config.data)
     validation = encode_file(encoder, config.validation, names=train.label_names) if config.validation else None
     with_labels(configuration, train.label_names)
     dropouts = {} if "dropout" in config.train.allow else without_dropout(configuration)
-    head = head_of(shape_of(configuration, config.task), train[0])
-    return PreparedRun(train, validation, configuration, dropouts, head, contents[0], [])
+    first = train.first() if isinstance(train, TokenStream) else train[0]
+    head = head_of(shape_of(configuration, config.task), first)
+    return PreparedRun(train, validation, configuration, dropouts, head, contents[0] if contents else "", [])
 
 
 def _max_length(config: FinetuneConfig, configuration: Any) -> int | None:
@@ -128,9 +144,10 @@ def _max_length(config: FinetuneConfig, configuration: Any) -> int | None:
 
 def measure(ready: PreparedRun, samples: Sized) -> Measured:
     """Tokens and labels of every sample, from the encoded arrays."""
+    assert isinstance(ready.train, TokenStore)  # a stream is measured a window at a time
     number = len(samples)
     lengths = ready.train.columns["input_ids"].lengths()[:number]
-    counts = _label_counts(ready)[:number]
+    counts = _label_counts(ready.train, ready.head)[:number]
     return Measured(
         lengths=lengths,
         counts={ready.head.loss.term: counts},
@@ -139,12 +156,12 @@ def measure(ready: PreparedRun, samples: Sized) -> Measured:
     )
 
 
-def _label_counts(ready: PreparedRun) -> Ints:
-    column = ready.train.columns.get("labels")
+def _label_counts(train: TokenStore, head: ModelHead) -> Ints:
+    column = train.columns.get("labels")
     if column is None:
-        return np.ones(len(ready.train), dtype=np.int64)
+        return np.ones(len(train), dtype=np.int64)
     is_counted = column.values != IGNORE
-    if ready.head.kind.name == "causal_lm":
+    if head.kind.name == "causal_lm":
         is_counted[column.starts[:-1]] = False  # The first token is predicted from nothing.
     sums = np.concatenate([[0], np.cumsum(is_counted)])
     counts: Ints = (sums[column.starts[1:]] - sums[column.starts[:-1]]).astype(np.int64)
@@ -216,13 +233,13 @@ def _save(config: FinetuneConfig, ready: PreparedRun, model: nn.Module, folder: 
     if config.merge_lora:
         saved, _ = load_weights(config.model, deepcopy(ready.configuration), config.task, seed=config.train.seed)
         merge_into(saved, model)
-    elif config.lora:
-        name_base(model, config.model)
     with_dropout(saved.config, ready.dropouts)
     with without_chatter():
         saved.save_pretrained(folder)
-        if config.lora and ready.train.label_names:
+        if config.lora and not config.merge_lora and ready.train.label_names:
             saved.config.save_pretrained(folder)  # the names of the classes, which the base's folder does not know
+    if config.lora and not config.merge_lora:
+        name_base(folder, config.model)
     load_tokenizer(config.model, config.chat_template).save_pretrained(folder)
 
 
@@ -244,6 +261,16 @@ def prepare_task(config: FinetuneConfig) -> Task:
     )
 
 
+def _settle(config: FinetuneConfig) -> FinetuneConfig:
+    """A name of the Hub becomes its folder in the cache, with the revision in it: a run goes on with what it began with."""
+    return replace(config, model=fetch_model(config.model))
+
+
 FINETUNING = System(
-    name="hf", config_type=FinetuneConfig, prepare=prepare_task, restore_model=_restore_model, generate=generate
+    name="hf",
+    config_type=FinetuneConfig,
+    prepare=prepare_task,
+    settle=_settle,
+    restore_model=_restore_model,
+    generate=generate,
 )

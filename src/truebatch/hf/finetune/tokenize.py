@@ -97,6 +97,15 @@ def _encode(encoder: FileTokenizer, path: Path, names: Sequence[str] | None) -> 
     return TokenStore(columns, tuple(names), lines)
 
 
+def encode_record(encoder: FileTokenizer, record: Any, place: str) -> Sample | None:
+    """One record of a stream, encoded and fitted; None where it is longer than allowed and dropped."""
+    found = read_record(encoder.task, record, place)
+    sample = _ENCODERS[type(found)](encoder, found, place, ())
+    if encoder.max_length is not None and _longest(sample) > encoder.max_length and encoder.overlong == "drop":
+        return None
+    return _fit(encoder, [(place, sample)], Path(place))[0][0]
+
+
 def _refuse_mixture(records: Sequence[Placed], path: Path) -> None:
     kinds = Counter(type(record).__name__ for _, record in records)
     if len(kinds) > 1:
