@@ -33,6 +33,7 @@ _HOME: dict[str, str] = {
     "load_plan": "planning.plan_file",
     "load_steps": "data.loader",
     "measure": "planning.lengths.measure",
+    "register": "hf.attention.registration",
     "save_plan": "planning.plan_file",
     "train": "training.trainer",
     "verify": "verification.api",
@@ -49,3 +50,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
+
+
+import_module("truebatch.hf.attention.registration").watch_imports()

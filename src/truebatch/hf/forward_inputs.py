@@ -17,6 +17,7 @@ from truebatch.batch.microbatch import MicroBatch, RowAxis
 from truebatch.batch.torch_compile import has_compiled_layers
 from truebatch.errors import BatchError
 from truebatch.hf.attention.block_mask import block_mask_inputs
+from truebatch.hf.attention.model_hooks import first_position
 from truebatch.hf.attention.packed import packed_inputs
 from truebatch.hf.attention.rope import begin_call
 
@@ -49,7 +50,7 @@ def inspect_forward(model: nn.Module) -> ForwardSignature:
     accepts = frozenset(inspect.signature(model.forward).parameters)
     return ForwardSignature(
         accepts=accepts,
-        first_position=_first_position(model),
+        first_position=first_position(model),
         has_grid_positions=hasattr(inner_model(model), "get_rope_index") and "position_ids" in accepts,
     )
 
@@ -142,10 +143,3 @@ def _segment_types(model: nn.Module, axis: RowAxis) -> dict[str, Tensor]:
     if not getattr(getattr(model, "config", None), "type_vocab_size", 0):
         return {}
     return {"token_type_ids": torch.zeros_like(axis.positions)}
-
-
-def _first_position(model: nn.Module) -> int:
-    for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            return int(module.padding_idx) + 1
-    return 0

@@ -169,7 +169,7 @@ def test_a_second_call_with_a_cache_is_refused(samples):
     row = packed_row(samples, TOKENS)
     with use_packed_attention(model), torch.no_grad():
         cache = model(input_ids=row, use_cache=True, **packed_inputs(segments)).past_key_values
-        with pytest.raises(AttentionError, match="without a cache"):
+        with pytest.raises(AttentionError, match="this cache was filled by packed rows"):
             model(input_ids=row, past_key_values=cache, **packed_inputs(segments))
 
 

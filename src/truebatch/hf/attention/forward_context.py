@@ -24,6 +24,7 @@ class ForwardContext:
     explicit: bool = False
     """Opened by the user and not by the call of a model."""
     calls: int = 0
+    masks: int = 0
     windows: set[int] = field(default_factory=set)
     """Windows of the masks that were asked for; the masks themselves are not made."""
 
@@ -47,6 +48,27 @@ def open_run(run: ForwardContext) -> None:
 def close_run() -> ForwardContext:
     """End the current run and give it back."""
     return _runs.pop()
+
+
+_hooked_alone: list[nn.Module] = []
+
+
+@contextmanager
+def hooked_alone(model: nn.Module) -> Iterator[None]:
+    """While open, a choice of attention adds hooks to `model` and to no part of it.
+
+    Hooks that come and go inside of a compiled model would compile it again.
+    """
+    _hooked_alone.append(model)
+    try:
+        yield
+    finally:
+        _hooked_alone.pop()
+
+
+def may_be_hooked(model: nn.Module) -> bool:
+    """False for a part of a model that is hooked alone."""
+    return not _hooked_alone or model is _hooked_alone[-1]
 
 
 @contextmanager
@@ -106,6 +128,12 @@ def segments_of_table(starts: Tensor, *, shape: tuple[int, int], max_length: int
     if not starts.is_inference():  # a caller that reads one back may refill it unnoticed
         remember_lengths(segments)
     return segments
+
+
+def is_remembered(starts: Tensor) -> bool:
+    """True for a table whose lengths the host knows, and which therefore was checked when it was made."""
+    version, lengths = _lengths_of_table.get(starts, (None, None))  # type: ignore[no-untyped-call]
+    return lengths is not None and version == _version(starts)
 
 
 def note_service(module: nn.Module) -> None:

@@ -5,7 +5,6 @@ use_packed_attention(model) -> model(**packed_inputs(segments)) -> each attentio
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,23 +20,22 @@ from truebatch.attention.api import attend_by, attend_table
 from truebatch.attention.score_rule import Rule, band_of, written_out_attention
 from truebatch.attention.varlen_static import read_bounds
 from truebatch.batch.segments import Segments, cell_positions
-from truebatch.batch.torch_compile import has_compiled_layers
 from truebatch.errors import AttentionError
 from truebatch.hf.attention.block_mask import block_mask_inputs
 from truebatch.hf.attention.forward_context import (
     ForwardContext,
-    close_run,
     current_run,
     forget_services,
+    hooked_alone,
     note_service,
-    open_run,
     packed_rows,
     positions_unread,
     refuse_lost_table,
     remember_lengths,
     segments_of_table,
 )
-from truebatch.hf.attention.unsupported import refuse_call, refuse_model, refuse_unknown_window
+from truebatch.hf.attention.registration import NAME, register
+from truebatch.hf.attention.unsupported import refuse_call, refuse_model, refuse_packed_outside, refuse_unknown_window
 
 __all__ = [
     "NAME",
@@ -48,9 +46,6 @@ __all__ = [
     "packed_rows",
     "use_packed_attention",
 ]
-
-NAME = "truebatch"
-"""The name under which transformers knows this attention."""
 
 TABLE_WORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 KNOWN_MASKS = {
@@ -70,28 +65,23 @@ def use_packed_attention(model: PreTrainedModel) -> Iterator[None]:
     Refuses by name what it cannot do exactly: models that ignore the attention interface, keep a state along the row,
     or mix two kinds of rows. For a vision-language model, pass its language model.
     """
-    _register()
+    register_functions()
     refuse_model(model)
     before = {"": model.config._attn_implementation}
     parts = {name: part._attn_implementation for name, part in _sub_configs(model).items()}
     before |= {name: attention for name, attention in parts.items() if attention is not None}
-    model.set_attn_implementation(NAME)
+    with hooked_alone(model):
+        model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
         raise AttentionError(
             "this architecture does not take its attention from the interface of transformers",
             seen=f"{type(model).__name__} stays with attention {model.config._attn_implementation!r}",
             do="call it with block_mask_inputs(model, segments), or plan the padded layout",
         )
-    hooks = [
-        model.register_forward_pre_hook(_begin, with_kwargs=True, prepend=True),
-        model.register_forward_hook(_end, always_call=True),
-    ]
     try:
         with positions_unread():
             yield
     finally:
-        for hook in hooks:
-            hook.remove()
         forget_services(model)
         model.set_attn_implementation(before)
 
@@ -144,6 +134,10 @@ def packed_attention(
     run = current_run()
     if starts is None and not (run is not None and run.is_packed):
         refuse_lost_table(module)
+        if run is not None:
+            run.calls += 1
+        elif not torch.compiler.is_compiling():
+            refuse_packed_outside(module, query, attention_mask, options.get("position_ids"))
         return _whole_rows(module, query, key, value, attention_mask, rule, options), None
     refuse_call(module, query, key, attention_mask)
     refuse_unknown_window(module, run, options)
@@ -154,6 +148,8 @@ def packed_attention(
 def packed_mask(**options: Any) -> Tensor | None:
     """The mask function given to transformers: nothing in a packed run, the mask of sdpa otherwise."""
     run = current_run()
+    if run is not None:
+        run.masks += 1
     if run is None or not run.is_packed:
         mask: Tensor | None = sdpa_mask(**options)
         return mask
@@ -170,70 +166,20 @@ def packed_mask(**options: Any) -> Tensor | None:
     return None
 
 
-def _register() -> None:
-    AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, packed_mask)
+def register_functions() -> None:
+    """Give transformers the functions themselves; `registration` knows them by name alone."""
+    register()
+    if ALL_ATTENTION_FUNCTIONS.get(NAME) is not packed_attention:
+        AttentionInterface.register(NAME, packed_attention)
+        AttentionMaskInterface.register(NAME, packed_mask)
 
 
-def _begin(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    outer, starts = current_run(), kwargs.get("cu_seq_lens_q")
-    if starts is None:
-        explicit = outer is not None and outer.explicit
-        open_run(ForwardContext(segments=outer.segments if outer and explicit else None, is_packed=explicit))
-        return args, kwargs
-    run = ForwardContext(segments=None, is_packed=True)
-    open_run(run)  # first of all: `_end` closes it whatever happens
-    if not torch.compiler.is_compiling():
-        run.segments = _segments_of_call(args, kwargs, starts)
-    accepted = _named_by(model)
-    if accepted is not None:
-        kwargs = {name: value for name, value in kwargs.items() if name in accepted or name not in TABLE_WORDS}
-    return args, kwargs
-
-
-def _named_by(model: nn.Module) -> frozenset[str] | None:
-    """The names that a model's forward pass takes; None if it takes any."""
-    own = type(model).forward
-    is_own = getattr(model.forward, "__func__", None) is own  # others may hold a whole model
-    return _known_arguments(own) if is_own and not torch.compiler.is_compiling() else _named_arguments(model.forward)
-
-
-def _named_arguments(forward: Callable[..., Any]) -> frozenset[str] | None:
-    """The names that a forward pass takes; None if it takes any."""
-    accepted = inspect.signature(forward).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-    return None if takes_any else frozenset(accepted)
-
-
-_known_arguments = functools.lru_cache(maxsize=64)(_named_arguments)
-"""Asked in every call; a compiler would look through the cache and warn of it."""
-
-
-def _segments_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], starts: Tensor) -> Segments:
-    given = [*kwargs.values(), *args]
-    first = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
-    tokens = first if first is not None else next(part for part in given if isinstance(part, Tensor) and part.ndim > 1)
-    shape = (tokens.shape[0], tokens.shape[1])
-    return segments_of_table(starts, shape=shape, max_length=_longest(starts, kwargs))
-
-
-def _longest(starts: Tensor, options: dict[str, Any]) -> int:
+def longest_of(starts: Tensor, options: dict[str, Any]) -> int:
+    """The longest segment of a table, as a call's arguments say it, else read from the table."""
     given = options.get("max_length_q")
     if given is None:
         return int(starts.diff().max())
     return read_bounds(given).longest if isinstance(given, Tensor) else int(given)
-
-
-def _end(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    run = close_run()
-    if torch.compiler.is_compiling():
-        return  # calls are not counted there
-    if run.is_packed and not run.calls and output is not None and not has_compiled_layers(model):
-        raise AttentionError(
-            "a packed run went through a model that never asked for packed attention",
-            seen=f"{type(model).__name__} made its output without one call of attention {NAME!r}",
-            do="call it with block_mask_inputs(model, segments), or plan the padded layout",
-        )
 
 
 def _inside_segments(
@@ -264,7 +210,7 @@ def _is_table_of(run: ForwardContext | None, starts: Tensor) -> bool:
 def _from_table(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, rule: Rule, options: dict[str, Any]
 ) -> Tensor:
-    given, max_length = options.get("max_length_q"), _longest(starts, options)
+    given, max_length = options.get("max_length_q"), longest_of(starts, options)
     bound = given if isinstance(given, Tensor) else max_length
     out = attend_table(query, key, value, starts, rule, max_length=bound)
     if out is not None:
@@ -295,12 +241,11 @@ def _whole_rows(
         given = {**options, "dropout": rule.dropout, "scaling": rule.scale, "is_causal": rule.causal}
         out: Tensor = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **given)[0]
         return out
-    queries, keys = query.shape[2], key.shape[2]
-    allowed = attention_mask
-    if allowed is None:
-        # No mask means that the rule by distance is enough; the queries are the last of the keys.
-        device = query.device
-        allowed = band_of(queries, keys, causal=rule.causal, window=None, device=device, first=keys - queries)
+    queries, allowed = query.shape[2], attention_mask
+    if allowed is None and queries > 1 and rule.causal:
+        # No mask means that order is enough, counted from the first key: what a static cache has behind is empty.
+        key, value = key[:, :, :queries], value[:, :, :queries]
+        allowed = band_of(queries, key.shape[2], causal=True, window=None, device=query.device)
     return written_out_attention(query, key, value, allowed, rule).transpose(1, 2).contiguous()
 
 

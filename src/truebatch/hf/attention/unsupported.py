@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -65,4 +66,18 @@ def refuse_unknown_window(module: nn.Module, run: ForwardContext | None, options
             "this model has sliding-window layers that do not say so to their attention",
             seen=f"{type(module).__name__} gives no sliding_window, the model asked for windows {sorted(run.windows)}",
             do="call it with block_mask_inputs(model, segments), or plan the padded layout",
+        )
+
+
+def refuse_packed_outside(module: nn.Module, query: Tensor, attention_mask: Tensor | None, positions: Any) -> None:
+    """Raise for packed rows in a call of attention that no call of its model surrounds, where nobody read its words."""
+    is_unread = attention_mask is None and isinstance(positions, Tensor) and positions.ndim == 2
+    if not is_unread or query.shape[2] == 1 or torch._C._current_graph_task_id() != -1:
+        return  # inside backward, a layer runs again with the words that were read before
+    if bool((positions.diff(dim=-1) <= 0).any()):
+        raise AttentionError(
+            "attention over packed rows was called without a segment table",
+            seen=f"{type(module).__name__} with positions that begin again, outside the call of its model",
+            do="call the model itself and not its forward(), and choose the attention with from_pretrained or "
+            "set_attn_implementation",
         )
