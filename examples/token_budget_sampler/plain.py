@@ -19,7 +19,7 @@ def collate(samples):
 loader = DataLoader(samples, batch_size=4, shuffle=True, collate_fn=collate)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 cells = 0
-for epoch in range(2):
+for _ in range(2):
     for batch in loader:
         model(**batch).loss.backward()
         optimizer.step()

@@ -268,7 +268,7 @@ def assert_compiled_equals_alone(model: PreTrainedModel, words: str, **options: 
 def test_a_compiled_model_reads_a_table_in_one_whole_graph():
     graphs, keep = counting_backend()
     assert_compiled_equals_alone(exact("llama"), "table", backend=keep, fullgraph=True)
-    assert len(graphs) == 2, "one for samples alone, one for packed rows"
+    assert len([graph for graph in graphs if len(graph.graph.nodes) > 50]) == 1
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ class Hooks:
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class ModelCall:
     """One call of a model, its arguments by name."""
 
     model: PreTrainedModel
@@ -86,8 +86,9 @@ class Call:
     def mask(self) -> Any:
         """The attention mask where it has one entry for every cell; a 4-D mask is the caller's own rule."""
         mask = self.named.get("attention_mask")
-        is_flat = isinstance(mask, Tensor) and mask.ndim == 2
-        return mask if is_flat and self.shape is not None and mask.shape[1] == self.shape[1] else None
+        if not isinstance(mask, Tensor) or mask.ndim != 2 or self.shape is None:
+            return None
+        return mask if mask.shape[1] == self.shape[1] else None
 
     @property
     def has_own_mask(self) -> bool:
@@ -151,7 +152,7 @@ def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     names = _argument_names(model)
     if args and "*" in names.accepts:
         return args, kwargs  # a forward pass of somebody else, called by position
-    call = Call(model, {**dict(zip(names.order, args, strict=False)), **kwargs}, names.accepts, names.takes_any)
+    call = ModelCall(model, {**dict(zip(names.order, args, strict=False)), **kwargs}, names.accepts, names.takes_any)
     if torch.compiler.is_compiling():
         words = _compiled_words(call, outer)
     else:
@@ -220,7 +221,7 @@ _known_arguments = functools.lru_cache(maxsize=256)(_read_arguments)
 """Asked in every call; a compiler would look through the cache and warn of it."""
 
 
-def _segments_of(call: Call, outer: ForwardContext | None) -> Segments | None:
+def _segments_of(call: ModelCall, outer: ForwardContext | None) -> Segments | None:
     """The segments of packed rows; None for one sample a row."""
     named = call.named
     starts, cache = named.get("cu_seq_lens_q"), named.get("past_key_values")
@@ -252,7 +253,7 @@ def _shape_of_other_tokens(named: dict[str, Any]) -> tuple[int, int]:
     return first.shape[0], first.shape[1]
 
 
-def _read(call: Call) -> Segments | None:
+def _read(call: ModelCall) -> Segments | None:
     named, shape = call.named, call.shape
     assert shape is not None
     table, labels, positions = (named.get(name) for name in ("cu_seq_lens_q", "seq_idx", "position_ids"))
@@ -289,7 +290,7 @@ def _refuse_two_tables(queries: Any, keys: Any) -> None:
         )
 
 
-def _refuse_packed_call(call: Call) -> None:
+def _refuse_packed_call(call: ModelCall) -> None:
     cache = call.named.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:
         raise AttentionError(
@@ -312,7 +313,7 @@ def _refuse_packed_call(call: Call) -> None:
         )
 
 
-def _table_words(call: Call, segments: Segments) -> dict[str, Any]:
+def _table_words(call: ModelCall, segments: Segments) -> dict[str, Any]:
     words, starts = packed_inputs(segments), call.named.get("cu_seq_lens_q")
     if starts is segments.starts:  # made by us: with the bounds that compiled layers need
         words |= {name: call.named[name] for name in TABLE_WORDS if call.named.get(name) is not None}
@@ -320,7 +321,7 @@ def _table_words(call: Call, segments: Segments) -> dict[str, Any]:
     return words
 
 
-def _arguments(call: Call, words: dict[str, Any]) -> dict[str, Any]:
+def _arguments(call: ModelCall, words: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a packed call: no mask beside the table, no cache unless asked for, what the model can take."""
     given = call.named.get("position_ids")
     named = {**call.named, **words, "position_ids": words["position_ids"] if given is None else given}
@@ -328,14 +329,14 @@ def _arguments(call: Call, words: dict[str, Any]) -> dict[str, Any]:
         named["attention_mask"] = None
     if "use_cache" in call.accepts and named.get("use_cache") is None and named.get("past_key_values") is None:
         named["use_cache"] = False
-    has_types = "token_type_ids" in call.accepts and getattr(call.model.config, "type_vocab_size", 0)
+    has_types = "token_type_ids" in call.accepts and bool(getattr(call.model.config, "type_vocab_size", 0))
     if has_types and named.get("token_type_ids") is None and call.shape is not None:
         named["token_type_ids"] = torch.zeros(call.shape, dtype=torch.int64, device=call.device)
     kept = ("seq_idx", *TABLE_WORDS, *words)
     return {name: value for name, value in named.items() if call.takes_any or name in call.accepts or name not in kept}
 
 
-def _left_padding_words(call: Call) -> dict[str, Any]:
+def _left_padding_words(call: ModelCall) -> dict[str, Any]:
     """Positions for rows with padding on the left, which many models would count along."""
     mask, names = call.mask, call.named
     counts_itself = call.has_media or "position_ids" not in call.accepts or getattr(call.model.config, "alibi", False)
@@ -349,7 +350,7 @@ def _left_padding_words(call: Call) -> dict[str, Any]:
     return {"position_ids": (cells - first).clamp(min=0)}
 
 
-def _compiled_words(call: Call, outer: ForwardContext | None) -> dict[str, Any] | None:
+def _compiled_words(call: ModelCall, outer: ForwardContext | None) -> dict[str, Any] | None:
     """Inside torch.compile: from the arguments alone where there is a table, else read outside of the graph."""
     starts = call.named.get("cu_seq_lens_q")
     if starts is None:
@@ -374,15 +375,15 @@ def _compiled_words(call: Call, outer: ForwardContext | None) -> dict[str, Any] 
     return words
 
 
-@torch.compiler.disable(
+@torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
     reason="truebatch reads on the host where samples begin: give cu_seq_lens_q and max_length_q for one whole graph"
 )
-def _words_outside_the_graph(call: Call) -> dict[str, Any] | None:
+def _words_outside_the_graph(call: ModelCall) -> dict[str, Any] | None:
     segments = _segments_of(call, None)
     return None if segments is None else _table_words(call, segments)
 
 
-def _first_position(call: Call) -> int:
+def _first_position(call: ModelCall) -> int:
     """The position of a sample's first token; RoBERTa and its kin count from `padding_idx + 1`."""
     hooks = call.hooks
     if hooks.first_position is None:

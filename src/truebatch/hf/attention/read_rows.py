@@ -57,9 +57,12 @@ def read_rows(words: RowWords, device: torch.device) -> Segments | None:
         if labels is not None:
             _refuse_difference(begins, _changes(labels), is_real, "seq_idx")
     else:
-        if labels is None and positions is None:
+        if labels is not None:
+            own = _changes(labels)
+        elif positions is not None:
+            own = _restarts(positions, is_real, is_text)
+        else:
             return None
-        own = _changes(labels) if labels is not None else _restarts(positions, is_real, is_text)
         if int((own & is_real).sum(1).max(initial=0)) <= 1:
             return None
         begins = _padded_begins(own, is_real)
@@ -171,7 +174,8 @@ def _padded_begins(begins: Flags, is_real: Flags) -> Flags:
     out[:, 1:] |= is_real[:, 1:] != is_real[:, :-1]
     columns = np.arange(begins.shape[1])
     since = np.maximum.accumulate(np.where(out, columns, 0), axis=1)
-    return out | (~is_real & ((columns - since) % PADDING_PIECE == 0))
+    out |= ~is_real & ((columns - since) % PADDING_PIECE == 0)
+    return out
 
 
 def _refuse_cut_samples(begins: Flags, is_real: Flags) -> None:
