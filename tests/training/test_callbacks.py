@@ -9,7 +9,7 @@ import torch
 
 from tests.tiny import TEXT_FIELDS, NextToken, TextModel, text_samples
 from truebatch.errors import MemoryLimitError
-from truebatch.training.callbacks import CallbackAction, join_wishes
+from truebatch.training.callbacks import CallbackAction, join_actions
 from truebatch.training.checkpoint.retention import kept_step, list_checkpoints
 from truebatch.training.config import TrainConfig
 from truebatch.training.data import TrainData
@@ -46,13 +46,13 @@ class Counter:
         self.total = state.get("total", 0)
 
 
-def run(attendant, folder=None, **settings):
+def run(callback, folder=None, **settings):
     torch.manual_seed(0)
     config = TrainConfig(**{"epochs": 3, "samples_per_step": 2, **settings})
-    return train(TextModel(), NextToken(), DATA, config, out=folder, attendants=[attendant])
+    return train(TextModel(), NextToken(), DATA, config, out=folder, callbacks=[callback])
 
 
-def test_an_attendant_is_called_before_and_after_every_step():
+def test_a_callback_is_called_before_and_after_every_step():
     counter = Counter()
     run(counter, max_steps=3)
     assert counter.seen == [
@@ -66,7 +66,7 @@ def test_an_attendant_is_called_before_and_after_every_step():
     ]
 
 
-def test_the_state_of_an_attendant_comes_back_with_the_run(tmp_path):
+def test_the_state_of_a_callback_comes_back_with_the_run(tmp_path):
     run(Counter(), tmp_path, max_steps=5)
     again, whole = Counter(), Counter()
     run(again, tmp_path)
@@ -91,15 +91,15 @@ def test_a_kept_checkpoint_outlives_all_later_ones(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wishes", "joined"),
+    ("actions", "joined"),
     [
         ([], CallbackAction()),
         ([CallbackAction(keep=True), CallbackAction()], CallbackAction(keep=True)),
         ([CallbackAction(stop="a"), CallbackAction(), CallbackAction(stop="b")], CallbackAction(stop="a; b")),
     ],
 )
-def test_wishes_are_joined(wishes, joined):
-    assert join_wishes(wishes) == joined
+def test_actions_are_joined(actions, joined):
+    assert join_actions(actions) == joined
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA error: out of memory")], ids=["host", "card"])

@@ -55,7 +55,7 @@ as_dict = TrainState.as_dict
 
 def started(out, config=CONFIG, *, stop_at=0):
     torch.manual_seed(0)
-    return train(TextModel(), NextToken(), DATA, config, out=out, attendants=[StopsAt(stop_at)])
+    return train(TextModel(), NextToken(), DATA, config, out=out, callbacks=[StopsAt(stop_at)])
 
 
 @pytest.mark.parametrize("end", [None, *SENTENCES])
@@ -103,7 +103,7 @@ def test_words_do_not_decide(tmp_path):
             return CallbackAction(stop="asked to stop" if step == self.step else "")
 
     torch.manual_seed(0)
-    result = train(TextModel(), NextToken(), DATA, CONFIG, out=tmp_path / "run", attendants=[Misleading(2)])
+    result = train(TextModel(), NextToken(), DATA, CONFIG, out=tmp_path / "run", callbacks=[Misleading(2)])
     assert (result.end, result.is_interrupted, result.exit_code) == (EndReason.CHECK_FAILED, False, 1)
 
 

@@ -79,7 +79,7 @@ def read_sample(recipe: Recipe, sample_id: int) -> Sample:
         sample = sample if recipe.transform is None else recipe.transform(sample, sample_id, recipe.epoch)
     except TruebatchError:
         raise
-    except Exception as error:
+    except Exception as error:  # a dataset or a transform may raise anything
         raise LoaderError(
             f"sample {sample_id} could not be loaded",
             seen=_describe(error),

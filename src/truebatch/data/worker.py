@@ -62,7 +62,7 @@ def _answer(sock: socket.socket, task: LoadTask, made: MicroBatch | WorkerFailur
         send_object(sock, (task.number, made))
     except ConnectionError:
         return  # the main process is gone; the next receive says so
-    except Exception as error:
+    except Exception as error:  # pickling a value of the user's may raise anything
         known = LoaderError(
             f"step {task.step}, micro-batch {task.index} could not be sent to the main process",
             seen=f"{type(error).__name__}: {error}, samples {task.rows.ids[:8].tolist()}",
@@ -76,7 +76,7 @@ def _attempt(recipe: Recipe, task: LoadTask, status: Status) -> MicroBatch | Wor
         return read_microbatch(recipe, task, report=lambda sample_id: _publish(status, sample_id))
     except TruebatchError as error:
         return WorkerFailure(error, traceback.format_exc())
-    except Exception as error:
+    except Exception as error:  # a dataset, a transform or a collate may raise anything
         ids = task.rows.ids[:8].tolist()
         wrong = f"step {task.step}, micro-batch {task.index} with samples {ids} could not be collated"
         known = LoaderError(wrong, seen=f"{type(error).__name__}: {error}", do="see the traceback")

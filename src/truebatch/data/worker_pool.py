@@ -157,7 +157,7 @@ def _start(index: int, recipe: Recipe, context: BaseContext) -> _LoaderWorker:
     )
     try:
         process.start()
-    except Exception as error:
+    except Exception as error:  # pickling a dataset may raise anything
         ours.close()
         raise LoaderError(
             f"loader worker {index} could not be started",

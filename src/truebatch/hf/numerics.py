@@ -35,7 +35,7 @@ def are_close(found: Tensor, wanted: Tensor, exact: Callable[[], Tensor] | None 
         return far < CLOSE.get(wanted.dtype, CLOSE_IN_HALF)
     try:
         true = exact()
-    except Exception as error:
+    except Exception as error:  # memory runs out in errors of many classes
         if not is_out_of_memory(error):
             raise
         return False

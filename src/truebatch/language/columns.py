@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from typing import Literal
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -15,8 +16,10 @@ GAP = 2
 _ENDLESS = 1_000_000
 
 
-def align(rows: Sequence[Sequence[str]], *, header: Sequence[str] = ()) -> list[str]:
-    """A line for each row, the first column to the left and all others to the right; a rule under the header.
+def align(
+    rows: Sequence[Sequence[str]], *, header: Sequence[str] = (), others: Literal["left", "right"] = "right"
+) -> list[str]:
+    """A line for each row, the first column to the left and all `others` to the right; a rule under the header.
 
     >>> align([("one", "1"), ("two", "20")])
     ['one   1', 'two  20']
@@ -26,7 +29,7 @@ def align(rows: Sequence[Sequence[str]], *, header: Sequence[str] = ()) -> list[
     num = len(header or rows[0])
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, GAP, 0, 0), collapse_padding=True)
     for column in range(num):
-        table.add_column(justify="right" if column else "left", no_wrap=True, overflow="crop")
+        table.add_column(justify=others if column else "left", no_wrap=True, overflow="crop")
     if header:
         table.add_row(*map(Text, header))
         table.add_row(*(Rule(characters="-", style="") for _ in header))

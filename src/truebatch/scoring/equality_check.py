@@ -214,7 +214,7 @@ def _rounding(
         return None
     try:
         exact = [backend.probe_in_fp32(one, given) for one, given in zip(prepared, forced, strict=True)]
-    except Exception as error:
+    except Exception as error:  # memory runs out in errors of many classes
         if not is_out_of_memory(error):
             raise
         return None

@@ -131,7 +131,7 @@ def _probe_all(
         some = [prepared[int(i)] for i in ids]
         try:
             added = added_bytes(lambda some=some: judge(some), device=device)  # type: ignore[misc]
-        except Exception as error:
+        except Exception as error:  # memory runs out in errors of many classes
             if not is_out_of_memory(error):
                 raise
             added, said = -1, str(error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from truebatch.training.callbacks import CallbackAction, join_wishes
+from truebatch.training.callbacks import CallbackAction, join_actions
 from truebatch.training.checkpoint.save_resume import save_run
 from truebatch.training.context import Job
 from truebatch.training.distributed.collectives import all_reduce_max, broadcast_from_rank0
@@ -13,38 +13,38 @@ from truebatch.training.train_state import EndReason, TrainState
 from truebatch.training.validation import validate
 
 
-def finish_step(job: Job, progress: TrainState, log: MetricsLog | None) -> None:
+def finish_step(job: Job, state: TrainState, log: MetricsLog | None) -> None:
     """Validation, the end, a request to stop, and the checkpoint of all that."""
-    is_end_of_epoch = progress.step_in_epoch == 0
-    is_last = progress.step >= job.num_steps
-    is_due = is_last or _is_due(job.config.validate_every, progress, is_end_of_epoch)
-    is_best = _validate(job, progress, log) if is_due else False
+    is_end_of_epoch = state.step_in_epoch == 0
+    is_last = state.step >= job.num_steps
+    is_due = is_last or _is_due(job.config.validate_every, state, is_end_of_epoch)
+    is_best = _validate(job, state, log) if is_due else False
     wants_stop = _agree(job, job.stop.requested is not None)
-    wish = _ask(job, progress.step)
-    if wish.say:
-        job.say(f"step {progress.step}: {wish.say}")
-    if wish.stop:
-        progress.finish(EndReason.CHECK_FAILED, f"stopped by a check: {wish.stop}")
-        job.say(f"step {progress.step}: {progress.why}")
+    action = _ask_callbacks(job, state.step)
+    if action.say:
+        job.say(f"step {state.step}: {action.say}")
+    if action.stop:
+        state.finish(EndReason.CHECK_FAILED, f"stopped by a check: {action.stop}")
+        job.say(f"step {state.step}: {state.why}")
     elif is_last:
-        progress.finish(EndReason.ALL_STEPS_DONE, "all steps are done")
-    elif wants_stop and not progress.is_done:
-        progress.finish(EndReason.INTERRUPTED, str(job.stop.requested or "asked to stop on another rank"))
-    if progress.end is EndReason.ALL_STEPS_DONE:
-        refuse_nothing_done(job.engine.guard, steps=progress.step)
-    is_time = _is_due(job.config.save_every, progress, is_end_of_epoch) and not _is_in_doubt(job)
-    due = is_best or wish.keep or progress.is_done or is_time
+        state.finish(EndReason.ALL_STEPS_DONE, "all steps are done")
+    elif wants_stop and not state.is_done:
+        state.finish(EndReason.INTERRUPTED, str(job.stop.requested or "asked to stop on another rank"))
+    if state.end is EndReason.ALL_STEPS_DONE:
+        refuse_nothing_done(job.engine.guard, steps=state.step)
+    is_time = _is_due(job.config.save_every, state, is_end_of_epoch) and not _is_in_doubt(job)
+    due = is_best or action.keep or state.is_done or is_time
     if job.run is not None and due:
         if log is not None:
             log.sync()
         problem = save_run(
-            job.run.checkpoints, job.engine, progress, fingerprint=job.run.fingerprint, keep=job.config.keep, best=is_best,
-            kept=wish.keep,
+            job.run.checkpoints, job.engine, state, fingerprint=job.run.fingerprint, keep=job.config.keep, best=is_best,
+            kept=action.keep,
         )  # fmt: skip
         if problem:
-            job.say(f"step {progress.step}: {problem}")
-    if progress.is_done:
-        check_parameters(job, progress)
+            job.say(f"step {state.step}: {problem}")
+    if state.is_done:
+        check_parameters(job, state)
 
 
 def _is_in_doubt(job: Job) -> bool:
@@ -52,15 +52,15 @@ def _is_in_doubt(job: Job) -> bool:
     return job.engine.guard is not None and job.engine.guard.left_in_row > 0
 
 
-def _ask(job: Job, step: int) -> CallbackAction:
+def _ask_callbacks(job: Job, step: int) -> CallbackAction:
     """What the callbacks ask for, the same on every rank."""
-    if not job.engine.attendants:
+    if not job.engine.callbacks:
         return CallbackAction()
-    return broadcast_from_rank0(join_wishes([one.after_step(step) for one in job.engine.attendants]))
+    return broadcast_from_rank0(join_actions([one.after_step(step) for one in job.engine.callbacks]))
 
 
-def _is_due(every: int | None, progress: TrainState, is_end_of_epoch: bool) -> bool:
-    return is_end_of_epoch if every is None else progress.step % every == 0
+def _is_due(every: int | None, state: TrainState, is_end_of_epoch: bool) -> bool:
+    return is_end_of_epoch if every is None else state.step % every == 0
 
 
 def _agree(job: Job, mine: bool) -> bool:
@@ -68,17 +68,17 @@ def _agree(job: Job, mine: bool) -> bool:
     return all_reduce_max(int(mine), job.engine.device) > 0
 
 
-def _validate(job: Job, progress: TrainState, log: MetricsLog | None) -> bool:
+def _validate(job: Job, state: TrainState, log: MetricsLog | None) -> bool:
     """The loss of the validation samples; True if it is the best so far."""
     if job.validation is None:
         return False
     terms = validate(job.engine, job.validation, watchdog=job.watchdog)
     total = sum(terms.values())
-    is_best = progress.improve(total, min_delta=job.config.min_delta)
+    is_best = state.improve(total, min_delta=job.config.min_delta)
     named = {f"validation/{name}": value for name, value in terms.items()}
-    job.tell(log, {"step": progress.step, "validation_loss": total, **named})
-    job.say(f"step {progress.step}: validation loss {total:.4f}" + (", the best so far" if is_best else ""))
+    job.tell(log, {"step": state.step, "validation_loss": total, **named})
+    job.say(f"step {state.step}: validation loss {total:.4f}" + (", the best so far" if is_best else ""))
     patience = job.config.patience
-    if patience is not None and progress.validations_without_improvement >= patience:
-        progress.finish(EndReason.NO_IMPROVEMENT, f"validation has not improved {patience} times")
+    if patience is not None and state.validations_without_improvement >= patience:
+        state.finish(EndReason.NO_IMPROVEMENT, f"validation has not improved {patience} times")
     return is_best

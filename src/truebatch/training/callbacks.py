@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class CallbackAction:
-    """What an attendant asks for after a step."""
+    """What a callback asks for after a step."""
 
     keep: bool = False
     """Save a checkpoint of this step, and do not prune it until another one is asked for."""
@@ -24,7 +24,7 @@ class CallbackAction:
 
 
 class Callback(Protocol):
-    """Called on every rank with the same arguments; what rank 0 wishes counts."""
+    """Called on every rank with the same arguments; the actions that rank 0 gets count."""
 
     @property
     def name(self) -> str:
@@ -52,15 +52,15 @@ class Callback(Protocol):
         ...
 
 
-def join_wishes(wishes: Iterable[CallbackAction]) -> CallbackAction:
-    """All wishes as one: kept if anybody asks, stopped with every reason there is."""
-    found = list(wishes)
-    reasons, lines = (("; ".join(filter(None, words))) for words in ((w.stop for w in found), (w.say for w in found)))
-    return CallbackAction(any(w.keep for w in found), reasons, lines)
+def join_actions(actions: Iterable[CallbackAction]) -> CallbackAction:
+    """All actions as one: kept if any callback asks for it, stopped with every reason there is."""
+    found = list(actions)
+    reasons, lines = (("; ".join(filter(None, words))) for words in ((a.stop for a in found), (a.say for a in found)))
+    return CallbackAction(any(a.keep for a in found), reasons, lines)
 
 
 class Logger(Protocol):
-    """Told by rank 0 alone."""
+    """Called on rank 0 alone."""
 
     def begin(self, step: int, num_steps: int) -> None:
         """The run begins after `step`, and will have `num_steps` in all."""

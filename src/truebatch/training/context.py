@@ -121,7 +121,7 @@ class Job:
     stop: StopFlag
     say: Callable[[str], None]
     validation: ValidationSet | None = None
-    watches: Sequence[Logger] = ()
+    loggers: Sequence[Logger] = ()
     records: list[Record] = field(default_factory=list)
     watchdog: Watchdog | None = None
     """Learns of every step: a run that no longer moves is reported with its stacks."""
@@ -140,8 +140,8 @@ class Job:
         return self.data.samples.at_hand.start.first_id if isinstance(self.data.samples, SampleStream) else 0
 
     def tell(self, log: MetricsLog | None, record: Record) -> None:
-        """One record to the log and to whoever watches."""
+        """One record to the log and to whoever loggers."""
         if log is not None:
             log.write(record["step"], {k: v for k, v in record.items() if k != "step"})
-        for watch in self.watches:
-            watch.record(record)
+        for logger in self.loggers:
+            logger.record(record)

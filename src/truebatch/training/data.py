@@ -79,7 +79,7 @@ def read_sample(samples: Dataset, sample_id: int) -> Any:
         return samples[sample_id]
     except TruebatchError:
         raise
-    except Exception as error:
+    except Exception as error:  # a dataset may raise anything
         raise DataError(
             f"sample {sample_id} could not be loaded",
             seen=f"{type(error).__name__}: {str(error)[:200]}",

@@ -63,8 +63,8 @@ class StepEngine:
     """A micro-batch to run, without effect, where a rank has nothing to do but sharded parameters must be gathered."""
     guard: Guard | None = None
     """What is done when memory runs out; None lets the error through."""
-    attendants: tuple[Callback, ...] = ()
-    """Told of every step; their states are saved with the weights."""
+    callbacks: tuple[Callback, ...] = ()
+    """Called at every step; their states are saved with the weights."""
     changes_buffers: bool = False
     """A forward pass may change buffers (it is allowed to): a try that memory broke off leaves none changed."""
     is_sharded: bool = field(init=False)
@@ -235,7 +235,7 @@ def accumulate(
             if retry:
                 retry.note_success()
             return sums
-        except Exception as error:
+        except Exception as error:  # memory runs out in errors of many classes
             if not (retry and is_out_of_memory(error)):
                 raise
             said = first_line(error)  # Only text leaves this block: the traceback holds the tensors of the try.

@@ -49,7 +49,7 @@ class Start:
     is_layout_open: bool = False
     """Let the system choose the layout; else the one in the settings is used."""
     say: Callable[[str], None] = lambda _line: None
-    watches: Sequence[Logger] = ()
+    loggers: Sequence[Logger] = ()
 
 
 def train_system(system: System[ConfigT], config: ConfigT, start: Start) -> TrainResult:
@@ -86,8 +86,8 @@ def train_system(system: System[ConfigT], config: ConfigT, start: Start) -> Trai
             groups=groups,
             out=run,
             say=say,
-            watches=start.watches,
-            attendants=task.callbacks(model, run.folder) if task.callbacks is not None else (),
+            loggers=start.loggers,
+            callbacks=task.callbacks(model, run.folder) if task.callbacks is not None else (),
             place=place,
         )
         if not result.is_interrupted and rank() == 0:

@@ -83,8 +83,8 @@ def train(
     groups: Sequence[Group] | None = None,
     out: str | Path | RunFolder | None = None,
     say: Callable[[str], None] | None = None,
-    watches: Sequence[Logger] = (),
-    attendants: Sequence[Callback] = (),
+    loggers: Sequence[Logger] = (),
+    callbacks: Sequence[Callback] = (),
     place: DeviceContext | None = None,
 ) -> TrainResult:
     """Train a model; with `out`, as a run that can be killed at any moment and goes on when it is started again.
@@ -93,8 +93,8 @@ def train(
         groups: parameters with optimisers of their own; by default AdamW over all trainable parameters.
         out: the run's folder, or an open run. The same settings go on with it, others are refused by name.
         say: gets one line now and then; by default nothing is printed.
-        watches: told of every step, on rank 0.
-        attendants: told of every step on every rank, may stop the run, and have a state that is saved with it.
+        loggers: get every record, on rank 0.
+        callbacks: called at every step on every rank, may stop the run, and have a state that is saved with it.
         place: the device to run on, if it has been found already.
     """
     couplings = refuse_couplings(model.train(), config.allow)
@@ -116,7 +116,7 @@ def train(
         seed=config.seed,
         stand_in=lambda: single_sample_batch_fn(data, epoch=0)(0 if stream is None else stream.at_hand.start.first_id),
         guard=guard,
-        attendants=(*attendants, *((stream,) if stream is not None else ())),
+        callbacks=(*callbacks, *((stream,) if stream is not None else ())),
         changes_buffers=bool(config.allow),
     )
     planned = config.plan_config(measured.lengths)
@@ -130,7 +130,7 @@ def train(
         job = Job(
             engine=engine, data=data, plans=plans, config=config, num_steps=num_steps, couplings=couplings, run=run,
             stop=stop, say=say, validation=_validation_set(data, config, place),
-            watches=watches if rank() == 0 else (), watchdog=watchdog,
+            loggers=loggers if rank() == 0 else (), watchdog=watchdog,
         )  # fmt: skip
         return _run(job)
 
@@ -170,32 +170,32 @@ def default_group(model: nn.Module, config: TrainConfig) -> Group:
 
 
 def _run(job: Job) -> TrainResult:
-    progress = _begin(job)
-    log = _open_log(job, progress)
-    for watch in job.watches:
-        watch.begin(progress.step, job.num_steps)
+    state = _begin(job)
+    log = _open_log(job, state)
+    for logger in job.loggers:
+        logger.begin(state.step, job.num_steps)
     try:
-        _status(job, "running", progress)
-        while not progress.is_done:
-            _train_epoch(job, progress, log)
-        for attendant in job.engine.attendants:
-            attendant.ended(progress.step)
+        _status(job, "running", state)
+        while not state.is_done:
+            _train_epoch(job, state, log)
+        for callback in job.engine.callbacks:
+            callback.ended(state.step)
     except BaseException as caught:
         error = _named(caught)
         code = exit_code_of(error)
-        state: RunState = "interrupted" if code == EXIT_INTERRUPTED else "failed"
-        _status(job, state, progress, exit_code=code, message=f"{type(error).__name__}: {error}")
+        run_state: RunState = "interrupted" if code == EXIT_INTERRUPTED else "failed"
+        _status(job, run_state, state, exit_code=code, message=f"{type(error).__name__}: {error}")
         if error is caught:
             raise
         raise error from caught
     finally:
         if log is not None:
             log.close()
-    assert progress.end is not None
-    code = progress.end.exit_code
+    assert state.end is not None
+    code = state.end.exit_code
     ends: dict[int, RunState] = {0: "done", 1: "failed", EXIT_INTERRUPTED: "interrupted"}
-    _status(job, ends[code], progress, exit_code=code)
-    return TrainResult(progress.step, job.records, progress.best_loss, progress.why, progress.end)
+    _status(job, ends[code], state, exit_code=code)
+    return TrainResult(state.step, job.records, state.best_loss, state.why, state.end)
 
 
 def _named(error: BaseException) -> BaseException:
@@ -233,37 +233,37 @@ def _begin(job: Job) -> TrainState:
         # Else every process would draw its own, and a run that begins again would not be the one that was killed.
         seed_random(job.config.seed, rank=rank())
         return TrainState(num_steps=job.num_steps)
-    progress, rejected = found
+    state, rejected = found
     for why in rejected:
         job.say(f"skipped a corrupt checkpoint: {why}")
-    job.say(f"resuming after step {progress.step}")
-    _note_steps(job, progress)
-    is_stopped_early = progress.end in (EndReason.CHECK_FAILED, EndReason.NO_IMPROVEMENT)
-    if progress.step >= job.num_steps:
-        progress.finish(EndReason.ALL_STEPS_DONE, "all steps were done before")
+    job.say(f"resuming after step {state.step}")
+    _note_steps(job, state)
+    is_stopped_early = state.end in (EndReason.CHECK_FAILED, EndReason.NO_IMPROVEMENT)
+    if state.step >= job.num_steps:
+        state.finish(EndReason.ALL_STEPS_DONE, "all steps were done before")
     elif not is_stopped_early:
-        progress.reopen()
-    return progress
+        state.reopen()
+    return state
 
 
-def _note_steps(job: Job, progress: TrainState) -> None:
+def _note_steps(job: Job, state: TrainState) -> None:
     """Schedules know the number of steps: more of them change the learning rates of those to come."""
     is_moving = any(group.schedule.shape != "constant" for group in job.engine.groups)
-    if progress.num_steps not in (0, job.num_steps) and is_moving:
+    if state.num_steps not in (0, job.num_steps) and is_moving:
         job.say(
-            f"the run had {progress.num_steps:,} steps and now has {job.num_steps:,}: the steps to come get the "
+            f"the run had {state.num_steps:,} steps and now has {job.num_steps:,}: the steps to come get the "
             "learning rates of the longer or shorter run, those done had others"
         )
-    progress.num_steps = job.num_steps
+    state.num_steps = job.num_steps
 
 
-def _open_log(job: Job, progress: TrainState) -> MetricsLog | None:
+def _open_log(job: Job, state: TrainState) -> MetricsLog | None:
     if job.run is None or rank() != 0:
         return None
-    log = open_metrics(job.run.metrics, step=progress.step or None)
+    log = open_metrics(job.run.metrics, step=state.step or None)
     for line in log.damage:
         job.say(f"warning: {line}")
-    if gaps := find_gaps(job.run.metrics, step=progress.step):
+    if gaps := find_gaps(job.run.metrics, step=state.step):
         job.say(
             f"warning: {gaps}; the weights do not depend on it, the log stays incomplete: bring it back from a copy"
         )
@@ -271,28 +271,28 @@ def _open_log(job: Job, progress: TrainState) -> MetricsLog | None:
 
 
 def _status(
-    job: Job, state: RunState, progress: TrainState, *, exit_code: int | None = None, message: str = ""
+    job: Job, run_state: RunState, state: TrainState, *, exit_code: int | None = None, message: str = ""
 ) -> None:
     if job.run is not None and rank() == 0:
-        message = message or progress.why
-        write_status(job.run, state, step=progress.step, exit_code=exit_code, message=message, reason=progress.end)
+        message = message or state.why
+        write_status(job.run, run_state, step=state.step, exit_code=exit_code, message=message, reason=state.end)
 
 
-def _train_epoch(job: Job, progress: TrainState, log: MetricsLog | None) -> None:
+def _train_epoch(job: Job, state: TrainState, log: MetricsLog | None) -> None:
     """The steps of an epoch from where the run is; fewer if the run ends or is rolled back."""
-    plan = job.plans.of(progress.epoch)
+    plan = job.plans.of(state.epoch)
     steps = load_steps_with_oom_retry(
-        plan, job.samples, job.data.fields, device=job.engine.device, start_step=progress.step_in_epoch,
+        plan, job.samples, job.data.fields, device=job.engine.device, start_step=state.step_in_epoch,
         transform=job.data.transform, config=_loader_config(job),
     )  # fmt: skip
     try:
         for loaded in steps:
-            is_rolled_back = train_step(job, progress, loaded, log)
+            is_rolled_back = train_step(job, state, loaded, log)
             if is_rolled_back:
                 return
-            progress.advance(loaded.number, steps_per_epoch=plan.num_steps)
-            finish_step(job, progress, log)
-            if progress.is_done:
+            state.advance(loaded.number, steps_per_epoch=plan.num_steps)
+            finish_step(job, state, log)
+            if state.is_done:
                 return
     finally:
         steps.close()
@@ -306,75 +306,75 @@ def _loader_config(job: Job) -> LoaderConfig:
     return LoaderConfig(workers=job.config.workers, pin_memory=pins, slots=slots, first_id=job.first_id)
 
 
-def train_step(job: Job, progress: TrainState, loaded: LoadedStep, log: MetricsLog | None) -> bool:
+def train_step(job: Job, state: TrainState, loaded: LoadedStep, log: MetricsLog | None) -> bool:
     """One step: counts, gradients, update and a line in the log; True if the run was rolled back to an earlier step."""
     began = time.perf_counter()
     if job.watchdog is not None:
-        job.watchdog.beat(f"step {progress.step}")
-    if progress.step in progress.skipped_steps:
-        _pass_over(job, progress, loaded, log)
+        job.watchdog.beat(f"step {state.step}")
+    if state.step in state.skipped_steps:
+        _pass_over(job, state, loaded, log)
         return False
     engine, batches = job.engine, loaded.batches
-    for attendant in engine.attendants:
-        attendant.before_step(progress.step)
+    for callback in engine.callbacks:
+        callback.before_step(state.step)
     counts = step_counts(batches, engine.objective, loaded.counts, device=engine.device)
-    check_terms(engine.groups, list(counts), is_first=progress.step == 0)
-    if job.config.true_batch == "compare" and progress.step < job.config.compare_steps:
-        _compare(job, progress, loaded, counts)
-    check_first_step(job, progress, loaded)
-    rates = {g.name: g.set_rate(progress.step, job.num_steps) for g in engine.groups}
-    outcome = _take_gradients(job, progress, loaded, counts)
+    check_terms(engine.groups, list(counts), is_first=state.step == 0)
+    if job.config.true_batch == "compare" and state.step < job.config.compare_steps:
+        _compare(job, state, loaded, counts)
+    check_first_step(job, state, loaded)
+    rates = {g.name: g.set_rate(state.step, job.num_steps) for g in engine.groups}
+    outcome = _take_gradients(job, state, loaded, counts)
     is_updated = False
     if is_bad(engine, outcome):
-        if handle_nonfinite(job, progress, loaded, outcome, log):
+        if handle_nonfinite(job, state, loaded, outcome, log):
             return True
     else:
         is_updated = apply_update(engine, outcome)
-        progress.nonfinite_in_row = 0
+        state.nonfinite_in_row = 0
     if engine.guard is not None and engine.guard.left_in_row:  # no sample of this step fits
-        _pass_over(job, progress, loaded, log)
+        _pass_over(job, state, loaded, log)
         return False
-    progress.step += 1
-    _record(job, progress, loaded, outcome, rates, is_updated, time.perf_counter() - began, log)
+    state.step += 1
+    _record(job, state, loaded, outcome, rates, is_updated, time.perf_counter() - began, log)
     return False
 
 
-def _compare(job: Job, progress: TrainState, loaded: LoadedStep, counts: Mapping[str, int]) -> None:
+def _compare(job: Job, state: TrainState, loaded: LoadedStep, counts: Mapping[str, int]) -> None:
     with force_eager():  # every sample alone has a shape of its own
         difference = compare_with_one_by_one(
-            job.engine, loaded.batches, counts, single_sample_batch_fn(job.data, epoch=progress.epoch),
-            epoch=progress.epoch, precision=job.config.precision,
+            job.engine, loaded.batches, counts, single_sample_batch_fn(job.data, epoch=state.epoch),
+            epoch=state.epoch, precision=job.config.precision,
         )  # fmt: skip
     how = "are not finite, and not compared" if difference is None else f"differ from one by one by {difference:.1e}"
-    job.say(f"step {progress.step}: true batches {how}")
+    job.say(f"step {state.step}: true batches {how}")
 
 
-def _take_gradients(job: Job, progress: TrainState, loaded: LoadedStep, counts: Mapping[str, int]) -> StepOutcome:
+def _take_gradients(job: Job, state: TrainState, loaded: LoadedStep, counts: Mapping[str, int]) -> StepOutcome:
     """The gradient of a step; the first one of a process is also watched for what only running shows."""
     if job.records:
-        return take_gradients(job.engine, loaded.batches, counts, epoch=progress.epoch)
+        return take_gradients(job.engine, loaded.batches, counts, epoch=state.epoch)
     with refused_if_seen(job.engine.model, job.config.allow, job.couplings):
-        outcome = take_gradients(job.engine, loaded.batches, counts, epoch=progress.epoch)
+        outcome = take_gradients(job.engine, loaded.batches, counts, epoch=state.epoch)
     check_moved(job.engine, outcome)
     return outcome
 
 
-def _pass_over(job: Job, progress: TrainState, loaded: LoadedStep, log: MetricsLog | None) -> None:
+def _pass_over(job: Job, state: TrainState, loaded: LoadedStep, log: MetricsLog | None) -> None:
     """A step that made the run roll back, or has no sample that fits: no loss, but a line in the log with its samples."""
     samples = sorted(all_gather_list([i for batch in loaded.batches for i in batch.sample_ids]))
-    progress.step += 1
-    record = {"step": progress.step, "epoch": progress.epoch, "passed_over": True, "updated": False, "samples": samples}
+    state.step += 1
+    record = {"step": state.step, "epoch": state.epoch, "passed_over": True, "updated": False, "samples": samples}
     job.tell(log, record)
 
 
 def _record(
-    job: Job, progress: TrainState, loaded: LoadedStep, outcome: StepOutcome, rates: Mapping[str, float],
+    job: Job, state: TrainState, loaded: LoadedStep, outcome: StepOutcome, rates: Mapping[str, float],
     is_updated: bool, seconds: float, log: MetricsLog | None,
 ) -> None:  # fmt: skip
     tokens, cells = _tokens_and_cells(job, loaded)
     record: Record = {
-        "step": progress.step,
-        "epoch": progress.epoch,
+        "step": state.step,
+        "epoch": state.epoch,
         "loss": sum(outcome.loss.values()),
         **{f"loss/{name}": value for name, value in outcome.loss.items()},
         **{f"grad_norm/{name}": value for name, value in outcome.grad_norm.items()},

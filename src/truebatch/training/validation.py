@@ -98,7 +98,7 @@ def _sums_of_batch(engine: StepEngine, batch: MicroBatch) -> dict[str, torch.Ten
                 for name, value in _forward(engine, part).items():
                     sums[name] = sums.get(name, 0) + value.double()
             return sums
-        except Exception as error:
+        except Exception as error:  # memory runs out in errors of many classes
             if not (retry and is_out_of_memory(error)):
                 raise
             said = first_line(error)  # Only text leaves this block: the traceback holds the tensors of the try.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from truebatch.html_repr import html_lines, html_table
+from truebatch.language.columns import align
 from truebatch.verification.arrangements import LAYOUTS, Arrangement
 from truebatch.verification.compare import Difference, Whole
 from truebatch.verification.diagnosis.first_difference import ModuleDifference
@@ -161,17 +162,28 @@ class VerifyReport:
         }
 
     def __str__(self) -> str:
-        lines = [_headline(self)]
-        lines += [f"  {mark(r)}  {_NAMES.get(r.name, r.name):<46}  {describe(r)}" for r in self.results]
-        lines += [*_layout_words(self), *_module_words(self), *_leak_words(self), *_cause_words(self)]
-        lines += [f"covered: {self.coverage}"] if self.results else []
-        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+        return self.text()
+
+    def text(self, words: Callable[[str], str] = str) -> str:
+        """The report for a terminal; `words` translates each line and each cell before they are aligned."""
+        rows = [(marked, words(name), words(found)) for marked, name, found in _rows(self)]
+        table = [f"  {line}" for line in align(rows, others="left")]
+        return "\n".join([words(_headline(self)), *table, *map(words, _remarks(self))])
 
     def _repr_html_(self) -> str:
-        rows = [(mark(r), _NAMES.get(r.name, r.name), describe(r)) for r in self.results]
-        words = [*_layout_words(self), *_module_words(self), *_leak_words(self), *_cause_words(self)]
-        words += [*([f"covered: {self.coverage}"] if self.results else []), *(f"note: {n}" for n in self.notes)]
-        return html_table(rows, header=("", "arrangement", "differences"), title=_headline(self)) + html_lines(words)
+        header = ("", "arrangement", "differences")
+        return html_table(_rows(self), header=header, title=_headline(self)) + html_lines(_remarks(self))
+
+
+def _rows(report: VerifyReport) -> list[tuple[str, str, str]]:
+    return [(mark(r), _NAMES.get(r.name, r.name), describe(r)) for r in report.results]
+
+
+def _remarks(report: VerifyReport) -> list[str]:
+    """The lines under the table."""
+    covered = [f"covered: {report.coverage}"] if report.results else []
+    found = [*_layout_words(report), *_module_words(report), *_leak_words(report), *_cause_words(report)]
+    return [*found, *covered, *(f"note: {note}" for note in report.notes)]
 
 
 def _coverage_dict(coverage: Coverage) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def prove(
         _check_samples(subject.lengths)
         fitted = subject if chosen is not None else sized(subject, config, is_free=original is None)
         return _prove(fitted, config, original, chosen)
-    except Exception as error:
+    except Exception as error:  # a model may raise anything
         is_said = isinstance(error, TruebatchError)
         if isinstance(error, MemoryLimitError) or (is_said and not is_out_of_memory(error)):
             raise
@@ -126,7 +126,7 @@ def _learn_readings(subject: Subject | ListSubject, singles: Arrangement) -> Non
         try:
             with quieted(subject.model, "eval"), torch.no_grad(), subject.learning(), subject.held(piece):
                 subject.run(piece)
-        except Exception as error:
+        except Exception as error:  # a model may raise anything, and raises it again where it is run in earnest
             if is_out_of_memory(error):
                 raise
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -95,7 +96,7 @@ def show_plan(
     assumed = _assume_cells(settings, measured)
     rows = _plan_all(settings, measured, run) if run.compare else [_plan_one(settings, measured, run)]
     if run.as_json:
-        say(json.dumps(_as_json(rows, measured, compare=run.compare), indent=2))
+        sys.stdout.write(json.dumps(_as_json(rows, measured, compare=run.compare), indent=2) + "\n")
         return 0
     say(_found(measured) + assumed)
     again = _again(data or f"--lengths={measuring.lengths}", given, measuring.field, run.ranks)

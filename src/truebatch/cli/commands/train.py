@@ -264,7 +264,7 @@ def _train(
         fresh=options.fresh,
         is_layout_open=is_layout_open,
         say=show.say,
-        watches=(show, trackers),
+        loggers=(show, trackers),
     )
     try:
         result = train_system(system, config, start)

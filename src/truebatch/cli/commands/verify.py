@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +13,8 @@ import typer
 from truebatch.cli.options import AsJson, SystemOption, changed_options, refuse_changed, with_option_groups
 from truebatch.cli.run_folder import open_named
 from truebatch.errors import ConfigError
-from truebatch.language.console import say
+from truebatch.language.console import shown
+from truebatch.language.translate import in_words
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
@@ -144,11 +146,16 @@ def show_verify(
             settings, arrangement, SubjectOptions(one=subject.one), ResultOptions(out=result.out),
             wrong="--against runs the samples one at a time through two engines of a model",
         )  # fmt: skip
-        report: AgainstReport | VerifyReport = _compare_engines(target, subject.given(), engine, result.tolerance)
-    else:
-        report = _verify(target, subject.given(), settings, {**asdict(arrangement), "tolerance": result.tolerance})
-        _keep(report, target, result.out or _own_run(target))
-    say(json.dumps(report.as_dict(), indent=2, ensure_ascii=False) if result.as_json else str(report))
+        other = _compare_engines(target, subject.given(), engine, result.tolerance)
+        return _print(other, in_words(str(other)), as_json=result.as_json)
+    report = _verify(target, subject.given(), settings, {**asdict(arrangement), "tolerance": result.tolerance})
+    _keep(report, target, result.out or _own_run(target))
+    return _print(report, report.text(in_words), as_json=result.as_json)
+
+
+def _print(report: AgainstReport | VerifyReport, text: str, *, as_json: bool) -> int:
+    text = json.dumps(report.as_dict(), indent=2, ensure_ascii=False) if as_json else text
+    sys.stdout.write(shown(text) + "\n")
     return 0 if report.ok else CHECK_FAILED
 
 
@@ -214,7 +221,7 @@ def _own_run(target: str) -> Path | None:
     return Path(target) if target not in systems() and (Path(target) / CONFIG).is_file() else None
 
 
-def _keep(report: Any, target: str, folder: Path | None) -> None:
+def _keep(report: VerifyReport, target: str, folder: Path | None) -> None:
     from truebatch.reports.verify_section import keep_verification
 
     if folder is not None:

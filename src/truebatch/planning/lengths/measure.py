@@ -218,7 +218,7 @@ def _call(function: Callable[[Any], Any], argument: Any, wrong: str) -> Any:
     """Run user code; an error keeps its line and gets the sample at which it happened."""
     try:
         return function(argument)
-    except Exception as error:
+    except Exception as error:  # code of the user's may raise anything
         line = traceback.extract_tb(error.__traceback__)[-1]
         raise DataError(
             wrong,

@@ -308,7 +308,7 @@ def _whole_or_refused(limits: Limits) -> Iterator[None]:
     """At level `shape` a smaller batch has the same shape: out of memory is a configuration error."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # memory runs out in errors of many classes
         if limits.level != "shape" or not is_out_of_memory(error):
             raise
         raise ConfigError(

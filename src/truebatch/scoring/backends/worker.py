@@ -58,7 +58,7 @@ class BackendService:
         prepared = list(self._threads.map(lambda sample: attempt(backend.prepare, sample), samples))
         try:
             return {"answers": [pack_answer(answer) for answer in judge_prepared(backend, prepared)]}
-        except Exception as error:
+        except Exception as error:  # a model may raise anything: the main process decides
             said, is_memory = f"{type(error).__name__}: {error}", is_out_of_memory(error)
         if is_memory:
             free_memory(torch.device("cuda" if torch.cuda.is_available() else "cpu"), said=said)

@@ -249,6 +249,6 @@ def _child(work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         work(*arguments)
     except TruebatchError:
         sys.exit(_REFUSED)
-    except Exception:
+    except Exception:  # any other error is a finding of the drill
         traceback.print_exc()
         sys.exit(_FAULT)

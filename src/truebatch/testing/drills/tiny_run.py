@@ -52,8 +52,8 @@ def run_tiny_training(
         epochs=STEPS, max_steps=BEGUN if earlier else STEPS, samples_per_step=4, batch_size=2, save_every=SAVE_EVERY,
         keep=keep, validate_every=1, learning_rate=0.05 if earlier else 0.1, allow=("dropout",), stuck_seconds=None,
     )  # fmt: skip
-    watches = () if saved is None else (_Notes(saved),)
-    train_system(SYSTEM, Settings(train=train), Start(out=folder, fresh=fresh, watches=watches))
+    loggers = () if saved is None else (_Notes(saved),)
+    train_system(SYSTEM, Settings(train=train), Start(out=folder, fresh=fresh, loggers=loggers))
 
 
 def end_of(folder: Path) -> dict[str, Any]:

@@ -66,11 +66,11 @@ def tiny_model(model_type: str, head: str = "causal_lm", seed: int = 0) -> nn.Mo
             torch.manual_seed(seed)
             model = model_class(tiny_config(_config_type(model_class, model_type), OF_HEAD.get(head, {})))
             randomize_zero_init(model)
-    except Exception as error:
+    except Exception as error:  # a configuration that does not fit fails in any line of the model's own code
         raise ConfigError(
             f"the architecture {model_type!r} cannot be built tiny as {model_class.__name__}",
             seen=f"{type(error).__name__}: {str(error).strip():.400}",
-            do="install what it asks for, or add its sizes to EXCEPTIONS in truebatch/testing/tiny_hf/size_overrides.py",
+            do="install what it asks for, or set its sizes in TINY_SIZE_OVERRIDES, truebatch/testing/tiny_hf/size_overrides.py",
         ) from error
     ready: nn.Module = model.float().eval()
     return ready

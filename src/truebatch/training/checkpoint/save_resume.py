@@ -23,11 +23,14 @@ from truebatch.training.optim.param_groups import check_settings
 from truebatch.training.step import StepEngine
 from truebatch.training.train_state import TrainState
 
+CALLBACKS = "attendants"
+"""The part of a checkpoint with the states of callbacks; the name is that of the first version."""
+
 
 def save_run(
     folder: Path,
     engine: StepEngine,
-    progress: TrainState,
+    state: TrainState,
     *,
     fingerprint: str,
     keep: int,
@@ -39,7 +42,7 @@ def save_run(
     Gives words for what is wrong with what was saved; empty when nothing is. What rank 0 cannot write stops all ranks,
     with its reason.
     """
-    checkpoint = Checkpoint(progress.step, _parts(engine, progress), fingerprint, progress.best())
+    checkpoint = Checkpoint(state.step, _parts(engine, state), fingerprint, state.best())
     problem, failed = "", None
     if rank() == 0:
         try:
@@ -74,22 +77,22 @@ def _is_saved(folder: Path, step: int, parts: Mapping[str, Any]) -> bool:
         return False  # Damaged, and passed over when the run was resumed: it is written anew.
 
 
-def _parts(engine: StepEngine, progress: TrainState) -> dict[str, Any]:
+def _parts(engine: StepEngine, state: TrainState) -> dict[str, Any]:
     """What a checkpoint holds; all ranks take part, only rank 0 gets whole tensors of sharded parameters."""
     frozen = frozen_parameters(engine.model)
-    state = {name: value for name, value in engine.model.state_dict().items() if not _is_part_of(frozen, name)}
+    weights = {name: value for name, value in engine.model.state_dict().items() if not _is_part_of(frozen, name)}
     optimisers = optimisers_state({g.name: g.optimiser for g in engine.groups}, list(engine.model.named_parameters()))
     generators = all_gather_list([random_state()])
     return {
-        "model": gather_whole(state, is_kept=rank() == 0),
+        "model": gather_whole(weights, is_kept=rank() == 0),
         "frozen": {name: _sum_of(value) for name, value in frozen.items()},
         "optimisers": gather_whole(optimisers, is_kept=rank() == 0),
         "groups": {group.name: dict(group.settings) for group in engine.groups},
         "scaler": engine.scaler.state_dict() if engine.scaler is not None else {},
         "random": generators[0],
         "random_of_other_ranks": generators[1:],
-        "progress": progress.as_dict(),
-        "attendants": {one.name: dict(one.state()) for one in engine.attendants},
+        "progress": state.as_dict(),
+        CALLBACKS: {one.name: dict(one.state()) for one in engine.callbacks},
     }
 
 
@@ -146,10 +149,10 @@ def resume_run(folder: Path, engine: StepEngine) -> tuple[TrainState, tuple[str,
     loaded = load_newest(folder)
     if loaded is None:
         return None
-    progress = restore(engine, loaded.checkpoint.parts)
+    state = restore(engine, loaded.checkpoint.parts)
     if rank() == 0:
-        mend_best(folder, progress.best())
-    return progress, loaded.rejected
+        mend_best(folder, state.best())
+    return state, loaded.rejected
 
 
 def restore(engine: StepEngine, parts: Any) -> TrainState:
@@ -176,6 +179,6 @@ def restore(engine: StepEngine, parts: Any) -> TrainState:
         engine.scaler.load_state_dict(parts["scaler"])
     generators = [parts["random"], *parts.get("random_of_other_ranks", ())]
     restore_random(generators[rank() % len(generators)])
-    for one in engine.attendants:
-        one.restore(parts.get("attendants", {}).get(one.name, {}))
+    for one in engine.callbacks:
+        one.restore(parts.get(CALLBACKS, {}).get(one.name, {}))
     return TrainState.from_dict(parts["progress"])

@@ -17,7 +17,7 @@ PACKAGES = {"comet_ml": "comet-ml", "tensorboard": "truebatch[track]"}
 
 
 class Trackers:
-    """A `Watch` that hands numbers on to the named trackers; open between `begin` and `close`."""
+    """A `Logger` that hands numbers on to the named trackers; open between `begin` and `close`."""
 
     def __init__(self, names: Sequence[str], folder: Path, settings: Mapping[str, Any]) -> None:
         self.clients = [_client(name, folder) for name in names]

@@ -253,7 +253,7 @@ def _seconds_that_fit(engine: StepEngine, data: TrainData, cuts: Sequence[Ints],
     """None if memory runs out all the same: gaps between tensors are not predicted."""
     try:
         return _seconds(engine, data, cuts, layout)
-    except Exception as error:
+    except Exception as error:  # memory runs out in errors of many classes
         if not is_out_of_memory(error):
             raise
         said = str(error)

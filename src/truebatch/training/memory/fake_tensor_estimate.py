@@ -31,7 +31,7 @@ def estimate_added(engine: StepEngine, batches: Sequence[MicroBatch]) -> list[in
     shapes = _without_values(engine, mode)
     try:
         return [_estimate(shapes, batch, mode) for batch in batches]
-    except Exception as error:
+    except Exception as error:  # an operator without a shape rule raises whatever its author chose
         raise MemoryLimitError(
             "memory cannot be estimated without running this model",
             seen=f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",

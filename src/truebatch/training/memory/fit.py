@@ -260,7 +260,7 @@ def _probe(engine: StepEngine, batch: MicroBatch) -> int | None:
         free_memory(engine.device)
     try:
         return added_bytes(lambda: run_batch(engine, batch), device=engine.device)
-    except Exception as error:
+    except Exception as error:  # memory runs out in errors of many classes
         if not is_out_of_memory(error):
             raise
         _LOG.info("a probe of %s cells does not fit: %s: %s", cells_of(batch), type(error).__name__, error)

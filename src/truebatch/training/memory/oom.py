@@ -114,7 +114,7 @@ def _leave_broken_kernels() -> None:
         return
     try:
         gelu(torch.zeros(next(_new_sizes), dtype=torch.float32, device="cpu"))
-    except Exception as error:
+    except Exception as error:  # memory runs out in errors of many classes
         if not is_out_of_memory(error):
             raise
         is_broken = bool(_NO_KERNEL.search(str(error)))

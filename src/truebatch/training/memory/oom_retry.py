@@ -236,7 +236,7 @@ def load_steps_with_oom_retry(
                 yield loaded
                 start_step = loaded.number + 1
             return
-        except Exception as error:
+        except Exception as error:  # memory runs out in errors of many classes
             if not is_out_of_memory(error) or failed_at == start_step:
                 raise
             failed_at, said = start_step, str(error)

@@ -27,37 +27,37 @@ def is_bad(engine: StepEngine, outcome: StepOutcome) -> bool:
 
 
 def handle_nonfinite(
-    job: Job, progress: TrainState, loaded: LoadedStep, outcome: StepOutcome, log: MetricsLog | None
+    job: Job, state: TrainState, loaded: LoadedStep, outcome: StepOutcome, log: MetricsLog | None
 ) -> bool:
     """Do what the policy says about a step that is not finite; True if the run was rolled back to an earlier one.
 
     The parameters have not been touched.
     """
     ids = [i for batch in loaded.batches for i in batch.sample_ids]
-    what = f"step {progress.step} is not finite ({', '.join(outcome.nonfinite)}); samples {ids[:16]}"
+    what = f"step {state.step} is not finite ({', '.join(outcome.nonfinite)}); samples {ids[:16]}"
     job.say(what)
     if (scaler := job.engine.scaler) is not None:
         scaler.update(scaler.get_scale())  # The scale stays; gradients may be taken again, as after an update.
-    progress.nonfinite_in_row += 1
+    state.nonfinite_in_row += 1
     policy, limit = job.config.nonfinite, job.config.nonfinite_limit
-    if policy == "roll_back" and progress.rollbacks < limit:
-        _roll_back(job, progress, log)
+    if policy == "roll_back" and state.rollbacks < limit:
+        _roll_back(job, state, log)
         return True
-    if policy == "skip" or (policy == "skip_then_raise" and progress.nonfinite_in_row < limit):
+    if policy == "skip" or (policy == "skip_then_raise" and state.nonfinite_in_row < limit):
         return False
     raise NonFiniteError(
-        f"step {progress.step} is not finite; the model was not updated",
+        f"step {state.step} is not finite; the model was not updated",
         seen=f"{', '.join(outcome.nonfinite)} from samples {ids[:16]}{' ...' if len(ids) > 16 else ''}",
         do="look at these samples and at the learning rate; nonfinite='skip' or 'roll_back' would go on without them",
     )
 
 
-def check_parameters(job: Job, progress: TrainState) -> None:
+def check_parameters(job: Job, state: TrainState) -> None:
     """At the end of a run: an update may write NaN from finite gradients, and no step comes after the last to notice."""
     bad = _nonfinite_names(job.engine.model)
     if all_reduce_max(int(bool(bad)), job.engine.device):
         raise NonFiniteError(
-            f"the model is not finite after step {progress.step}",
+            f"the model is not finite after step {state.step}",
             seen=f"NaN or infinity in {', '.join(bad[:4]) or 'a part on another rank'}{' ...' if len(bad) > 4 else ''}",
             do="lower the learning rate, or look at the optimiser; the newest good checkpoint is from before this",
         )
@@ -79,16 +79,16 @@ def _here(value: Tensor) -> Tensor:
     return value.to_local() if hasattr(value, "to_local") else value
 
 
-def _roll_back(job: Job, progress: TrainState, log: MetricsLog | None) -> None:
+def _roll_back(job: Job, state: TrainState, log: MetricsLog | None) -> None:
     """The last good checkpoint once more, without the step whose samples are not finite."""
     found = resume_run(job.run.checkpoints, job.engine) if job.run is not None else None
     if found is None:
         raise NonFiniteError(
-            f"step {progress.step} is not finite, and there is no checkpoint to roll back to",
+            f"step {state.step} is not finite, and there is no checkpoint to roll back to",
             seen="no good checkpoint",
             do="give `out` and a smaller save_every, or use nonfinite='skip'",
         )
     if log is not None:
         log.cut_after(found[0].step)
-    job.say(f"rolled back to step {found[0].step}; step {progress.step} will be passed over")
-    progress.roll_back_to(found[0])
+    job.say(f"rolled back to step {found[0].step}; step {state.step} will be passed over")
+    state.roll_back_to(found[0])

@@ -42,7 +42,7 @@ def optimizer_step_with_oom_retry(
             else:
                 scaler.step(optimiser)
             return
-        except Exception as error:
+        except Exception as error:  # memory runs out in errors of many classes
             if not is_out_of_memory(error):
                 raise
             said = first_line(error)

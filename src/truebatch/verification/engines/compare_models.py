@@ -60,7 +60,7 @@ class _Comparison:
         """The verdict and its figures."""
         try:
             given = run(self.here)
-        except Exception as error:
+        except Exception as error:  # a model may raise anything
             if isinstance(error, TruebatchError) or is_out_of_memory(error):
                 raise
             raise _cannot_run(error) from error
@@ -68,7 +68,7 @@ class _Comparison:
             return self._unproven("the model's own outputs are not finite, so there is nothing to compare with")
         try:
             other = run(self.there)
-        except Exception as error:
+        except Exception as error:  # another engine may raise anything
             if isinstance(error, TruebatchError) or is_out_of_memory(error):
                 raise
             return self._unproven(f"{self.there.name} raises {type(error).__name__}: {_one_line(error)}")
