@@ -19,7 +19,7 @@ from truebatch.reports.tables import Table, print_table
 from truebatch.scoring.backends.interface import SampleError
 from truebatch.scoring.backends.scripted import ScriptedBackend
 from truebatch.scoring.batch_plan import Limits
-from truebatch.scoring.runner import Running, run_samples
+from truebatch.scoring.runner import RunConfig, run_samples
 from truebatch.scoring.store.export import export
 from truebatch.scoring.store.input_index import list_samples
 from truebatch.verification.census.progress import progress
@@ -50,7 +50,7 @@ def scored(tmp_path, monkeypatch):
     data = [
         {"id": f"{n} {EVIL}", "user": f"{kind} {n} {EVIL}", "m": EVIL} for n, kind in enumerate(["good", "bad"] * 3)
     ]
-    run_samples(list_samples(data), [Evil()], tmp_path / "run", Limits(), Running())
+    run_samples(list_samples(data), [Evil()], tmp_path / "run", Limits(), RunConfig())
     return tmp_path / "run"
 
 
@@ -219,7 +219,7 @@ FORMULAS = [
 def test_texts_that_a_spreadsheet_would_carry_out_are_quoted_on_request(tmp_path, capsys):
     data = [{"id": text, "user": f"x{n}", "options": {"score": -1.5}} for n, text in enumerate(FORMULAS)]
     data += [{"id": "plain", "user": "y"}]
-    run_samples(list_samples(data), [ScriptedBackend()], tmp_path / "run", Limits(), Running())
+    run_samples(list_samples(data), [ScriptedBackend()], tmp_path / "run", Limits(), RunConfig())
     ids = {}
     for name, more in (("plain.csv", []), ("quoted.csv", ["--for-spreadsheet"])):
         assert run(["run", "export", str(tmp_path / "run"), "--to", str(tmp_path / name), *more]) == 0

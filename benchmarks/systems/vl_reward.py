@@ -34,7 +34,7 @@ from truebatch.generation.config import Generation
 from truebatch.scoring.backends.transformers import model_backend
 from truebatch.scoring.batch_plan import Limits, load_batches
 from truebatch.scoring.readouts import Generate
-from truebatch.scoring.runner import Running
+from truebatch.scoring.runner import RunConfig
 from truebatch.scoring.store.export import read_rows
 from truebatch_systems.vl_reward.data.dataset import EditPair
 from truebatch_systems.vl_reward.data.toy_pictures import PROMPTS
@@ -119,7 +119,7 @@ class Bench:
         vocabulary = int(self.model.config.text_config.vocab_size)  # type: ignore[union-attr, arg-type]
         self.processor = make_processor(vocabulary, most_pixels=config.most_pixels)
         self.pairs = make_pairs(folder, config.pairs, config.sides)
-        edit_all(self.pairs, [ScriptedEditor(turn_around)], folder, seed=0, how=Running())
+        edit_all(self.pairs, [ScriptedEditor(turn_around)], folder, seed=0, how=RunConfig())
         self.is_compiled = False
         self.texts: dict[str, Any] = {}
         self.points: list[tuple[int, float]] = []
@@ -189,7 +189,7 @@ class Bench:
                 lambda: model_backend(self.model, self.processor, readout, limits, compiled=self.is_compiled),
                 self.folder,
                 judging,
-                Running(),
+                RunConfig(),
             )
             took = now() - began
         scores = self.folder / SCORES

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.harness.benchmark import Benchmark, Row, option
 from truebatch.errors import ConfigError
-from truebatch.scoring.runner import Running
+from truebatch.scoring.runner import RunConfig
 from truebatch_systems.vl_reward.data.dataset import EditPair, Wanted, read_benchmark
 from truebatch_systems.vl_reward.data.toy_pictures import PROMPTS, ShapesJudge, edit_picture, make_records
 from truebatch_systems.vl_reward.editors import ScriptedEditor
@@ -57,9 +57,9 @@ def run_once(pairs: Sequence[EditPair], speeds: Sequence[float], seconds: float)
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder)
         began = time.monotonic()
-        edit_all(pairs, [timed_editor(one) for one in took], run, seed=0, how=Running(threads=1))
+        edit_all(pairs, [timed_editor(one) for one in took], run, seed=0, how=RunConfig(threads=1))
         edited = time.monotonic()
-        judge_all_edits(pairs, ShapesJudge, run, Judging(prompts=PROMPTS), Running(threads=1))
+        judge_all_edits(pairs, ShapesJudge, run, Judging(prompts=PROMPTS), RunConfig(threads=1))
         judged = time.monotonic()
         rows = read_results(pairs, run)
     ideal = len(pairs) / sum(1 / one for one in took)

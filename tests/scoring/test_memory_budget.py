@@ -15,7 +15,7 @@ from truebatch.scoring.batch_plan import DEFAULT_CELLS, Limits, load_batches, pl
 from truebatch.scoring.inputs.read_samples import read_asked
 from truebatch.scoring.memory_budget import BUDGET, fit_cells, settle_limits
 from truebatch.scoring.readouts import Generate, Labels
-from truebatch.scoring.runner import Running
+from truebatch.scoring.runner import RunConfig
 from truebatch.scoring.scorer import Scorer
 from truebatch.scoring.store.manifest import read_manifest
 from truebatch.training.memory.measure import added_bytes
@@ -67,7 +67,7 @@ def test_a_pinned_shape_does_not_depend_on_the_card(tmp_path):
 
 def test_a_run_goes_on_with_the_budget_it_began_with(tmp_path):
     data = [{"user": f"{n:02d}" + "x" * n} for n in range(30)]
-    how = Running(threads=1)
+    how = RunConfig(threads=1)
     Scorer(ScriptedBackend(), limits=Limits(cells=90)).score(data[:20], tmp_path, check=False, how=how)
     Scorer(ScriptedBackend()).score(data, tmp_path, check=False, how=how)
     assert read_manifest(tmp_path).fields["sameness"]["cells"] == 90

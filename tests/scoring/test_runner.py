@@ -17,14 +17,14 @@ from truebatch.scoring import bisect
 from truebatch.scoring.backends.interface import Cost
 from truebatch.scoring.backends.scripted import ScriptedBackend
 from truebatch.scoring.batch_plan import Limits, load_batches, plan_batches
-from truebatch.scoring.runner import Running, run_samples
+from truebatch.scoring.runner import RunConfig, run_samples
 from truebatch.scoring.store.export import export, read_rows, read_status
 from truebatch.scoring.store.input_index import list_samples
 from truebatch.scoring.store.journal import read_journals
 from truebatch.testing.failpoints import armed
 
 LIMITS = Limits(cells=200)
-QUICK = Running(threads=2, ahead=2)
+QUICK = RunConfig(threads=2, ahead=2)
 
 
 @pytest.fixture(autouse=True)
@@ -172,7 +172,7 @@ def test_failures_stay_until_their_kind_is_retried(tmp_path):
     score(data, tmp_path, ScriptedBackend(most_cells=45))
     assert read_status(tmp_path).kinds == {"model/out_of_memory": 1}
     assert score(data, tmp_path).judged == 0
-    again = score(data, tmp_path, how=Running(retry={"out_of_memory"}))
+    again = score(data, tmp_path, how=RunConfig(retry={"out_of_memory"}))
     assert (again.judged, read_status(tmp_path).failed) == (1, 0)
 
 
@@ -182,7 +182,7 @@ def test_several_workers_and_shards_give_the_same_export(tmp_path, worker_count)
     score(data, tmp_path / "one")
     run_samples(list_samples(data), [ScriptedBackend()] * worker_count, tmp_path / "many", LIMITS, QUICK)
     for shard in range(worker_count):
-        score(data, tmp_path / "shards", how=Running(shard=(shard, worker_count)))
+        score(data, tmp_path / "shards", how=RunConfig(shard=(shard, worker_count)))
     assert exported(tmp_path / "one") == exported(tmp_path / "many") == exported(tmp_path / "shards")
 
 
@@ -196,13 +196,13 @@ def test_a_second_process_on_the_same_shard_is_refused(tmp_path):
 
 def test_a_shard_that_does_not_exist_is_refused():
     with pytest.raises(ConfigError, match="i/n"):
-        Running(shard=(2, 2))
+        RunConfig(shard=(2, 2))
 
 
 def test_progress_counts_samples_and_tokens_and_tells_the_time_left(tmp_path):
     told = []
     data = samples(40)
-    score(data, tmp_path, how=Running(watch=told.append))
+    score(data, tmp_path, how=RunConfig(on_progress=told.append))
     assert [one.done for one in told] == sorted(one.done for one in told)
     assert (told[0].done, told[-1].done, told[-1].tokens_done) == (0, 40, told[-1].tokens)
     assert told[-1].tokens == sum(len(one["user"]) + 1 for one in data)
@@ -218,7 +218,7 @@ def test_a_signal_ends_the_run_after_the_batch_and_it_goes_on(tmp_path):
 
     data = samples(40)
     with pytest.raises(RestartError, match="asked to stop"):
-        score(data, tmp_path, how=Running(watch=stop))
+        score(data, tmp_path, how=RunConfig(on_progress=stop))
     some = read_status(tmp_path)
     assert 0 < some.ok < 40
     assert [row["status"] for row in read_rows(tmp_path)].count("pending") == 40 - some.ok
@@ -254,7 +254,7 @@ def kill_at_random(data, run, kills, seed=0):
     backend = ScriptedBackend(seconds=0.002)
     for number in range(kills):
         reader, writer = os.pipe()
-        how = Running(threads=1, ahead=2, watch=lambda _, writer=writer: os.write(writer, b"."))
+        how = RunConfig(threads=1, ahead=2, on_progress=lambda _, writer=writer: os.write(writer, b"."))
         pid = in_child(lambda how=how: score(data, run, backend, how=how))
         os.close(writer)
         for _ in range(draw.randrange(1, 5) if number % 2 else 0):

@@ -18,7 +18,7 @@ from truebatch.errors import ConfigError, DataError, LawError
 from truebatch.generation.config import Generation
 from truebatch.scoring.batch_plan import Limits
 from truebatch.scoring.readouts import Generate, Labels, YesNo
-from truebatch.scoring.runner import Running
+from truebatch.scoring.runner import RunConfig
 from truebatch.scoring.scorer import Scorer
 from truebatch.scoring.spec import ScoreCall, open_one
 from truebatch.testing.failpoints import armed
@@ -79,7 +79,7 @@ def test_a_run_with_images_killed_by_a_signal_goes_on_to_the_same_bytes(tmp_path
             raise Stopped
 
     with pytest.raises(Stopped):
-        scorer.score(data, tmp_path / "parts", check=False, how=Running(watch=stop))
+        scorer.score(data, tmp_path / "parts", check=False, how=RunConfig(on_progress=stop))
     again = scorer.score(data, tmp_path / "parts", check=False)
     assert 0 < again.stats["judged"] < 10
     again.export(tmp_path / "parts.jsonl")

@@ -15,7 +15,7 @@ from truebatch.errors import RunError
 from truebatch.scoring import bisect
 from truebatch.scoring.backends.scripted import ScriptedBackend
 from truebatch.scoring.batch_plan import Limits
-from truebatch.scoring.runner import Running, run_samples
+from truebatch.scoring.runner import RunConfig, run_samples
 from truebatch.scoring.store.export import read_rows
 from truebatch.scoring.store.input_index import list_samples
 from truebatch.scoring.store.journal import read_journals
@@ -38,7 +38,7 @@ class RunMachine(RuleBasedStateMachine):
         self.data, self.judged = [sample(0)], set()
 
     def score(self, **more):
-        how = Running(threads=1, ahead=1, **more)
+        how = RunConfig(threads=1, ahead=1, **more)
         run_samples(list_samples(self.data), [ScriptedBackend()], self.folder, Limits(cells=60), how)
         self.judged |= {one["id"] for one in self.data}
 
@@ -60,7 +60,7 @@ class RunMachine(RuleBasedStateMachine):
 
     @rule(shard=st.integers(0, 1))
     def one_shard(self, shard):
-        how = Running(threads=1, ahead=1, shard=(shard, 2))
+        how = RunConfig(threads=1, ahead=1, shard=(shard, 2))
         run_samples(list_samples(self.data), [ScriptedBackend()], self.folder, Limits(cells=60), how)
 
     @rule(

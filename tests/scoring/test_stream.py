@@ -11,13 +11,13 @@ import pytest
 from truebatch.errors import ConfigError, RestartError, RunError
 from truebatch.scoring.backends.scripted import ScriptedBackend
 from truebatch.scoring.batch_plan import Limits
-from truebatch.scoring.runner import Running
+from truebatch.scoring.runner import RunConfig
 from truebatch.scoring.scorer import Scorer
 from truebatch.scoring.store.export import export, read_rows, read_status
 from truebatch.scoring.stream import stream
 from truebatch.scoring.windows import window_folders
 
-QUICK = Running(threads=1, ahead=1)
+QUICK = RunConfig(threads=1, ahead=1)
 
 
 def scorer(**more):
@@ -59,7 +59,7 @@ def test_windows_make_the_export_of_the_whole(tmp_path, kind):
 
 def test_only_a_window_is_read_ahead_of_what_is_judged(tmp_path):
     consumed, seen = [], []
-    how = Running(threads=1, ahead=1, told=lambda _: seen.append(len(consumed)))
+    how = RunConfig(threads=1, ahead=1, on_outcomes=lambda _: seen.append(len(consumed)))
     score(counted(samples(60), consumed), tmp_path, window=10, how=how)
     assert seen[0] == 10
     assert sorted(set(seen)) == [10, 20, 30, 40, 50, 60]
@@ -108,7 +108,7 @@ def test_a_run_in_windows_that_is_stopped_goes_on(tmp_path):
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(RestartError):
-        score(iter(data), tmp_path / "cut", window=20, how=Running(threads=1, ahead=1, watch=stop))
+        score(iter(data), tmp_path / "cut", window=20, how=RunConfig(threads=1, ahead=1, on_progress=stop))
     some = read_status(tmp_path / "cut")
     assert 0 < some.ok < 60
     score(iter(data), tmp_path / "cut", window=20)
@@ -128,4 +128,4 @@ def test_windows_of_another_size_are_refused_and_shorter_data_have_fewer(tmp_pat
 def test_a_failure_that_is_gone_from_the_data_is_not_retried(tmp_path):
     data = [*samples(5), {"user": "bad", "options": {"fail": "raise"}}]
     score(data, tmp_path)
-    assert score(data[:5], tmp_path, how=Running(retry={"raised"})).stats["judged"] == 0
+    assert score(data[:5], tmp_path, how=RunConfig(retry={"raised"})).stats["judged"] == 0

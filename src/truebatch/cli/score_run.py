@@ -16,7 +16,7 @@ from truebatch.language.translate import in_words
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from truebatch.scoring.progress import Progress, Watch
+    from truebatch.scoring.progress import OnProgress, Progress
     from truebatch.scoring.spec import ScoreCall
     from truebatch.scoring.store.export import Status
 
@@ -41,7 +41,7 @@ def run_call(
     from truebatch.scoring.batch_plan import Limits
     from truebatch.scoring.inputs.read_samples import check_data
     from truebatch.scoring.ray_engine import ray_engine
-    from truebatch.scoring.runner import Running
+    from truebatch.scoring.runner import RunConfig
     from truebatch.scoring.scorer import Scorer
     from truebatch.scoring.spec import open_backends, save_call
     from truebatch.scoring.windows import window_size
@@ -50,7 +50,7 @@ def run_call(
     gc.freeze()  # imported modules stay, so the garbage collector need not scan them again
     pool = ray_engine(call) if call.engine == "ray" else None
     on_progress = _progress_line(lambda: save_call(folder, call))
-    how = Running(retry=tuple(retry), shard=shard, watch=on_progress, engine=pool)
+    how = RunConfig(retry=tuple(retry), shard=shard, on_progress=on_progress, engine=pool)
     backends = open_backends(call) if pool is None else [pool.backend]
     scorer = Scorer(backends, limits=Limits(**call.limits))
     try:
@@ -103,7 +103,7 @@ def _status_lines(status: Status, folder: Path) -> list[str]:
     return lines
 
 
-def _progress_line(begun: Callable[[], None]) -> Watch:
+def _progress_line(begun: Callable[[], None]) -> OnProgress:
     """A line on stderr every few seconds; on a terminal it replaces the one before. `begun` is called at the first."""
     shown = [0.0]
     is_terminal = sys.stderr.isatty()

@@ -37,7 +37,7 @@ class Progress:
         return f"{self.done:,}/{self.samples:,} samples, {share:.1f}% of {self.tokens:,} tokens{left}{bad}"
 
 
-Watch = Callable[[Progress], None]
+OnProgress = Callable[[Progress], None]
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class ProgressTracker:
 
     progress: Progress
     tokens_of: Mapping[str, int]
-    watch: Watch | None = None
+    on_progress: OnProgress | None = None
     clock: Callable[[], float] = time.monotonic
     _began: float | None = None
     _tokens_before: int = 0
@@ -73,8 +73,8 @@ class ProgressTracker:
             self._tell()
 
     def _tell(self) -> None:
-        if self.watch is not None:
-            self.watch(self.progress)
+        if self.on_progress is not None:
+            self.on_progress(self.progress)
 
 
 def _clock(seconds: float) -> str:

@@ -36,21 +36,21 @@ class PendingWork:
 
 
 def find_left(
-    batches: Batches, told: JournalState, *, asked: Collection[str], retry: Collection[str] = (),
+    batches: Batches, journals: JournalState, *, asked: Collection[str], retry: Collection[str] = (),
     shard: tuple[int, int] = (0, 1),
 ) -> PendingWork:  # fmt: skip
     """Batches of this shard without a result, suspects first; failures of a kind in `retry` are run again.
 
     Only keys in `asked` count: a sample that failed may be gone from the data by now.
     """
-    deaths = _deaths(told.suspects)
+    deaths = _deaths(journals.suspects)
     work: list[Work] = []
     crashed: list[Outcome] = []
     for number, batch in enumerate(batches.batches):
         if number % shard[1] != shard[0]:
             continue
         for keys, died in _cut(batch, deaths):
-            open_keys = tuple(key for key in keys if key in asked and not _is_done(key, told, retry))
+            open_keys = tuple(key for key in keys if key in asked and not _is_done(key, journals, retry))
             if open_keys and died >= DEATHS:
                 crashed.append(_crash(open_keys[0], died))
             elif open_keys:
@@ -76,8 +76,8 @@ def _cut(keys: Sequence[str], deaths: dict[tuple[str, ...], int]) -> Iterator[tu
         yield from _cut(part, deaths)
 
 
-def _is_done(key: str, told: JournalState, retry: Collection[str]) -> bool:
-    state = told.results.state(key)
+def _is_done(key: str, journals: JournalState, retry: Collection[str]) -> bool:
+    state = journals.results.state(key)
     return state is not None and not (state[0] == "failed" and state[2] in retry)
 
 

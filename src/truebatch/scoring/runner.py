@@ -22,9 +22,9 @@ from truebatch.scoring.batch_plan import Batches, Limits, extend, load_batches, 
 from truebatch.scoring.bisect import FailureStats, failure, judge_ready
 from truebatch.scoring.gc_pause import without_collecting
 from truebatch.scoring.prefetch import Prefetcher, attempt, judge_each, singles, slices
-from truebatch.scoring.progress import Progress, ProgressTracker, Watch
+from truebatch.scoring.progress import OnProgress, Progress, ProgressTracker
 from truebatch.scoring.resume import Work, find_left
-from truebatch.scoring.store.input_index import Listed, save_list
+from truebatch.scoring.store.input_index import InputSample, save_list
 from truebatch.scoring.store.journal import Journal, JournalState, open_journal, read_journals
 from truebatch.scoring.store.manifest import settle_manifest
 from truebatch.scoring.store.outcome import Outcome
@@ -59,7 +59,7 @@ class BatchExecutor(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Running:
+class RunConfig:
     """How a run is carried out; nothing of it changes a score."""
 
     threads: int = min(8, os.cpu_count() or 1)
@@ -70,8 +70,8 @@ class Running:
     """Kinds of failures that are run again, such as `out_of_memory`; a success stays as it is."""
     shard: tuple[int, int] = (0, 1)
     """(i, n): this process judges every n-th batch; n processes share one run folder."""
-    watch: Watch | None = None
-    told: Callable[[list[Outcome]], None] | None = None
+    on_progress: OnProgress | None = None
+    on_outcomes: Callable[[list[Outcome]], None] | None = None
     """Called with outcomes as soon as they are on the disk, first with those that were there before; an error ends the run."""
     engine: BatchExecutor | None = None
     """Who judges, where it is not the backends in this process: see `scoring.ray_engine`."""
@@ -104,7 +104,7 @@ class Finished:
 
 
 def run_samples(
-    listed: Sequence[Listed], backends: Sequence[Backend], run: Path, limits: Limits, how: Running
+    listed: Sequence[InputSample], backends: Sequence[Backend], run: Path, limits: Limits, how: RunConfig
 ) -> Finished:
     """Judge every sample that has no result yet; one outcome for each is in the journal afterwards.
 
@@ -115,11 +115,11 @@ def run_samples(
     with _owning(run, how.shard):
         asked = {one.key: one.asked for one in listed if one.asked is not None}
         batches = _settle(listed, asked, backends[0], run, limits, how)
-        told = read_journals(run)
-        left = find_left(batches, told, asked=asked, retry=how.retry, shard=how.shard)
-        following = _following(listed, batches, told, how)
+        journals = read_journals(run)
+        left = find_left(batches, journals, asked=asked, retry=how.retry, shard=how.shard)
+        following = _following(listed, batches, journals, how)
         following.begin()
-        _tell_known(listed, told, how)
+        _tell_known(listed, journals, how)
         if left.crashed:
             _record(run, left.crashed, how, following)
         with catch_signals() if how.stop is None else nullcontext(how.stop) as stop:
@@ -156,33 +156,35 @@ def _owning(run: Path, shard: tuple[int, int]) -> Iterator[None]:
 
 
 def _settle(
-    listed: Sequence[Listed],
+    listed: Sequence[InputSample],
     asked: Mapping[str, ScoreRequest],
     backend: Backend,
     run: Path,
     limits: Limits,
-    how: Running,
+    how: RunConfig,
 ) -> Batches:
     """Compare the configuration, keep the input, plan what is not planned; one process at a time."""
     with FileLock(run / ".settle.lock", timeout=_SETTLE_SECONDS):
         settle_manifest(run, {**backend.describe(), "sameness": limits.describe()})
         save_list(run, listed)
-        known, told = load_batches(run), read_journals(run)
-        failures = {one.key: one.failure for one in listed if one.failure is not None and one.key not in told.results}
+        known, journals = load_batches(run), read_journals(run)
+        failures = {
+            one.key: one.failure for one in listed if one.failure is not None and one.key not in journals.results
+        }
         planned = {key for batch in known.batches for key in batch}
-        fresh = [key for key in asked if key not in planned and _is_open(key, told, how.retry)]
+        fresh = [key for key in asked if key not in planned and _is_open(key, journals, how.retry)]
         costs, refused = _costs(fresh, asked, backend, how.threads)
         if failures or refused:
             _record(run, [*failures.values(), *refused], how, None)
         with without_collecting():
-            batches = extend(known, costs, set(asked) | set(told.results), limits)
+            batches = extend(known, costs, set(asked) | set(journals.results), limits)
             if batches.batches != known.batches:
                 save_batches(run, batches)
         return batches
 
 
-def _is_open(key: str, told: JournalState, retry: Collection[str]) -> bool:
-    state = told.results.state(key)
+def _is_open(key: str, journals: JournalState, retry: Collection[str]) -> bool:
+    state = journals.results.state(key)
     return state is None or (state[0] == "failed" and state[2] in retry)
 
 
@@ -210,13 +212,13 @@ def cost_all(backend: Backend, samples: Sequence[ScoreRequest], threads: int = 1
         return [cost for found in pool.map(some, slices(samples, threads * _PARTS)) for cost in found]
 
 
-def _tell_known(listed: Sequence[Listed], told: JournalState, how: Running) -> None:
-    if how.told is not None:
-        keys = dict.fromkeys(one.key for one in listed if not _is_open(one.key, told, how.retry))
-        how.told([told.results[key] for key in keys])
+def _tell_known(listed: Sequence[InputSample], journals: JournalState, how: RunConfig) -> None:
+    if how.on_outcomes is not None:
+        keys = dict.fromkeys(one.key for one in listed if not _is_open(one.key, journals, how.retry))
+        how.on_outcomes([journals.results[key] for key in keys])
 
 
-def _record(run: Path, outcomes: Sequence[Outcome | None], how: Running, following: ProgressTracker | None) -> None:
+def _record(run: Path, outcomes: Sequence[Outcome | None], how: RunConfig, following: ProgressTracker | None) -> None:
     """Commit outcomes that need no model."""
     rows = list({outcome.key: outcome for outcome in outcomes if outcome is not None}.values())
     with open_journal(run, worker=f"{how.shard[0]}-reader") as journal:
@@ -225,22 +227,24 @@ def _record(run: Path, outcomes: Sequence[Outcome | None], how: Running, followi
         _committed(rows, following, how)
 
 
-def _committed(outcomes: list[Outcome], following: ProgressTracker, how: Running) -> None:
+def _committed(outcomes: list[Outcome], following: ProgressTracker, how: RunConfig) -> None:
     following.committed(outcomes)
-    if how.told is not None:
-        how.told(outcomes)
+    if how.on_outcomes is not None:
+        how.on_outcomes(outcomes)
 
 
-def _following(listed: Sequence[Listed], batches: Batches, told: JournalState, how: Running) -> ProgressTracker:
+def _following(
+    listed: Sequence[InputSample], batches: Batches, journals: JournalState, how: RunConfig
+) -> ProgressTracker:
     planned = {key: number % how.shard[1] for number, batch in enumerate(batches.batches) for key in batch}
     keys = {one.key for one in listed if planned.get(one.key, 0) == how.shard[0]}
     tokens = {key: number for key, number in (batches.tokens or {}).items() if key in keys}
-    done = [(key, told.results.state(key)) for key in keys if not _is_open(key, told, how.retry)]
+    done = [(key, journals.results.state(key)) for key in keys if not _is_open(key, journals, how.retry)]
     progress = Progress(
         samples=len(keys), done=len(done), failed=sum(state is not None and state[0] == "failed" for _, state in done),
         tokens=sum(tokens.values()), tokens_done=sum(tokens.get(key, 0) for key, _ in done),
     )  # fmt: skip
-    return ProgressTracker(progress, tokens, how.watch)
+    return ProgressTracker(progress, tokens, how.on_progress)
 
 
 Shared = tuple[ProgressTracker, StopFlag]
@@ -251,7 +255,7 @@ def _judge_left(
     asked: Mapping[str, ScoreRequest],
     backends: Sequence[Backend],
     run: Path,
-    how: Running,
+    how: RunConfig,
     shared: Shared,
 ) -> tuple[int, FailureStats]:
     if how.engine is not None:
@@ -277,7 +281,7 @@ def _judge_left(
         ahead.close()
 
 
-def _collect(done: Iterator[Done], run: Path, how: Running, shared: Shared) -> tuple[int, FailureStats]:
+def _collect(done: Iterator[Done], run: Path, how: RunConfig, shared: Shared) -> tuple[int, FailureStats]:
     """The one writer of what an engine judges. A batch is begun when it is done: no death elsewhere is this process's."""
     following, stop = shared
     judged, trouble = 0, FailureStats()
@@ -294,7 +298,7 @@ def _collect(done: Iterator[Done], run: Path, how: Running, shared: Shared) -> t
 
 
 def _work(
-    name: str, backend: Backend, ahead: Prefetcher, run: Path, how: Running, shared: Shared
+    name: str, backend: Backend, ahead: Prefetcher, run: Path, how: RunConfig, shared: Shared
 ) -> tuple[int, FailureStats]:
     """A worker: the next batch, its outcomes onto the disk, until nothing is left or somebody asks to stop."""
     following, stop = shared

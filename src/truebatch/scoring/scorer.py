@@ -31,9 +31,9 @@ from truebatch.scoring.equality_check import IdentityReport, check_identity, ref
 from truebatch.scoring.memory_budget import budget_of, settle_limits
 from truebatch.scoring.prefetch import attempt
 from truebatch.scoring.readouts import Readout
-from truebatch.scoring.runner import Finished, Running, cost_all, end_early, run_samples
+from truebatch.scoring.runner import Finished, RunConfig, cost_all, end_early, run_samples
 from truebatch.scoring.store.export import Row, Status, export, make_row, read_rows, read_status
-from truebatch.scoring.store.input_index import Listed, by_key, list_samples
+from truebatch.scoring.store.input_index import InputSample, by_key, list_samples
 from truebatch.scoring.store.outcome import Outcome
 from truebatch.scoring.stream import Give, stream
 from truebatch.scoring.windows import WINDOW, end_windows, iter_windows, note_window, window_folder
@@ -114,8 +114,8 @@ class ScoreRun:
     def _repr_html_(self) -> str:
         names = ("index", "id", "status", "score", "kind", "message")
         rows = [tuple(row[name] for name in names) for row in islice(self.rows(), SHOWN)]
-        told = self.status
-        title = f"{told.samples:,} samples: {told.ok:,} done, {told.failed:,} failed, {told.pending:,} pending"
+        status = self.status
+        title = f"{status.samples:,} samples: {status.ok:,} done, {status.failed:,} failed, {status.pending:,} pending"
         return html_table(rows, header=names, title=title)
 
 
@@ -176,7 +176,7 @@ class Scorer:
         *,
         check: bool | float = True,
         checked: int = CHECKED,
-        how: Running | None = None,
+        how: RunConfig | None = None,
         window: int = WINDOW,
     ) -> ScoreRun:
         """Judge all samples that have no result in the run folder yet.
@@ -185,7 +185,7 @@ class Scorer:
         `checked` samples alone and together first and refuses above the tolerance (or the one given); False leaves it out.
         Samples may be a generator of any length: they are planned and judged `window` at a time, and memory holds one.
         """
-        report, finished = self._run(samples, Path(run), (check, checked), how or Running(), window)
+        report, finished = self._run(samples, Path(run), (check, checked), how or RunConfig(), window)
         return ScoreRun(Path(run), report, finished, _reused(self.backends), _slower(self.backends))
 
     def stream(
@@ -195,7 +195,7 @@ class Scorer:
         *,
         check: bool | float = True,
         checked: int = CHECKED,
-        how: Running | None = None,
+        how: RunConfig | None = None,
         window: int = WINDOW,
     ) -> Iterator[Row]:
         """The row of every sample as soon as it is judged, in no order; each has its `index` and `id`.
@@ -207,19 +207,19 @@ class Scorer:
             with holding(), tempfile.TemporaryDirectory() as place:
                 yield from self.stream(samples, place, check=check, checked=checked, how=how, window=window)
             return
-        folder, places = Path(run), dict[str, list[Listed]]()
+        folder, places = Path(run), dict[str, list[InputSample]]()
 
         def work(give: Give) -> None:
-            def told(outcomes: Sequence[Outcome]) -> None:
+            def add(outcomes: Sequence[Outcome]) -> None:
                 give([make_row(place, one, self.limits.level) for one in outcomes for place in places.get(one.key, ())])
 
-            self._run(samples, folder, (check, checked), replace(how or Running(), told=told), window, places)
+            self._run(samples, folder, (check, checked), replace(how or RunConfig(), on_outcomes=add), window, places)
 
         yield from stream(work)
 
     def _run(
-        self, samples: Samples, folder: Path, checks: tuple[bool | float, int], how: Running, window: int,
-        places: dict[str, list[Listed]] | None = None,
+        self, samples: Samples, folder: Path, checks: tuple[bool | float, int], how: RunConfig, window: int,
+        places: dict[str, list[InputSample]] | None = None,
     ) -> tuple[IdentityReport | None, Finished]:  # fmt: skip
         """Window after window; `places` holds the samples of the present one by their keys."""
         report, finished, number, limits = None, None, 0, self.limits
@@ -247,7 +247,7 @@ class Scorer:
         return report, finished
 
     def _refuse_unequal(
-        self, folder: Path, listed: Sequence[Listed], checks: tuple[bool | float, int]
+        self, folder: Path, listed: Sequence[InputSample], checks: tuple[bool | float, int]
     ) -> IdentityReport | None:
         """The report of the check before a run, which raises where batches would change answers."""
         check, number = checks
@@ -297,7 +297,7 @@ class Scorer:
 
 
 @contextmanager
-def _survived(folder: Path, listed: Sequence[Listed], checked: int) -> Iterator[list[Listed]]:
+def _survived(folder: Path, listed: Sequence[InputSample], checked: int) -> Iterator[list[InputSample]]:
     """Samples for a check, without those during whose check the process died: these are left for the journal."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / CHECK
@@ -313,7 +313,7 @@ def _survived(folder: Path, listed: Sequence[Listed], checked: int) -> Iterator[
         write_json(file, {"died": sorted(died)})
 
 
-def _check(backend: Backend, listed: Sequence[Listed], n: int, tolerance: float | None) -> IdentityReport:
+def _check(backend: Backend, listed: Sequence[InputSample], n: int, tolerance: float | None) -> IdentityReport:
     asked: list[ScoreRequest] = [one.asked for one in listed if one.asked is not None]
     there = getattr(backend, "check", None)  # a model in another process is looked at there
     if there is not None:
@@ -322,7 +322,7 @@ def _check(backend: Backend, listed: Sequence[Listed], n: int, tolerance: float 
     return check_identity(backend, asked, n=n, tolerance=tolerance)
 
 
-def _fit(backend: Backend, listed: Sequence[Listed]) -> int | None:
+def _fit(backend: Backend, listed: Sequence[InputSample]) -> int | None:
     """The largest safe budget, where the backend is one whose memory can be measured."""
     asked = [one.asked for one in listed[:: max(1, len(listed) // MOST_FITTED)] if one.asked is not None]
     return budget_of(backend, asked)

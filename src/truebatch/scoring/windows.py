@@ -14,7 +14,7 @@ from typing import Any
 from truebatch.errors import CheckpointError, ConfigError, RunError
 from truebatch.io.atomic_files import read_json, write_json
 from truebatch.scoring.gc_pause import without_collecting
-from truebatch.scoring.store.input_index import Listed, iter_samples
+from truebatch.scoring.store.input_index import InputSample, iter_samples
 
 WINDOW = 100_000
 """Samples of a window; what is not longer has one."""
@@ -22,7 +22,7 @@ WINDOWS = "windows.json"
 _MOST_BYTES = 1 << 16
 
 
-def iter_windows(source: Path | str | Iterable[Any], size: int) -> Iterator[list[Listed]]:
+def iter_windows(source: Path | str | Iterable[Any], size: int) -> Iterator[list[InputSample]]:
     """The samples of a source, `size` at a time, each with its place in the whole."""
     if size < 1:
         raise ConfigError("a window holds at least one sample", seen=f"window={size}", do="give 1 or more")

@@ -169,14 +169,14 @@ def retry_benchmark(run: Path, kinds: list[str], config: Path | None, set_: list
     """Edit and judge the failures of these kinds again, with the settings the user gives; those of the run are the
     same."""
     from truebatch.config.load import load_config
-    from truebatch.scoring.runner import Running
+    from truebatch.scoring.runner import RunConfig
     from truebatch_systems.vl_reward.config import RewardConfig
     from truebatch_systems.vl_reward.pipeline import SETTINGS, run_benchmark
 
     place = f"evaluation.output_dir={json.dumps(str(run))}"
     mine = load_config(RewardConfig, config, overrides=[*(set_ or []), place])
     _refuse_other(run, mine, load_config(RewardConfig, run / SETTINGS, overrides=[place]))
-    return _tell_report(run_benchmark(mine, say=_say, how=Running(retry=tuple(kinds))))
+    return _tell_report(run_benchmark(mine, say=_say, how=RunConfig(retry=tuple(kinds))))
 
 
 def _refuse_other(run: Path, mine: RewardConfig, its: RewardConfig) -> None:

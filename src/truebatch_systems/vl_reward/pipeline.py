@@ -19,9 +19,9 @@ from truebatch.errors import ConfigError, DataError, RunError
 from truebatch.io.atomic_files import remove_drafts, write_text
 from truebatch.language.console import one_line
 from truebatch.scoring.batch_plan import Limits
-from truebatch.scoring.progress import Progress, Watch
+from truebatch.scoring.progress import Progress, OnProgress
 from truebatch.scoring.readouts.scale import Scale
-from truebatch.scoring.runner import Running
+from truebatch.scoring.runner import RunConfig
 from truebatch_systems.vl_reward.config import RewardConfig
 from truebatch_systems.vl_reward.console import JUDGE, Say
 from truebatch_systems.vl_reward.data.dataset import EditPair, Fault, image_faults, read_benchmark, require_sound
@@ -56,9 +56,9 @@ class Report:
     exit_code: int
 
 
-def run_benchmark(config: RewardConfig, *, say: Callable[[str], None], how: Running | None = None) -> Report:
+def run_benchmark(config: RewardConfig, *, say: Callable[[str], None], how: RunConfig | None = None) -> Report:
     """Edit and judge all pairs that are asked for, and write the reports. The same call resumes it."""
-    run, how = config.evaluation.output_dir, how or Running()
+    run, how = config.evaluation.output_dir, how or RunConfig()
     with _owning(run):
         pairs, faults = load_pairs(config)
         if faults:
@@ -73,7 +73,7 @@ def run_benchmark(config: RewardConfig, *, say: Callable[[str], None], how: Runn
         names = one_line(", ".join(dict.fromkeys(pair.category for pair in pairs)))
         say(f"{len(pairs)} pairs in {len({pair.category for pair in pairs})} categories; run: {run}")
         say(f"[stage 1/2] editing images in batches - {names}")
-        watched = replace(how, watch=how.watch or _every_few_seconds(say))
+        watched = replace(how, on_progress=how.on_progress or _every_few_seconds(say))
         edited = edit_all(pairs, editors, run, seed=config.diffusion_model.params.seed, how=watched)
         say(f"stage 1: {edited.judged} edited now, {_counts(read_results(pairs, run), 'edit_failed')}")
         _judge(config, pairs, names, say, how)
@@ -85,7 +85,7 @@ def run_benchmark(config: RewardConfig, *, say: Callable[[str], None], how: Runn
     return Report(summary, files, code)
 
 
-def _judge(config: RewardConfig, pairs: Sequence[EditPair], names: str, say: Say, how: Running) -> None:
+def _judge(config: RewardConfig, pairs: Sequence[EditPair], names: str, say: Say, how: RunConfig) -> None:
     """Stage 2, with the lines of the original script around it."""
     run, judging = config.evaluation.output_dir, judging_of(config)
     number = sum(row.status != "edit_failed" for row in read_results(pairs, run))
@@ -107,7 +107,7 @@ def _say_means(summary: dict[str, Any], say: Say) -> None:
         say(f"✅ scoring done, mean score: {summary['micro_mean']:.3f}")
 
 
-def _every_few_seconds(say: Say) -> Watch:
+def _every_few_seconds(say: Say) -> OnProgress:
     """A line about the progress of editing, every few seconds."""
     last = [time.monotonic()]
 

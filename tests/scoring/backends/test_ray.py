@@ -21,7 +21,7 @@ from truebatch.scoring.batch_plan import Limits
 from truebatch.scoring.bisect import FailureStats
 from truebatch.scoring.ray_engine import JudgeBatches, RayEngine, _request, ray_engine
 from truebatch.scoring.resume import Work
-from truebatch.scoring.runner import Running, run_samples
+from truebatch.scoring.runner import RunConfig, run_samples
 from truebatch.scoring.spec import ScoreCall
 from truebatch.scoring.store.export import export, read_rows
 from truebatch.scoring.store.input_index import list_samples
@@ -83,9 +83,9 @@ class Closing(ScriptedBackend):
 def test_what_the_pool_loses_is_judged_all_the_same_and_the_export_is_that_of_one_process(tmp_path):
     data = [{"id": f"s{n}", "user": f"{n:02d}" + "x" * (n % 9)} for n in range(60)]
     data[7]["options"] = {"fail": "raise"}
-    run_samples(list_samples(data), [ScriptedBackend()], tmp_path / "one", LIMITS, Running())
+    run_samples(list_samples(data), [ScriptedBackend()], tmp_path / "one", LIMITS, RunConfig())
     engine = FakePool(CALL, 2, RaySettings(), Closing())
-    run_samples(list_samples(data), [ScriptedBackend()], tmp_path / "pool", LIMITS, Running(engine=engine))
+    run_samples(list_samples(data), [ScriptedBackend()], tmp_path / "pool", LIMITS, RunConfig(engine=engine))
     assert exported(tmp_path / "pool") == exported(tmp_path / "one")
     assert len(list((tmp_path / "pool" / "journal").glob("worker-0-engine*.db"))) == 1
 
@@ -201,7 +201,7 @@ def kill_one():
 @pytest.mark.filterwarnings("ignore")
 def test_two_workers_of_ray_data_one_of_them_killed_make_the_export_of_one_process(cluster, tmp_path):
     data = [{"id": f"s{n}", "user": f"{n:03d}", "options": {"seconds": 0.2}} for n in range(60)]
-    run_samples(list_samples(data), [ScriptedBackend()], tmp_path / "one", LIMITS, Running())
+    run_samples(list_samples(data), [ScriptedBackend()], tmp_path / "one", LIMITS, RunConfig())
     engine = ray_engine(ScoreCall(model="scripted", workers=2, timeout=600))
     killed = []
 
@@ -209,12 +209,12 @@ def test_two_workers_of_ray_data_one_of_them_killed_make_the_export_of_one_proce
         if progress.done and not killed:
             killed.append(kill_one())
 
-    how = Running(engine=engine, watch=watch)
+    how = RunConfig(engine=engine, on_progress=watch)
     run_samples(list_samples(data), [engine.backend], tmp_path / "pool", LIMITS, how)
     assert killed
     assert exported(tmp_path / "pool") == exported(tmp_path / "one")
     data += [{"user": "bad", "options": {"fail": "exit"}}]
-    run_samples(list_samples(data), [engine.backend], tmp_path / "pool", LIMITS, Running(engine=engine))
+    run_samples(list_samples(data), [engine.backend], tmp_path / "pool", LIMITS, RunConfig(engine=engine))
     *_, row = read_rows(tmp_path / "pool")
     assert (row["status"], row["kind"]) == ("failed", "crashed")
 

@@ -23,7 +23,7 @@ from truebatch.scoring.bisect import FailureStats, judge_all
 from truebatch.scoring.equality_check import unpack_report
 from truebatch.scoring.readouts import Generate, Labels, Words, YesNo
 from truebatch.scoring.readouts.scale import ANY_NUMBER
-from truebatch.scoring.runner import Limits, Running, run_samples
+from truebatch.scoring.runner import Limits, RunConfig, run_samples
 from truebatch.scoring.spec import ScoreCall, make_readout, open_backends
 from truebatch.scoring.store.export import read_rows
 from truebatch.scoring.store.input_index import list_samples
@@ -88,7 +88,7 @@ def ask(*users):
 def test_a_crash_costs_only_the_sample_that_caused_it(worker, tmp_path):
     backend = worker()
     users = [*(f"good{n}" for n in range(9)), "crash", "once", "raise"]
-    done = run_samples(list_samples(users), [backend], tmp_path / "run", Limits(), Running())
+    done = run_samples(list_samples(users), [backend], tmp_path / "run", Limits(), RunConfig())
     rows = {row["output"].get("said", user): row for user, row in zip(users, read_rows(tmp_path / "run"), strict=True)}
     assert {user: row["kind"] for user, row in rows.items() if row["status"] == "failed"} == {
         "crash": "crashed", "raise": "raised",
@@ -154,7 +154,7 @@ def test_a_worker_may_be_silent_while_it_starts(worker):
 def test_several_workers_share_the_batches(worker, tmp_path):
     users = [f"{n:02d}" + "x" * (n % 7) for n in range(40)]
     workers = [worker(), worker(), worker()]
-    run_samples(list_samples(users), workers, tmp_path / "run", Limits(cells=16), Running())
+    run_samples(list_samples(users), workers, tmp_path / "run", Limits(cells=16), RunConfig())
     assert [row["score"] for row in read_rows(tmp_path / "run")] == [float(len(user)) for user in users]
 
 
@@ -201,7 +201,7 @@ def test_real_workers_find_the_samples_that_end_the_interpreter_among_one_percen
     call = ScoreCall(model="scripted", workers=2)
     backends = open_backends(call)
     try:
-        run_samples(list_samples(data), backends, tmp_path / "run", Limits(cells=1000), Running())
+        run_samples(list_samples(data), backends, tmp_path / "run", Limits(cells=1000), RunConfig())
     finally:
         for backend in backends:
             backend.close()

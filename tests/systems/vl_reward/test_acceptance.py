@@ -22,7 +22,7 @@ from truebatch.scoring.backends.transformers import model_backend
 from truebatch.scoring.batch_plan import Limits, plan_batches
 from truebatch.scoring.readouts import Generate
 from truebatch.scoring.readouts.scale import Scale
-from truebatch.scoring.runner import Running
+from truebatch.scoring.runner import RunConfig
 from truebatch_systems.vl_reward.config import BenchmarkSettings, RewardConfig, RewardEvaluationSettings
 from truebatch_systems.vl_reward.data.prompts import build_messages
 from truebatch_systems.vl_reward.data.toy_pictures import PROMPTS, ShapesJudge
@@ -242,6 +242,6 @@ def test_scores_of_pairs_and_words_are_made_by_the_rule_that_the_report_names(tm
         shutil.rmtree(tmp_path / "run" / "scores")
         judge = ShapesJudge({pair.id: said[kind] for pair in pairs})
         judging = Judging(prompts=PROMPTS, scale=Scale(kind=kind))
-        judge_all_edits(pairs, lambda judge=judge: judge, tmp_path / "run", judging, Running(threads=1))
+        judge_all_edits(pairs, lambda judge=judge: judge, tmp_path / "run", judging, RunConfig(threads=1))
         summary, _ = write_reports(pairs, read_results(pairs, tmp_path / "run"), tmp_path / "run")
         assert (summary["micro_mean"], summary["metric"]["aggregation"]) == (score, rule)

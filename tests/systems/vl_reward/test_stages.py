@@ -11,7 +11,7 @@ import pytest
 
 from truebatch.errors import ConfigError, RunError
 from truebatch.scoring.batch_plan import Limits
-from truebatch.scoring.runner import Running
+from truebatch.scoring.runner import RunConfig
 from truebatch.scoring.store.export import read_rows
 from truebatch_systems.vl_reward.data.dataset import Wanted, decode_image, read_benchmark
 from truebatch_systems.vl_reward.data.toy_pictures import (
@@ -26,7 +26,7 @@ from truebatch_systems.vl_reward.editors import FolderEditor, ScriptedEditor
 from truebatch_systems.vl_reward.eval.statistics import summarise
 from truebatch_systems.vl_reward.stages import Judging, edit_all, judge_all_edits, pair_seed, picture_name, read_results
 
-HOW = Running(threads=1)
+HOW = RunConfig(threads=1)
 JUDGING = Judging(prompts=PROMPTS)
 
 

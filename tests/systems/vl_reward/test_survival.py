@@ -11,7 +11,7 @@ import time
 import pytest
 
 from truebatch.scoring.batch_plan import Limits
-from truebatch.scoring.runner import Running
+from truebatch.scoring.runner import RunConfig
 from truebatch.scoring.store.export import read_rows
 from truebatch_systems.vl_reward import pipeline
 from truebatch_systems.vl_reward.config import BenchmarkSettings, RewardConfig, RewardEvaluationSettings
@@ -91,10 +91,10 @@ def test_broken_pictures_unreadable_answers_a_failing_sample_and_no_memory_are_c
     (tmp_path / "b.json").write_text(json.dumps(records))
     pairs = read_benchmark(tmp_path / "b.json", Wanted()).pairs
     editor = ScriptedEditor(lambda image, instruction, seed: edit_picture(image, instruction))
-    edit_all(pairs, [editor], tmp_path / "run", seed=0, how=Running(threads=1))
+    edit_all(pairs, [editor], tmp_path / "run", seed=0, how=RunConfig(threads=1))
     judging = Judging(prompts=PROMPTS, limits=Limits(rows=4))
     judge = Failing({"0010": "hard to say", "0030": "7 or 8"})  # 5 % unreadable
-    judge_all_edits(pairs, lambda: judge, tmp_path / "run", judging, Running(threads=1))
+    judge_all_edits(pairs, lambda: judge, tmp_path / "run", judging, RunConfig(threads=1))
     results = read_results(pairs, tmp_path / "run")
     by_status = {}
     for row in results:

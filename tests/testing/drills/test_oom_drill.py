@@ -13,7 +13,7 @@ from truebatch.training import step
 
 def test_memory_may_run_out_at_any_place_of_a_step():
     told = []
-    results = run_memory_drill(told=told.append)
+    results = run_memory_drill(on_result=told.append)
     assert [result.problem for result in results] == [""] * len(results)
     assert {result.trial.failpoint for result in results} == set(PLACES)
     assert len(results) >= 2 * len(PLACES)

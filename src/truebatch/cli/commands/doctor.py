@@ -70,8 +70,8 @@ def _drill(folder: Path, keeps: tuple[int, ...], *, every_visit: bool, quiet: bo
     from truebatch.testing.drills.oom_drill import run_memory_drill
 
     with holding(), tempfile.TemporaryDirectory(dir=folder, prefix=".truebatch-") as place:
-        results = run_drill(Path(place), keeps=keeps, every_visit=every_visit, told=lambda result: None)
-    results += run_memory_drill(told=lambda result: None)
+        results = run_drill(Path(place), keeps=keeps, every_visit=every_visit, on_result=lambda result: None)
+    results += run_memory_drill(on_result=lambda result: None)
     trials: list[dict[str, Any]] = [
         {
             "failpoint": r.trial.failpoint,

@@ -24,7 +24,7 @@ ROOM = 64
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class GrowingBuffer:
     """Cells with room, and the part of them in use: the tensor that a layer shows.
 
     Only the layer that shows it may append: of two copies of a layer the second to do so finds another part in use.
@@ -46,7 +46,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._held: tuple[Held, Held] | None = None
+        self._held: tuple[GrowingBuffer, GrowingBuffer] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """Append cells [B, H, t, D]; all keys and values so far. What was given before never changes."""
@@ -86,7 +86,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
             return
         self._show(*(_picked(held, pick) for held in self._held))
 
-    def _show(self, keys: Held, values: Held) -> None:
+    def _show(self, keys: GrowingBuffer, values: GrowingBuffer) -> None:
         self._held = (keys, values)
         self.keys, self.values = keys.shown, values.shown
 
@@ -142,22 +142,22 @@ def _is_plain(shown: Tensor, new: Tensor) -> bool:
     return fits and new.ndim == 4 and shown.dtype == new.dtype and shown.device == new.device
 
 
-def _append(held: Held | None, shown: Tensor, new: Tensor) -> Held:
+def _append(held: GrowingBuffer | None, shown: Tensor, new: Tensor) -> GrowingBuffer:
     before = 0 if shown.numel() == 0 else shown.shape[-2]
     length = before + new.shape[-2]
     if held is None or held.shown is not shown or not _takes(held.cells, length):
         cells = new.new_empty((*new.shape[:2], length + ROOM, new.shape[-1]))
         if before:
             cells[:, :, :before] = shown
-        held = Held(cells, shown)
+        held = GrowingBuffer(cells, shown)
     held.cells[:, :, before:length] = new
     held.shown = held.cells[:, :, :length]
     return held
 
 
-def _picked(held: Held, pick: Callable[[Tensor], Tensor]) -> Held:
+def _picked(held: GrowingBuffer, pick: Callable[[Tensor], Tensor]) -> GrowingBuffer:
     cells = pick(held.cells)
-    return Held(cells, cells[:, :, : held.shown.shape[-2]])
+    return GrowingBuffer(cells, cells[:, :, : held.shown.shape[-2]])
 
 
 def _takes(cells: Tensor, length: int) -> bool:

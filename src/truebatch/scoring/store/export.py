@@ -22,7 +22,7 @@ from truebatch.html_repr import html_table
 from truebatch.io.atomic_files import atomic_write
 from truebatch.scoring.batch_plan import load_batches
 from truebatch.scoring.gc_pause import without_collecting
-from truebatch.scoring.store.input_index import Listed, load_list
+from truebatch.scoring.store.input_index import InputSample, load_list
 from truebatch.scoring.store.journal import read_journals
 from truebatch.scoring.store.manifest import read_manifest
 from truebatch.scoring.store.outcome import Outcome
@@ -86,9 +86,9 @@ def read_rows(run: Path) -> Iterator[Row]:
     level = _level(run)
     for folder in window_folders(run):
         with without_collecting():
-            told, listed = read_journals(folder), load_list(folder)
+            journals, listed = read_journals(folder), load_list(folder)
         for one in listed:
-            yield make_row(one, told.results.get(one.key), level, damaged=told.damaged.get(one.key, ""))
+            yield make_row(one, journals.results.get(one.key), level, damaged=journals.damaged.get(one.key, ""))
 
 
 def export(run: Path, file: Path, *, for_spreadsheet: bool = False) -> int:
@@ -132,7 +132,7 @@ def read_damaged(run: Path) -> tuple[str, ...]:
     return tuple(out)
 
 
-def _named(damaged: Mapping[str, str], listed: Iterable[Listed]) -> list[str]:
+def _named(damaged: Mapping[str, str], listed: Iterable[InputSample]) -> list[str]:
     return [f"{one.id} ({damaged[one.key]})" for one in listed if one.key in damaged]
 
 
@@ -152,10 +152,10 @@ def read_status(run: Path) -> Status:
 
 def _window_status(run: Path, level: str) -> Status:
     with without_collecting():
-        listed, told, tokens = load_list(run), read_journals(run), load_batches(run).tokens or {}
+        listed, journals, tokens = load_list(run), read_journals(run), load_batches(run).tokens or {}
     states, kinds = Counter[str](), Counter[str]()
     for one in listed:
-        status, stage, kind = told.results.state(one.key) or (PENDING, "", "")
+        status, stage, kind = journals.results.state(one.key) or (PENDING, "", "")
         states[status] += 1
         if status == "failed":
             kinds[f"{stage}/{kind}"] += 1
@@ -164,10 +164,10 @@ def _window_status(run: Path, level: str) -> Status:
         samples=len(listed), ok=states["ok"], failed=states["failed"], pending=states[PENDING],
         duplicates=len(listed) - len(keys), kinds=dict(sorted(kinds.items())),
         tokens=sum(number for key, number in tokens.items() if key in keys),
-        tokens_done=sum(number for key, number in tokens.items() if key in keys and key in told.results),
-        batches=told.batches, seconds=told.seconds, level=level, suspects=len(told.suspects),
-        disagreements=told.disagreements, unchecked=told.unchecked,
-        damaged=tuple(_named(told.damaged, listed)),
+        tokens_done=sum(number for key, number in tokens.items() if key in keys and key in journals.results),
+        batches=journals.batches, seconds=journals.seconds, level=level, suspects=len(journals.suspects),
+        disagreements=journals.disagreements, unchecked=journals.unchecked,
+        damaged=tuple(_named(journals.damaged, listed)),
     )  # fmt: skip
 
 
@@ -175,7 +175,7 @@ def _level(run: Path) -> str:
     return str(read_manifest(run).fields["sameness"]["level"])
 
 
-def make_row(one: Listed, outcome: Outcome | None, level: str, *, damaged: str = "") -> Row:
+def make_row(one: InputSample, outcome: Outcome | None, level: str, *, damaged: str = "") -> Row:
     """The row of a sample; without an outcome it is pending. `damaged` is the journal whose record was changed."""
     about = {"index": one.index, "id": one.id, "level": level, "meta": dict(one.meta)}
     if outcome is None:

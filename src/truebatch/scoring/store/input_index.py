@@ -27,7 +27,7 @@ _AGAIN = "give the command of `truebatch score` again: it writes the list anew"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Listed:
+class InputSample:
     """One sample of the input."""
 
     index: int
@@ -40,25 +40,25 @@ class Listed:
     """Why it could not be read."""
 
 
-def list_samples(source: Path | str | Iterable[Any]) -> list[Listed]:
+def list_samples(source: Path | str | Iterable[Any]) -> list[InputSample]:
     """The samples of a file or of Python values with their keys. Images are read for their hash, not decoded."""
     return list(iter_samples(source))
 
 
-def iter_samples(source: Path | str | Iterable[Any]) -> Iterator[Listed]:
+def iter_samples(source: Path | str | Iterable[Any]) -> Iterator[InputSample]:
     """The same, one by one: a source may have no end."""
     return (_listed(index, one) for index, one in enumerate(read_asked(source)))
 
 
-def by_key(listed: Iterable[Listed]) -> dict[str, list[Listed]]:
+def by_key(listed: Iterable[InputSample]) -> dict[str, list[InputSample]]:
     """Samples by their keys: those of equal content stand together."""
-    found: dict[str, list[Listed]] = {}
+    found: dict[str, list[InputSample]] = {}
     for one in listed:
         found.setdefault(one.key, []).append(one)
     return found
 
 
-def save_list(run: Path, listed: Sequence[Listed]) -> None:
+def save_list(run: Path, listed: Sequence[InputSample]) -> None:
     """Keep the order of the input in the run folder; the same list is not written again."""
     body = "".join([_line(one) for one in listed])
     text = f"{canonical({_CHECKSUM: _checksum(body)})}\n{body}"
@@ -68,13 +68,13 @@ def save_list(run: Path, listed: Sequence[Listed]) -> None:
     write_text(path, text)
 
 
-def _line(one: Listed) -> str:
+def _line(one: InputSample) -> str:
     """As `canonical` writes the four of them."""
     meta = canonical(dict(one.meta)) if one.meta else "{}"
     return f'{{"id":{quoted(one.id)},"index":{one.index},"key":{quoted(one.key)},"meta":{meta}}}\n'
 
 
-def load_list(run: Path) -> list[Listed]:
+def load_list(run: Path) -> list[InputSample]:
     """The input of a run as it was last given."""
     path = run / INPUT
     if not path.is_file():
@@ -91,7 +91,7 @@ def load_list(run: Path) -> list[Listed]:
             do=_AGAIN,
         )
     try:
-        return [Listed(**one) for one in json.loads(f"[{','.join(lines)}]")]
+        return [InputSample(**one) for one in json.loads(f"[{','.join(lines)}]")]
     except (TypeError, ValueError, RecursionError):
         return _all_back(path, lines, first=2)
 
@@ -109,11 +109,11 @@ def _told_checksum(line: str) -> object:
     return value[_CHECKSUM] if isinstance(value, dict) and value.keys() == {_CHECKSUM} else None
 
 
-def _all_back(path: Path, lines: Sequence[str], *, first: int) -> list[Listed]:
-    out: list[Listed] = []
+def _all_back(path: Path, lines: Sequence[str], *, first: int) -> list[InputSample]:
+    out: list[InputSample] = []
     try:
         for line in lines:
-            out.append(Listed(**json.loads(line)))
+            out.append(InputSample(**json.loads(line)))
     except (TypeError, ValueError, RecursionError):
         number = len(out) + first
         with corrupt_file_errors(Path(f"{path}:{number}"), do=_AGAIN):
@@ -121,10 +121,10 @@ def _all_back(path: Path, lines: Sequence[str], *, first: int) -> list[Listed]:
     return out
 
 
-def _listed(index: int, one: ScoreRequest | Broken) -> Listed:
+def _listed(index: int, one: ScoreRequest | Broken) -> InputSample:
     if isinstance(one, Broken):
         key = sample_key({"broken": one.raw})
-        return Listed(
+        return InputSample(
             index=index, id=one.id, key=key, failure=failed(key, stage="read", kind=one.kind, message=one.message)
         )
     try:
@@ -133,5 +133,5 @@ def _listed(index: int, one: ScoreRequest | Broken) -> Listed:
         kind, stage = ("unreadable_image", "decode") if one.images else ("wrong_type", "read")
         key = sample_key({"unreadable": repr((one.content(), [str(image)[:200] for image in one.images]))})
         failure = failed(key, stage=stage, kind=kind, message=f"{error.wrong}: {error.seen}")  # type: ignore[arg-type]
-        return Listed(index=index, id=one.id, key=key, meta=one.meta, failure=failure)
-    return Listed(index=index, id=one.id, key=key, meta=one.meta, asked=one)
+        return InputSample(index=index, id=one.id, key=key, meta=one.meta, failure=failure)
+    return InputSample(index=index, id=one.id, key=key, meta=one.meta, asked=one)

@@ -70,7 +70,7 @@ def run_drill(
     actions: Sequence[str] = ("kill", "enospc"),
     keeps: Sequence[int] = (1, 3),
     every_visit: bool = False,
-    told: Callable[[TrialResult], None] = print,
+    on_result: Callable[[TrialResult], None] = print,
 ) -> tuple[TrialResult, ...]:
     """Fail at every failpoint in every way asked, on the filesystem of `folder` (which is left as it was).
 
@@ -83,7 +83,7 @@ def run_drill(
         results = []
         for trial in list_trials(ground, actions=actions, keeps=keeps, every_visit=every_visit):
             results.append(run_trial(ground, trial))
-            told(results[-1])
+            on_result(results[-1])
         return tuple(results)
     finally:
         shutil.rmtree(ground.folder, ignore_errors=True)

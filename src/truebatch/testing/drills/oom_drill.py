@@ -31,7 +31,7 @@ _VOCABULARY, _SAMPLES = 20, 24
 
 
 def run_memory_drill(
-    *, visits_each: int = 3, seed: int = 0, told: Callable[[TrialResult], None] = print
+    *, visits_each: int = 3, seed: int = 0, on_result: Callable[[TrialResult], None] = print
 ) -> tuple[TrialResult, ...]:
     """Run out of memory at random visits of every place of a step, on this machine's device; each result goes to `told`."""
     with recorded() as visits:
@@ -40,7 +40,7 @@ def run_memory_drill(
     for name in PLACES:
         for nth in sorted(draw.sample(range(1, visits[name] + 1), min(visits_each, visits[name]))):
             results.append(run_memory_trial(DrillTrial(name, OUT_OF_MEMORY, nth), quiet))
-            told(results[-1])
+            on_result(results[-1])
     return tuple(results)
 
 

@@ -25,9 +25,9 @@ from truebatch.verification.engines.counterpart import WIDE, Counterpart, cast
 from truebatch.verification.engines.first_divergence import (
     ROOM,
     SEEDS,
-    Parting,
+    Divergence,
+    find_divergence,
     first_compiled_parting,
-    first_parting,
     trace,
 )
 from truebatch.verification.engines.report import AgainstReport, Level, SampleGap, sample_gap
@@ -84,7 +84,7 @@ class _Comparison:
         parting = None
         if (over is not None or reasons) and not unsure:
             is_structure = len(levels) > 1 and not over
-            parting = self._parting(
+            parting = self._divergence(
                 levels[over or 0], wide if is_structure else None, WIDE if is_structure else self.coarse
             )
         return AgainstReport(
@@ -136,7 +136,7 @@ class _Comparison:
             "as where experts are chosen by it; in float32 both are equal"
         )
 
-    def _parting(self, level: Level, wide: torch.dtype | None, dtype: torch.dtype) -> Parting | None:
+    def _divergence(self, level: Level, wide: torch.dtype | None, dtype: torch.dtype) -> Divergence | None:
         subject = self.here.subject
         piece = alone(subject.lengths).pieces[level.sample]
         rounding = Rounding(dtype, self.weights, self.grid)
@@ -144,7 +144,7 @@ class _Comparison:
         first = trace(self.here, piece, wide, None, 0)
         moved = [trace(self.here, piece, base, rounding, seed) for seed in SEEDS]
         if self.there.kind != "compiled":
-            return first_parting(first, trace(self.there, piece, wide, None, 0), moved, level.sample)
+            return find_divergence(first, trace(self.there, piece, wide, None, 0), moved, level.sample)
         floors = {name: _floor_of(first, moved, name) for name, _ in first}
         with nullcontext() if wide is None else cast(self.here.model, wide):
             batch = subject.micro_batch(piece)

@@ -14,7 +14,7 @@ from truebatch.verification.determinism import quieted
 from truebatch.verification.engines.compare_models import run
 from truebatch.verification.engines.counterpart import DTYPES, WIDE, Counterpart
 from truebatch.verification.engines.first_divergence import ROOM, SEEDS
-from truebatch.verification.engines.report import AgainstReport, Level, TokenParting, sample_gap
+from truebatch.verification.engines.report import AgainstReport, Level, TokenDivergence, sample_gap
 from truebatch.verification.engines.rounding_noise import Rounding
 from truebatch.verification.engines.server_logprobs import PromptLogprobs, Server, prompt_logprobs
 
@@ -109,13 +109,13 @@ def _unsure_of_dtype(asked: _Asked, own: Rows, level: Level) -> str:
 
 def _first_over(
     own: Rows, theirs: Rows, limit: float, ids: Sequence[Sequence[int]], said: Sequence[PromptLogprobs]
-) -> TokenParting | None:
+) -> TokenDivergence | None:
     for at, (a, b) in enumerate(zip(own, theirs, strict=True)):
         over = ~((a - b).abs() <= limit)
         if bool(over.any()):
             place = int(over.nonzero()[0]) + 1
             text = said[at].texts[place]
-            return TokenParting(at, place, ids[at][place], text, float(a[place - 1]), float(b[place - 1]))
+            return TokenDivergence(at, place, ids[at][place], text, float(a[place - 1]), float(b[place - 1]))
     return None
 
 
@@ -128,12 +128,12 @@ def _token_fault(one: PromptLogprobs, ids: Sequence[int]) -> str:
     return f"the server reads token {other[1]} at position {other[0]} where {other[2]} was sent" if other else ""
 
 
-def _first_read(at: int, one: PromptLogprobs, ids: Sequence[int]) -> TokenParting | None:
+def _first_read(at: int, one: PromptLogprobs, ids: Sequence[int]) -> TokenDivergence | None:
     """The first token that the server read otherwise, where it says which."""
     pairs = list(zip(one.ids, one.texts, one.logprobs, strict=True))
     for place, (token, text, value) in enumerate(pairs):
         if token is not None and (place >= len(ids) or token != ids[place]):
-            return TokenParting(at, place, token, text, math.nan, math.nan if value is None else value)
+            return TokenDivergence(at, place, token, text, math.nan, math.nan if value is None else value)
     return None
 
 

@@ -29,7 +29,7 @@ Key = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
+class Divergence:
     """The first module, in the order of completion, at which two engines part."""
 
     name: str
@@ -84,13 +84,13 @@ def trace(
     return found
 
 
-def first_parting(here: Trace, there: Trace, moved: Sequence[Trace], sample: int) -> Parting | None:
+def find_divergence(here: Trace, there: Trace, moved: Sequence[Trace], sample: int) -> Divergence | None:
     """The first module whose output differs by more than rounding moves it; what feeds it is looked at, too."""
     found = (_first(here, there, moved, sample, room) for room in _ROOMS)
     return next((parting for parting in found if parting is not None), None)
 
 
-def _first(here: Trace, there: Trace, moved: Sequence[Trace], sample: int, room: float) -> Parting | None:
+def _first(here: Trace, there: Trace, moved: Sequence[Trace], sample: int, room: float) -> Divergence | None:
     names = ({name for name, _ in here}, {name for name, _ in there})
     alone: list[str] = []
     for key in here:
@@ -104,21 +104,21 @@ def _first(here: Trace, there: Trace, moved: Sequence[Trace], sample: int, room:
         extra = _missing(key, here, there, alone or _only_there(key, here, there, names[0]))
         if extra is not None:
             name, kind, words = extra
-            return Parting(name, kind, value, floor, sample, words)
+            return Divergence(name, kind, value, floor, sample, words)
         given = _furthest(here, there, moved, key, "inputs")
-        found = Parting(key[0], here[key].kind, value, floor, sample)
+        found = Divergence(key[0], here[key].kind, value, floor, sample)
         return found if given[0] <= room * given[1] or not key[0] else _around(found, here, *given)
     return None
 
 
-def _around(found: Parting, here: Trace, given: float, floor: float) -> Parting:
+def _around(found: Divergence, here: Trace, given: float, floor: float) -> Divergence:
     """The module around one that was given something else: its own code made the difference."""
     around = found.name.rpartition(".")[0]
     kinds = {name: passed.kind for (name, _), passed in here.items()}
     while around and around not in kinds:  # lists of modules are not called
         around = around.rpartition(".")[0]
     words = f"in its own code, before {found.name}"
-    return Parting(around, kinds.get(around, "the model"), given, floor, found.sample, words)
+    return Divergence(around, kinds.get(around, "the model"), given, floor, found.sample, words)
 
 
 def _missing(key: Key, here: Trace, there: Trace, alone: Sequence[str]) -> tuple[str, str, str] | None:
@@ -209,10 +209,10 @@ class Call:
 
 def first_compiled_parting(
     model: nn.Module, run: Callable[[], Any], compiled_alone: Any, floors: Mapping[str, float], sample: int
-) -> Parting | None:
+) -> Divergence | None:
     """Modules are compiled one by one, from the outside in, on the inputs they have when nothing is compiled."""
     modules = dict(model.named_modules())
-    found: Parting | None = None
+    found: Divergence | None = None
     inside = ""
     while True:
         calls = _calls(model, _children(modules, inside) if found else [""], run)
@@ -253,12 +253,12 @@ def _calls(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> li
 
 def _try(
     module: nn.Module, call: Call, compiled_alone: Any, floors: Mapping[str, float], sample: int
-) -> Parting | None:
+) -> Divergence | None:
     with torch.no_grad(), compiled_alone(module):
         given = _floating(module(*copy.deepcopy(call.args), **copy.deepcopy(call.kwargs)))
     for name, expected in call.outputs.items():
         value = _gap(given[name], expected, scale_of([expected])) if name in given else float("inf")
         floor = max(floors.get(call.name, 0.0), torch.finfo(expected.dtype).eps)
         if value > ROOM * floor:
-            return Parting(call.name, type(module).__name__, value, floor, sample, "compiled by itself")
+            return Divergence(call.name, type(module).__name__, value, floor, sample, "compiled by itself")
     return None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from truebatch.html_repr import html_lines, html_table
 from truebatch.language.columns import align
-from truebatch.verification.engines.first_divergence import Parting
+from truebatch.verification.engines.first_divergence import Divergence
 
 Verdict = Literal["equal", "different", "unproven"]
 
@@ -64,7 +64,7 @@ class SampleGap:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenParting:
+class TokenDivergence:
     """The first token at which a server and a model part."""
 
     sample: int
@@ -91,8 +91,8 @@ class AgainstReport:
     """The other engine, in words."""
     levels: Sequence[Level]
     samples: Sequence[SampleGap] = ()
-    first_module: Parting | None = None
-    first_token: TokenParting | None = None
+    first_module: Divergence | None = None
+    first_token: TokenDivergence | None = None
     reasons: Sequence[str] = ()
     """What differs beside the numbers: tokens, tokenizers."""
     unproven: str = ""
@@ -184,7 +184,7 @@ def _number(value: float) -> str:
     return "NaN" if math.isnan(value) else "not comparable" if math.isinf(value) else f"{value:.1e}"
 
 
-def _token_dict(one: TokenParting) -> dict[str, Any]:
+def _token_dict(one: TokenDivergence) -> dict[str, Any]:
     return {name: None if value != value else value for name, value in asdict(one).items()}
 
 

@@ -18,7 +18,7 @@ from truebatch.scoring.backends.http.client import HttpSettings
 from truebatch.scoring.backends.http.openai import HttpBackend
 from truebatch.scoring.readouts import Generate, Head, Labels, YesNo
 from truebatch.scoring.readouts.scale import Scale
-from truebatch.scoring.runner import Limits, Running, run_samples
+from truebatch.scoring.runner import Limits, RunConfig, run_samples
 from truebatch.scoring.store.export import read_rows
 from truebatch.scoring.store.input_index import list_samples
 
@@ -76,7 +76,7 @@ def address():
 def test_labels_texts_and_failures_of_single_samples(address, tmp_path):
     users = ["hello", "flaky", "unsure", "off topic", "too long", "broken", "odd"]
     backend = HttpBackend(address, "m", YesNo(), ASKING)
-    run_samples(list_samples(users), [backend], tmp_path, Limits(level="close"), Running())
+    run_samples(list_samples(users), [backend], tmp_path, Limits(level="close"), RunConfig())
     rows = dict(zip(users, read_rows(tmp_path), strict=True))
     assert rows["hello"]["score"] == rows["flaky"]["score"] == pytest.approx(0.5 / 0.75)
     assert rows["unsure"]["score"] == 0.0
@@ -113,10 +113,10 @@ def test_images_travel_at_their_places(address):
 def test_a_server_that_is_not_there_or_refuses_all_stops_the_run(address, tmp_path):
     backend = HttpBackend(address, "m", YesNo(), ASKING)
     with pytest.raises(ConfigError, match="rejects every request"):
-        run_samples(list_samples(["forbidden"]), [backend], tmp_path / "a", Limits(level="close"), Running())
+        run_samples(list_samples(["forbidden"]), [backend], tmp_path / "a", Limits(level="close"), RunConfig())
     gone = HttpBackend("http://127.0.0.1:9/v1", "m", YesNo(), ASKING)
     with pytest.raises(ConfigError, match="cannot be reached"):
-        run_samples(list_samples(["x"]), [gone], tmp_path / "b", Limits(level="close"), Running())
+        run_samples(list_samples(["x"]), [gone], tmp_path / "b", Limits(level="close"), RunConfig())
     with pytest.raises(ConfigError, match="head"):
         HttpBackend(address, "m", Head())
 
