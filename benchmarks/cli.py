@@ -27,10 +27,10 @@ BENCHMARKS = {
 """Cases x methods: the module that holds `BENCHMARK`, which is imported when it is run, and what it measures."""
 SCRIPTS = {
     "planning": "Planning a million samples beside LightBinPack and TRL: time, waste, balance, memory.",
-    "attention_cuda": "Attention on a card: every kernel against one sample alone, and timings.",
+    "attention_cuda": "Attention on a GPU: every kernel against one sample alone, and timings.",
     "fit_cuda": "Whether the budget of `fit` holds: predicted and real peaks of memory.",
     "oom_cuda": "Real out-of-memory errors: the gradient of every step against the step with room.",
-    "sdpa_cuda": "How far the attention kernels of a card are from fp64, length by length.",
+    "sdpa_cuda": "How far the attention kernels of a GPU are from fp64, length by length.",
     "reliability": "The long sweeps of kills, damaged checkpoints and NaN, counted.",
     "deepspeed": "The gradient of a step under DeepSpeed ZeRO in two processes, against one by one.",
     "stitched_llm_deepspeed": "A stitched model under DeepSpeed ZeRO in two processes, against one by one.",

@@ -14,7 +14,7 @@ import pytest
 from tests.hostile.run_folders import put, trained
 from truebatch.cli.app import run
 from truebatch.language.console import Filtered, filtered, one_line, say, say_error, shown
-from truebatch.reports.progress_display import make_show
+from truebatch.reports.progress_display import make_console_logger
 from truebatch.reports.tables import Table, print_table
 from truebatch.scoring.backends.interface import SampleError
 from truebatch.scoring.backends.scripted import ScriptedBackend
@@ -142,7 +142,7 @@ def said_by(write):
 
 
 def through_show(out, kind):
-    show = make_show(kind, file=out)
+    show = make_console_logger(kind, file=out)
     show.say(f"line {EVIL}".replace("\n", " "))
     show.close()
 

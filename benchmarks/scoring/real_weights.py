@@ -113,7 +113,7 @@ def _compare(config: RealBench, loaded: tuple[Any, Any], what: str, level: Level
 def _judged(
     config: RealBench, loaded: tuple[Any, Any], asked: Sequence[Any], what: str, limits: Limits
 ) -> tuple[list[dict[str, Any]], float]:
-    """Rows in the order of the prompts, and seconds: of this process's CPU, or of the clock on a card."""
+    """Rows in the order of the prompts, and seconds: of this process's CPU, or of the clock on a GPU."""
     clock = time.process_time if config.device == "cpu" else time.monotonic
     readout: Readout = TEN
     if what == "texts":

@@ -4,7 +4,7 @@
     PYTHONPATH=src python3 -m benchmarks.scoring.run --device cuda --seconds 480 --out scoring_cuda.json
 
 Equal answers are counted against one by one with transformers' own `generate` (texts) or ours (labels, images). On a
-CPU a tiny model in fp32 runs on one thread and CPU seconds count; on a card a Llama of 1.1B and a Qwen3-VL of 8B
+CPU a tiny model in fp32 runs on one thread and CPU seconds count; on a GPU a Llama of 1.1B and a Qwen3-VL of 8B
 parameters in bf16. Weights are random, nothing is downloaded.
 """
 
@@ -33,10 +33,10 @@ from benchmarks.harness.result_file import keep_result, origin
 from benchmarks.scoring.workload import Ours, Way, make_llama, make_qwen, picture_prompts, text_prompts, theirs
 from benchmarks.training.timing import time_once
 from truebatch.errors import ConfigError
-from truebatch.hf.generate.image_cache import PicturePrompt
+from truebatch.hf.generate.image_cache import ImagePrompt
 from truebatch.scoring.backends.interface import Cost
 from truebatch.scoring.batch_plan import Limits, plan_batches
-from truebatch.scoring.inputs.images import picture_sizes
+from truebatch.scoring.inputs.images import image_sizes
 from truebatch.scoring.memory_budget import fit_prepared, grown
 from truebatch.scoring.store.input_index import list_samples
 from truebatch.scoring.store.journal import open_journal
@@ -71,7 +71,7 @@ class ScoringBench:
 
 
 def make_config(*, device: str = "cpu", seconds: float | None = None, quick: bool = False) -> ScoringBench:
-    """Sizes for a CPU or a card; quick: a dry run with tiny models anywhere."""
+    """Sizes for a CPU or a GPU; quick: a dry run with tiny models anywhere."""
     if quick:
         return ScoringBench(
             device=device, texts=8, pictures=4, new_tokens=4, planned=500, rounds=1, seconds=seconds or 60
@@ -228,7 +228,7 @@ def _vision_ways(config: ScoringBench, new: int) -> list[tuple[str, Way, int]]:
     return ways
 
 
-def _other(prompt: PicturePrompt) -> PicturePrompt:
+def _other(prompt: ImagePrompt) -> ImagePrompt:
     """The same prompt with an image that counts as another, so that it is encoded again."""
     return replace(prompt, key=~prompt.key, image_hashes=(b"other" + prompt.image_hashes[0],))
 
@@ -301,7 +301,7 @@ def _overheads(config: ScoringBench) -> dict[str, float]:
         costs = {}
         for one in listed:
             assert one.asked is not None
-            (height, width), words = picture_sizes(one.asked.images)[0], len(one.asked.user)
+            (height, width), words = image_sizes(one.asked.images)[0], len(one.asked.user)
             costs[one.key] = Cost(tokens=words // 4 + height * width // 784, patches=height * width // 196)
         measured = time.process_time()
         plan_batches(costs, Limits(cells=16_384))

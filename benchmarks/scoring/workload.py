@@ -18,9 +18,9 @@ from truebatch.generation.decode_loop import collect, generate_tokens
 from truebatch.generation.interface import Prompt
 from truebatch.hf.forward_inputs import language_model
 from truebatch.hf.generate.decoder import hf_decoder
-from truebatch.hf.generate.image_cache import ImageDecoder, PicturePrompt
+from truebatch.hf.generate.image_cache import ImageDecoder, ImagePrompt
 from truebatch.hf.generate.packed_prefill import PackedDecoder, compile_reading
-from truebatch.scoring.backends.fixed_shape_decoder import PinnedDecoder
+from truebatch.scoring.backends.fixed_shape_decoder import FixedShapeDecoder
 from truebatch.scoring.backends.fixed_shapes import Shapes
 from truebatch.scoring.backends.interface import Cost
 from truebatch.scoring.backends.transformers import ROW
@@ -110,7 +110,7 @@ def text_prompts(lengths: Sequence[int], vocabulary: int) -> list[Prompt]:
     return [Prompt(ids=one, key=number) for number, one in enumerate(ids)]
 
 
-def picture_prompts(number: int, tokens: int, side: int, vocabulary: int) -> list[PicturePrompt]:
+def picture_prompts(number: int, tokens: int, side: int, vocabulary: int) -> list[ImagePrompt]:
     """Prompts of about this many tokens, each with an image of its own of side x side patches."""
     draw = torch.Generator().manual_seed(2)
     width = 3 * 2 * 16 * 16
@@ -123,7 +123,7 @@ def picture_prompts(number: int, tokens: int, side: int, vocabulary: int) -> lis
             "pixel_values": torch.randn(side * side, width, generator=draw),
             "image_grid_thw": torch.tensor([[1, side, side]]),
         }
-        out.append(PicturePrompt(ids=tuple(ids), key=at, inputs=inputs, image_hashes=(at.to_bytes(4, "big"),)))
+        out.append(ImagePrompt(ids=tuple(ids), key=at, inputs=inputs, image_hashes=(at.to_bytes(4, "big"),)))
     return out
 
 
@@ -177,7 +177,7 @@ class Ours:
         plain = hf_decoder(self.model, end_ids=() if self.new_tokens and has_images else None)
         padded: Any = ImageDecoder(plain, self.model, most=0, together=not self.is_pinned) if has_images else plain
         if self.is_pinned:
-            return PinnedDecoder(padded, Shapes(self.cells), 2, max(1, self.new_tokens))
+            return FixedShapeDecoder(padded, Shapes(self.cells), 2, max(1, self.new_tokens))
         return PackedDecoder(padded, plain, cells=ROW if self.is_compiled else None)
 
     def _groups(self) -> Iterable[Sequence[int]]:

@@ -1,7 +1,7 @@
-"""Attention on a CUDA card: every kernel against one sample alone, independence of neighbours, tiny models, timings.
+"""Attention on a GPU: every kernel against one sample alone, independence of neighbours, tiny models, timings.
 
     python -m benchmarks attention_cuda --out attention_cuda.json
-    python -m benchmarks attention_cuda --device cpu --quick     (a dry run without a card)
+    python -m benchmarks attention_cuda --device cpu --quick     (a dry run without a GPU)
 
 Needs torch, transformers and numpy. Prints one line a check, at once, and exits with 1 when one fails.
 """
@@ -360,10 +360,10 @@ def show(row: Row) -> Row:
 
 
 def environment(device: str) -> Row:
-    card = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    hardware = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     capability = list(torch.cuda.get_device_capability()) if device == "cuda" else None
     return {
-        "card": card,
+        "card": hardware,
         "capability": capability,
         "torch": torch.__version__,
         "transformers": transformers.__version__,

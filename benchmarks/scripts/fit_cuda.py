@@ -5,9 +5,9 @@
     python -m benchmarks fit_cuda --device cpu --quick     (a dry run of the same code with tiny models)
 
 Needs torch, transformers and numpy. Models have random weights in bf16, samples are log-normal in length and packed;
-every step is one or two micro-batches near the budget and one update of AdamW. "card" limits the process to a part of the
-memory, so that many steps take little time; 0 is the whole card. `--only` names cases: a shape, behind which the GiB of
-a part of the card may stand. Exits with 1 when a figure is missed.
+every step is one or two micro-batches near the budget and one update of AdamW. `card_gib` limits the process to a part of the
+memory, so that many steps take little time; 0 is the whole GPU. `--only` names cases: a shape, behind which the GiB of
+a part of the GPU may stand. Exits with 1 when a figure is missed.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ GIB = 2**30
 LEAST_SHARE, LARGEST_ERROR = 0.85, 0.05
 SHAPES_HERE = {
     **SHAPES,
-    # Little arithmetic for the memory it takes: hundreds of steps that fill a part of a card end in a minute or two.
+    # Little arithmetic for the memory it takes: hundreds of steps that fill a part of a GPU end in a minute or two.
     "llama-60m": Shape(
         name="llama-60m", config="LlamaConfig",
         sizes={"num_hidden_layers": 8, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8,
                "intermediate_size": 1408, "vocab_size": 32000},
     ),
-    # Layers that are one kernel each and few words: all of a card is filled and emptied twice a second.
+    # Layers that are one kernel each and few words: all of a GPU is filled and emptied twice a second.
     "bert-slim": Shape(
         name="bert-slim", config="BertConfig", masked=True,
         sizes={"num_hidden_layers": 24, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024,
@@ -76,14 +76,14 @@ class Case:
 
     shape: str
     card_gib: float
-    """0: the whole card."""
+    """0: the whole GPU."""
     steps: int
     longest: int = 2048
     """Samples are cut to this many tokens."""
 
     @property
     def name(self) -> str:
-        """The shape, and the GiB of a part of the card."""
+        """The shape, and the GiB of a part of the GPU."""
         return f"{self.shape}/{self.card_gib:g}" if self.card_gib else self.shape
 
 
@@ -128,7 +128,7 @@ class Row:
     """For the largest micro-batch that was run, before the run."""
     peak_bytes: int
     reserved_bytes: int
-    """With the gaps of the allocator: what the card has lost to the process."""
+    """With the gaps of the allocator: what the GPU has lost to the process."""
     share_of_limit: float
     """The peak over the memory that was given."""
     share_reserved: float
@@ -223,7 +223,7 @@ def _batches(data: TrainData, cells: int) -> Iterator[MicroBatch]:
 
 
 def _ahead(steps: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
-    """The same; the next step is made while the card works on this one."""
+    """The same; the next step is made while the GPU works on this one."""
     with ThreadPoolExecutor(1) as maker:
         coming = maker.submit(next, steps, None)
         while (batches := coming.result()) is not None:

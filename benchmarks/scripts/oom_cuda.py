@@ -256,7 +256,7 @@ def update_without_room(engine: StepEngine, step: LoadedStep) -> dict[str, Any]:
 
 
 def fill_gaps(device: torch.device) -> list[Tensor]:
-    """On a card: tensors in all room that the allocator has between others, so that nothing more fits."""
+    """On a GPU: tensors in all room that the allocator has between others, so that nothing more fits."""
     found: list[Tensor] = []
     if device.type != "cuda":
         return found

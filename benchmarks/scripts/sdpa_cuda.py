@@ -1,4 +1,4 @@
-"""How far the attention kernels of a card are from fp64, length by length: output and gradients of one layer in bf16.
+"""How far the attention kernels of a GPU are from fp64, length by length: output and gradients of one layer in bf16.
 
     python -m benchmarks sdpa_cuda --out sdpa_cuda.json
     python -m benchmarks sdpa_cuda --device cpu     (a dry run with the kernels of a CPU)

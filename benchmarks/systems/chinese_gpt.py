@@ -341,7 +341,7 @@ def make_config(
     *, device: str = "cpu", data: str = "embedded", threads: int = 1, seconds: float | None = None,
     quick: bool = False, quality: bool = False, only: str | None = None, seed: int = 0, max_steps: int | None = None,
 ) -> GPTBenchConfig:  # fmt: skip
-    """Sizes for a CPU or a card; quick: few samples and rounds, a dry run."""
+    """Sizes for a CPU or a GPU; quick: few samples and rounds, a dry run."""
     if only not in (None, "tables", "quality"):
         raise ConfigError("there is no such part", seen=f"only={only!r}", do="use tables or quality")
     config = GPTBenchConfig(

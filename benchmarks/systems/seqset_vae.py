@@ -82,7 +82,7 @@ class Row:
     updating_each: float
     """With one update for every forward pass, as the note counts."""
     peak_gib: float
-    """On a card: the peak of all memory. On a CPU: what autograd keeps for backward."""
+    """On a GPU: the peak of all memory. On a CPU: what autograd keeps for backward."""
     padded_share: float
     """Of the cells in which sets attend; the note pads stays to the longest and strips it again."""
     rounds: list[float] = field(default_factory=list)
@@ -266,9 +266,9 @@ def _train(bench: Bench, size: int, cut: int) -> list[float]:
 
 
 def make_config(*, device: str, seconds: float | None = None, quick: bool = False) -> SeqSetBenchConfig:
-    """The note's sizes on a card, a small model on a CPU; `quick` is a dry run."""
+    """The note's sizes on a GPU, a small model on a CPU; `quick` is a dry run."""
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise ConfigError("this device cannot be measured", seen=f"device={device!r}", do="use cpu, or cuda on a card")
+        raise ConfigError("this device cannot be measured", seen=f"device={device!r}", do="use cpu, or cuda on a GPU")
     sizes: dict[str, Any] = {}
     if device == "cuda":
         sizes = {

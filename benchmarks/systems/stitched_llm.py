@@ -228,7 +228,7 @@ def _both(model: Any) -> Iterator[None]:
 
 
 def _at_memory(bench: Bench, note: Row, packed: Sequence[Row]) -> None:
-    """Packed rows in no more memory than the note's settings take, and the largest budget of the note's card."""
+    """Packed rows in no more memory than the note's settings take, and the largest budget of the note's GPU."""
     ratios = bench.result["ratios"]
     again = [_try(bench, _packed_way(bench, cells, checkpointing=True), 0) for cells in bench.config.budgets[:2]]
     points = {False: list(packed), True: [row for row in again if row is not None]}
@@ -319,20 +319,20 @@ def _even_parts(work: Work, number: int) -> list[Part]:
 
 
 def _about(config: StitchedBenchConfig) -> dict[str, Any]:
-    card = torch.cuda.get_device_name() if config.device == "cuda" else platform.machine()
+    hardware = torch.cuda.get_device_name() if config.device == "cuda" else platform.machine()
     memory = torch.cuda.get_device_properties(0).total_memory / GIB if config.device == "cuda" else 0.0
     return {
         "command": command_line("benchmarks.systems.stitched_llm"),
-        "date": today(), "hardware": card, "card_gib": memory,
+        "date": today(), "hardware": hardware, "card_gib": memory,
         "torch": torch.__version__, "transformers": version("transformers"), "python": platform.python_version(),
         "config": asdict(config),
     }  # fmt: skip
 
 
 def make_config(*, device: str, seconds: float | None = None, quick: bool = False) -> StitchedBenchConfig:
-    """Full sizes for a card and tiny ones for a CPU."""
+    """Full sizes for a GPU and tiny ones for a CPU."""
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise ConfigError("this device cannot be measured", seen=f"device={device!r}", do="use cpu, or cuda on a card")
+        raise ConfigError("this device cannot be measured", seen=f"device={device!r}", do="use cpu, or cuda on a GPU")
     sizes: dict[str, Any] = dict(TINY_SIZES) if device == "cpu" else {}
     sizes |= {"seconds": seconds} if seconds is not None else {}
     if quick:

@@ -46,7 +46,7 @@ class StitchedBenchConfig:
     budgets: tuple[int, ...] = (8192, 16384, 32768, 65536, 131072)
     """Cells of a packed row that are tried; the fastest is the fitted budget."""
     card_gib: float = 15.0
-    """The memory of the note's card."""
+    """The memory of the note's GPU."""
     way_seconds: float = 3.0
     seconds: float = 150.0
     """No way begins after this time; what was left out is named."""

@@ -5,7 +5,7 @@
 
 Pairs are read from a benchmark file and edited; then each way judges them as a run does: listing and planning, pictures
 decoded and prepared in threads ahead of the model, a text for every pair, the strict parser, the journal. The judge has
-random weights (on a card a Qwen3-VL of 8B parameters in bf16) and writes as many tokens as it may, so no answer holds a
+random weights (on a GPU a Qwen3-VL of 8B parameters in bf16) and writes as many tokens as it may, so no answer holds a
 score: the time is that of judging, the scores mean nothing. On a CPU a tiny model runs in fp32 on one thread and CPU
 seconds count.
 """
@@ -45,7 +45,7 @@ from truebatch_systems.vl_reward.stages import SCORES, Judging, edit_all, judge_
 Say = Callable[[str], None]
 UNLIMITED = 10**7
 SHARE = 0.85
-"""Of the card's memory that the fitted budget may take."""
+"""Of the GPU's memory that the fitted budget may take."""
 IN_THREADS = ("decode", "prepare")
 
 
@@ -64,7 +64,7 @@ class RewardBench:
     first: int | None = None
     """Pairs that are judged one by one; a batch of n judges n times as many, all at most. None: all, always."""
     cells: int | None = 16_384
-    """The budget of the last row; None: fitted to the card's memory by the rows before it."""
+    """The budget of the last row; None: fitted to the GPU's memory by the rows before it."""
     rows: int = 128
     """Most pairs of a batch of the last row: pictures of a batch are prepared while the one before is judged."""
     seconds: float = 600.0
@@ -72,7 +72,7 @@ class RewardBench:
 
 
 def make_config(*, device: str = "cpu", seconds: float | None = None, quick: bool = False) -> RewardBench:
-    """Sizes for a CPU or a card; quick: a dry run with a tiny model anywhere."""
+    """Sizes for a CPU or a GPU; quick: a dry run with a tiny model anywhere."""
     if quick:
         return RewardBench(device=device, pairs=8, new_tokens=4, sizes=(1, 4), seconds=seconds or 60)
     if device == "cpu":
@@ -206,7 +206,7 @@ class Bench:
         return {"equal": sum(texts[name] == self.texts[name] for name in both), "compared": len(both)}
 
     def _parts(self, clock: Clock, took: float, number: int) -> dict[str, float]:
-        """Milliseconds of each part, and of what is left: on a card decoding and preparing go on beside the model."""
+        """Milliseconds of each part, and of what is left: on a GPU decoding and preparing go on beside the model."""
         own = clock.own()
         beside = IN_THREADS if self.device.type == "cuda" else ()
         own["other"] = took - sum(seconds for part, seconds in own.items() if part not in beside)

@@ -81,8 +81,8 @@ class Clock:
 
 
 PLACES: tuple[tuple[Any, str, str], ...] = (
-    (chat_prompt, "open_picture", "decode"),
-    (chat_prompt.Prompting, "prepare", "prepare"),
+    (chat_prompt, "open_image", "decode"),
+    (chat_prompt.ChatPrompt, "prepare", "prepare"),
     (ModelBackend, "judge", "model"),
     (stages, "read_score", "parse"),
     (Journal, "begin", "journal"),

@@ -1,4 +1,4 @@
-"""Attention of one layer on a card, packed and even, kernel by kernel: where the gap between the two comes from."""
+"""Attention of one layer on a GPU, packed and even, kernel by kernel: where the gap between the two comes from."""
 
 from __future__ import annotations
 

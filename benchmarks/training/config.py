@@ -24,11 +24,11 @@ class Case:
     all_ways: bool = False
     """False leaves out what the first case has shown."""
     cells: int | None = None
-    """Of its rows, if they are not those of the benchmark: a small model needs more cells to fill a card, and still less
+    """Of its rows, if they are not those of the benchmark: a small model needs more cells to fill a GPU, and still less
     than half of the memory that padding takes. The encoder's are no multiple of 256: there torch 2.11 takes a kernel for
     the gradient of a layer norm that needs a tenth longer."""
     whole_steps: bool = False
-    """A round of our ways and of even rows has the tokens of a step: of a small model the card waits for the host where a
+    """A round of our ways and of even rows has the tokens of a step: of a small model the GPU waits for the host where a
     round begins, as it does where a step begins, and with shorter rounds it would count more than in training."""
 
     @property
@@ -106,9 +106,9 @@ def make_config(
     *, device: str, only: str = "", ways: str = "", seconds: float | None = None, quick: bool = False,
     profile: bool = False, cells: int | None = None, threads: int | None = None,
 ) -> TrainingBenchConfig:  # fmt: skip
-    """Full sizes for a card and tiny ones for a CPU; `only` names cases and `ways` ways, with commas."""
+    """Full sizes for a GPU and tiny ones for a CPU; `only` names cases and `ways` ways, with commas."""
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise ConfigError("this device cannot be measured", seen=f"device={device!r}", do="use cpu, or cuda on a card")
+        raise ConfigError("this device cannot be measured", seen=f"device={device!r}", do="use cpu, or cuda on a GPU")
     sizes: dict[str, Any] = dict(TINY_SIZES) if device == "cpu" else {"cases": FULL}
     if seconds is not None and not 0 < seconds < float("inf"):
         raise ConfigError("a time is a number of seconds above 0", seen=f"seconds={seconds}", do="for example 480")
@@ -118,7 +118,7 @@ def make_config(
         if device != "cpu" or threads < 1:
             raise ConfigError(
                 "threads are those of a CPU, one or more", seen=f"threads={threads}, device={device!r}",
-                do="leave --threads out on a card, or set it to 1 or more",
+                do="leave --threads out on a GPU, or set it to 1 or more",
             )  # fmt: skip
         sizes["threads"] = threads
     if cells is not None:

@@ -28,7 +28,7 @@ OWN = (
     "one by one", "HF default, 8", "HF group_by_length, 8", "HF packed, sdpa", "ours padded", "ours packed",
     "uniform", "uniform, our kernel", "ours packed, compiled", "uniform, compiled", "uniform, our kernel, compiled",
 )  # fmt: skip
-"""What needs no other library, in the order it runs in. A way and its limits are neighbours: the clock of a card drifts."""
+"""What needs no other library, in the order it runs in. A way and its limits are neighbours: the clock of a GPU drifts."""
 EVERY_CASE = (
     "one by one", "HF default, 8", "HF group_by_length, 8", "ours packed", "uniform", "ours packed, compiled",
     "uniform, compiled",
@@ -58,7 +58,7 @@ class Way:
     together: str = ""
     """Neighbours with the same word here are timed in turns."""
     held_apart: int = 0
-    """Bytes on the card that other ways need and this one does not: it has a model of its own."""
+    """Bytes on the GPU that other ways need and this one does not: it has a model of its own."""
 
 
 def all_ways(model: Any, work: Work, *, device: torch.device, backend: str) -> list[Way]:
@@ -69,7 +69,7 @@ def all_ways(model: Any, work: Work, *, device: torch.device, backend: str) -> l
     uniform: dict[str, Any] = {
         "parts": lambda: [work.uniform(vocabulary)] * EVEN, "run": _uniform_step(model, device),
     }  # fmt: skip
-    # A slow spell of a shared CPU should meet all ways alike; a card has not the time for it.
+    # A slow spell of a shared CPU should meet all ways alike; a GPU has not the time for it.
     in_turns: dict[str, Any] = {"together": "as written"} if device.type == "cpu" else {}
     other: dict[str, Any] = {"run": theirs, "is_other": True, **in_turns}
     compiled: dict[str, Any] = {"compiled": True, "together": "compiled"}
@@ -209,7 +209,7 @@ def compare_gradients(model: Any, work: Work, device: torch.device) -> dict[str,
 
 @contextmanager
 def _whole_reductions() -> Iterator[None]:
-    """A card may cut a product of few rows along its inner axis and add the parts in half precision; not in here."""
+    """A GPU may cut a product of few rows along its inner axis and add the parts in half precision; not in here."""
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_bf16_reduced_precision_reduction
     matmul.allow_bf16_reduced_precision_reduction = False

@@ -116,7 +116,7 @@ def unsloth_ways(model: Any, work: Work, *, device: torch.device, backend: str) 
     It rewrites transformers and TRL for the whole process.
     """
     if device.type != "cuda":
-        raise ValueError("Unsloth trains on a card alone")
+        raise ValueError("Unsloth trains on a GPU alone")
     made: list[Any] = []
 
     @contextmanager

@@ -29,7 +29,7 @@ from benchmarks.training.timing import (
 from benchmarks.training.workload import Part, Work, new_share, pairs_per_token, typical_parts
 
 TURNS = 3
-"""So often ways that are timed together take turns: a host or a card that is slower for a while is so for all of them."""
+"""So often ways that are timed together take turns: a host or a GPU that is slower for a while is so for all of them."""
 PROFILED = ("ours packed", "uniform", "ours packed, compiled", "uniform, compiled")
 
 
@@ -46,7 +46,7 @@ class Measured:
     pairs_per_token: float
     """Of the micro-batches that were timed: ways are compared at equal work, and this says how equal it was."""
     share_of_peak: float
-    """Of the card's measured matrix rate, by the operations that real tokens need."""
+    """Of the GPU's measured matrix rate, by the operations that real tokens need."""
     seconds_per_update: float
     micro_batches: int
     """Of one round."""
@@ -62,9 +62,9 @@ class Measured:
     """Tokens per second with one update for every micro-batch."""
     compilations: int = 0
     host_seconds: float = 0.0
-    """On a card, of our ways and even rows: what the host needs to launch one micro-batch, the card idle before. Where that
-    is about as long as the card needs for it, the card waits, and what is measured is the host. (Of a large model the host
-    waits in turn, for room among what the card was given to do.)"""
+    """On a GPU, of our ways and even rows: what the host needs to launch one micro-batch, the GPU idle before. Where that
+    is about as long as the GPU needs for it, the GPU waits, and what is measured is the host. (Of a large model the host
+    waits in turn, for room among what the GPU was given to do.)"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

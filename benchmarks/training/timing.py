@@ -35,7 +35,7 @@ def _run_all(way: Way, batches: Sequence[Any]) -> None:
 
 
 def time_once(work: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one run of `work`: by events on a card, of one thread in CPU seconds, of several by the clock."""
+    """Seconds of one run of `work`: by events on a GPU, of one thread in CPU seconds, of several by the clock."""
     if device.type != "cuda":
         # CPU seconds leave out other work on the machine; of several threads they would count waiting for each other.
         now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -52,7 +52,7 @@ def time_once(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def median_host_seconds(way: Way, batches: Sequence[Any], device: torch.device) -> float:
-    """What the host needs to launch one micro-batch of ours, the card idle before; 0 where there is no card."""
+    """What the host needs to launch one micro-batch of ours, the GPU idle before; 0 where there is no GPU."""
     if device.type != "cuda" or way.is_other:
         return 0.0
     took = []
@@ -76,7 +76,7 @@ def time_update(model: Any, device: torch.device) -> float:
 
 
 def measure_peak(device: str) -> float:
-    """TFLOP/s of a large matrix product: bf16 on a card, fp32 on a CPU."""
+    """TFLOP/s of a large matrix product: bf16 on a GPU, fp32 on a CPU."""
     size, dtype = (8192, torch.bfloat16) if device == "cuda" else (1024, torch.float32)
     one, other = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     for _ in range(3):
@@ -101,7 +101,7 @@ def print_profile(title: str, way: Way, batches: Sequence[Any]) -> None:
 
 
 def pin_batch(batch: Any, device: torch.device) -> Any:
-    """The micro-batch in page-locked memory, if it goes to a card."""
+    """The micro-batch in page-locked memory, if it goes to a GPU."""
     if device.type != "cuda":
         return batch
     if isinstance(batch, tuple):
@@ -133,5 +133,5 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_gib(device: torch.device) -> float:
-    """The peak of memory on the card since then; 0 on a CPU."""
+    """The peak of memory on the GPU since then; 0 on a CPU."""
     return torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0

@@ -43,7 +43,7 @@ def make_row(way: str, steps: Sequence[LoadedStep], seconds: float, peak: float,
 def ratios(rows: Sequence[Mapping[str, Any]], *, is_card: bool = False) -> dict[str, float]:
     """What the rows say, first things first; tokens that are real are compared, so that lengths do not matter.
 
-    Rows with loading are compared with rows without on a card only: on a CPU they are timed by the clock, and
+    Rows with loading are compared with rows without on a GPU only: on a CPU they are timed by the clock, and
     everything else in CPU seconds.
     """
     rate = {row["way"]: row["tokens_per_second"] for row in rows}

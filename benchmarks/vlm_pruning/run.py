@@ -4,7 +4,7 @@
     PYTHONPATH=src python3 -m benchmarks.vlm_pruning.run --device cuda --seconds 185 --out vlm_pruning_cuda.json
     PYTHONPATH=src python3 -m benchmarks.vlm_pruning.run --device cuda --only loading --fitted 20 --out loading.json
 
-One process, one model with random weights (on a card the shape of LLaVA-1.5-7B, bf16), the same samples for every way.
+One process, one model with random weights (on a GPU the shape of LLaVA-1.5-7B, bf16), the same samples for every way.
 A step is forward and backward of both ways through the decoder, and the update of both optimisers. Rows without a word
 are timed on micro-batches made before; rows "with loading" have images read, sized and copied by the loader's workers
 meanwhile; rows in "the note's way" process images inside the step with transformers' own processor, and run the
@@ -83,9 +83,9 @@ class PruningBenchConfig:
     note_batch: int = 8
     """The batch the note recommends."""
     fitted: int | None = 16
-    """Samples of the fitted budget; None measures what the card holds."""
+    """Samples of the fitted budget; None measures what the GPU holds."""
     most: int = 20
-    """The fitted budget is not tried beyond so many samples: a card is busy long before, and rows are filled better."""
+    """The fitted budget is not tried beyond so many samples: a GPU is busy long before, and rows are filled better."""
     one_by_one: int = 16
     """Samples of the rows that run one by one."""
     workers: int = 0
@@ -155,7 +155,7 @@ class Bench:
         self.row(EVEN, self._even(), Cut(samples=self.fitted))
 
     def loading_rows(self) -> None:
-        """Again with images read, sized and copied while the card works; the first step, which waits, does not count."""
+        """Again with images read, sized and copied while the GPU works; the first step, which waits, does not count."""
         self.loading_row(FITTED, self.work, self._fitted_cut())
         self.loading_row(EVEN, self._even(), Cut(samples=self.fitted))
         self.loading_row(f"batch {self.config.note_batch}", self.work, Cut(samples=self.config.note_batch))
@@ -267,7 +267,7 @@ class Bench:
         return Cut(cells=max(self.fitted * self.width, int(max(self.work.lengths))))
 
     def _fit(self, note: Row | None) -> int:
-        """Samples that fill four fifths of the card, from the memory of the note's batch; at most `most`."""
+        """Samples that fill four fifths of the GPU, from the memory of the note's batch; at most `most`."""
         if note is None or self.device.type != "cuda":
             return self.config.note_batch
         whole = torch.cuda.get_device_properties(self.device).total_memory / GIB
@@ -305,7 +305,7 @@ def make_config(
 ) -> PruningBenchConfig:
     """The sizes for a device; `quick` is a dry run, `only` names parts with commas, `fitted` the samples of the budget."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("there is no card here", seen="torch.cuda.is_available() is False", do="use --device cpu")
+        raise ConfigError("there is no GPU here", seen="torch.cuda.is_available() is False", do="use --device cpu")
     sizes: dict[str, Any] = {}
     if device == "cuda":
         sizes = {

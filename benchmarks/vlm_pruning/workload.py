@@ -57,7 +57,7 @@ class Work:
 
 
 def make_work(device: torch.device, *, is_large: bool, number: int) -> Work:
-    """Build the model in bf16 on a card (fp32 on a CPU)."""
+    """Build the model in bf16 on a GPU (fp32 on a CPU)."""
     config = llava_7b() if is_large else tiny_config("tiny-llava")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     backbone = random_llava(config, device, dtype)
@@ -77,7 +77,7 @@ def encoder_for(config: PretrainedConfig) -> SampleEncoder:
 
 
 def engine_of(model: PrunedVLM, device: torch.device) -> StepEngine:
-    """The training room's own step: two optimisers, bf16 autocast on a card."""
+    """The training room's own step: two optimisers, bf16 autocast on a GPU."""
     name_purposes(model)
     model.train()
     is_card = device.type == "cuda"

@@ -88,10 +88,10 @@ def _accelerator() -> Check:
 
 
 def _attention_plans(accelerator: Check) -> list[Check]:
-    """On a card whose fastest kernel for packed rows needs a package: whether it is there."""
+    """On a GPU whose fastest kernel for packed rows needs a package: whether it is there."""
     if not accelerator.words[:1].isdigit():
         return []
-    import torch  # it was imported to name the card
+    import torch  # it was imported to name the GPU
 
     if torch.version.cuda is None or torch.cuda.get_device_capability() < HOPPER:
         return []
@@ -100,13 +100,13 @@ def _attention_plans(accelerator: Check) -> list[Check]:
         return [Check(name, "ok", metadata.version(name))]
     except metadata.PackageNotFoundError:
         words = (
-            "not installed: packed rows take torch's own attention, slower on this card; pip install 'truebatch[cudnn]'"
+            "not installed: packed rows take torch's own attention, slower on this GPU; pip install 'truebatch[cudnn]'"
         )
         return [Check(name, "note", words)]
 
 
 def _attention_gradients(accelerator: Check) -> list[Check]:
-    """On a card: whether torch's attention is one whose gradients depend on what ran before."""
+    """On a GPU: whether torch's attention is one whose gradients depend on what ran before."""
     if not accelerator.words[:1].isdigit():
         return []
     import torch
@@ -116,7 +116,7 @@ def _attention_gradients(accelerator: Check) -> list[Check]:
     scores = importlib.import_module("truebatch.attention.score_rule")  # with torch, which may be missing
     try:
         is_confused = scores.plans_confuse_layouts(torch.device("cuda"))
-    except RuntimeError as error:  # no memory left on the card, say
+    except RuntimeError as error:  # no memory left on the GPU, say
         return [Check("attention", "note", f"could not be tried: {str(error)[:200]}")]
     if not is_confused:
         return [Check("attention", "ok", "gradients do not depend on how that of the output lies")]

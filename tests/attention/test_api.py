@@ -226,7 +226,7 @@ def test_a_call_that_would_be_misread_is_refused(change, words):
     assert words in caught.value.seen
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_bias_may_be_all_that_has_a_gradient():
     segments = packed_segments([30, 14]).to("cuda")
     query, key, value = torch.randn(3, 1, 2, 44, 16, device="cuda")

@@ -319,7 +319,7 @@ def test_further_slots_are_empty():
     assert starts.tolist() == [0, 4, *[9] * 15]
 
 
-@pytest.mark.skipif(not (torch.cuda.is_available() and plans_are_possible()), reason="needs a card and cuDNN's package")
+@pytest.mark.skipif(not (torch.cuda.is_available() and plans_are_possible()), reason="needs a GPU and cuDNN's package")
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("width", [32, 64, 80, 128])
 def test_plans_of_cudnn_on_this_card(causal, width):

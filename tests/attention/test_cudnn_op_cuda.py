@@ -1,4 +1,4 @@
-"""Planned attention on a card: cuDNN's kernels against the formula written out, in every way they are called."""
+"""Planned attention on a GPU: cuDNN's kernels against the formula written out, in every way they are called."""
 
 from __future__ import annotations
 

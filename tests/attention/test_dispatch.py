@@ -1,4 +1,4 @@
-"""The choice of a kernel, with cards simulated."""
+"""The choice of a kernel, with GPUs simulated."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The kernels for short samples give what attention written out gives, and nothing passes between samples.
 
-Without a card Triton interprets them, cell by cell as on a card: slow, and exact enough to compare with fp64.
+Without a GPU Triton interprets them, cell by cell as on a GPU: slow, and exact enough to compare with fp64.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Attention from a table of fixed shape is attention inside each segment, forward and backward.
 
-The kernel itself needs a card; here a plain one stands in for it, one call of SDPA a segment.
+The kernel itself needs a GPU; here a plain one stands in for it, one call of SDPA a segment.
 """
 
 from itertools import pairwise

@@ -1,6 +1,6 @@
 """The kernels for short samples beside attention written out, in a process of its own.
 
-Triton decides when it is imported whether its kernels are compiled for a card or interpreted. Prints one JSON object:
+Triton decides when it is imported whether its kernels are compiled for a GPU or interpreted. Prints one JSON object:
 the case -> relative distances of output, statistics and gradients, and whether what one sample holds stays in it.
 """
 

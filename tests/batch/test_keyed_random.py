@@ -162,7 +162,7 @@ def in_a_thread_that_python_did_not_make(work):
 
 
 def test_layers_that_backward_recomputes_in_a_thread_of_its_own_draw_the_same():
-    """As on a card, whose backward pass torch runs in another thread."""
+    """As on a GPU, whose backward pass torch runs in another thread."""
     batch, drop = packed(SAMPLES, [5, 0, 2], TEXT_FIELDS), KeyedDropout(0.5, purpose="a")
     grads = []
     for run in (lambda loss: loss.backward(), lambda loss: in_a_thread_that_python_did_not_make(loss.backward)):

@@ -254,7 +254,7 @@ def test_what_rewrites_transformers_is_measured_in_a_process_of_its_own(fast_pea
 
 def test_libraries_that_need_a_card_say_so(prepared):
     model, work = prepared
-    with pytest.raises(ValueError, match="a card alone"):
+    with pytest.raises(ValueError, match="a GPU alone"):
         unsloth_ways(model, work, device=torch.device("cpu"), backend="eager")
     with pytest.raises(ValueError, match="kind llama"):
         titan_ways(model, work, device=torch.device("cuda"), backend="eager")

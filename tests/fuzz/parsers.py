@@ -17,7 +17,7 @@ from truebatch.io.data_files import read_samples
 from truebatch.io.text_encoding import read_lines
 from truebatch.planning.config import PlanConfig
 from truebatch.planning.lengths.length_field import choose_reading, read_length
-from truebatch.scoring.inputs.read_samples import read_asked
+from truebatch.scoring.inputs.read_samples import read_requests
 from truebatch.scoring.readouts import Generate
 from truebatch.scoring.readouts.read_answer import read_answer
 from truebatch.scoring.readouts.scale import ANY_NUMBER, Scale
@@ -60,7 +60,7 @@ def fuzz_jsonl(data: bytes) -> None:
 
 def fuzz_asked(data: bytes) -> None:
     for name in ("a.jsonl", "a.csv"):
-        for _ in read_asked(_file(name, data)):
+        for _ in read_requests(_file(name, data)):
             pass
 
 

@@ -12,7 +12,7 @@ from truebatch.generation.config import Generation
 from truebatch.scoring.backends.transformers import model_backend
 from truebatch.scoring.batch_plan import Limits, plan_batches
 from truebatch.scoring.equality_check import check_identity
-from truebatch.scoring.inputs.read_samples import read_asked
+from truebatch.scoring.inputs.read_samples import read_requests
 from truebatch.scoring.readouts import Generate, Labels
 
 SUBJECTS = ("the sea", "a small town", "prime numbers", "tea", "an old radio", "winter", "a bicycle", "the moon")
@@ -33,7 +33,7 @@ def prompts(number):
     for n in range(number):
         asks = [draw.choice(ASKS).format(draw.choice(SUBJECTS)) for _ in range(1 + draw.randrange(1, 7) ** 2 // 4)]
         out.append({"id": f"p{n}", "user": f"{n}. " + " ".join(asks)})
-    return list(read_asked(out))
+    return list(read_requests(out))
 
 
 def judged(backend, asked, *, alone=False):

@@ -9,7 +9,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from truebatch.reports.progress_display import FIRST_SECONDS, JsonLines, PlainLines, TerminalBar, make_show
+from truebatch.reports.progress_display import FIRST_SECONDS, JsonLines, PlainLines, TerminalBar, make_console_logger
 
 
 class Clock:
@@ -67,7 +67,7 @@ def test_validation_is_no_step():
 
 def test_json_lines_have_null_for_nan():
     out = io.StringIO()
-    show = make_show("json", file=out)
+    show = make_console_logger("json", file=out)
     assert isinstance(show, JsonLines)
     show.say("损失")
     show.begin(0, 1)
@@ -85,10 +85,10 @@ def test_a_pipe_gets_plain_lines_and_a_terminal_a_bar():
         def isatty(self) -> bool:
             return True
 
-    assert isinstance(make_show(file=io.StringIO()), PlainLines)
-    assert isinstance(make_show("plain", file=Terminal()), PlainLines)
+    assert isinstance(make_console_logger(file=io.StringIO()), PlainLines)
+    assert isinstance(make_console_logger("plain", file=Terminal()), PlainLines)
     out = Terminal()
-    show = make_show(file=out)
+    show = make_console_logger(file=out)
     assert isinstance(show, TerminalBar)
     show.begin(3, 5)
     show.record(record(4))

@@ -12,7 +12,7 @@ from truebatch.generation.config import Generation
 from truebatch.scoring.backends.scripted import ScriptedBackend
 from truebatch.scoring.backends.transformers import model_backend
 from truebatch.scoring.batch_plan import DEFAULT_CELLS, Limits, load_batches, plan_batches
-from truebatch.scoring.inputs.read_samples import read_asked
+from truebatch.scoring.inputs.read_samples import read_requests
 from truebatch.scoring.memory_budget import BUDGET, fit_cells, settle_limits
 from truebatch.scoring.readouts import Generate, Labels
 from truebatch.scoring.runner import RunConfig
@@ -33,7 +33,7 @@ def judge():
 def test_no_batch_under_the_budget_takes_more_than_there_is_and_the_room_is_used(judge, monkeypatch):
     monkeypatch.setattr(gc, "collect", lambda: 0)  # nothing here is held by a cycle, and it is slow after many tests
     backend = model_backend(*judge, TEXT, Limits(), reuse_prefix=False)
-    asked = list(read_asked(questions(24)))
+    asked = list(read_requests(questions(24)))
     room = 2_000_000
     cells = fit_cells(backend, asked, limit_bytes=room)
     costs = {one.id: backend.cost(one) for one in asked}
@@ -48,8 +48,8 @@ def test_no_batch_under_the_budget_takes_more_than_there_is_and_the_room_is_used
 
 def test_on_a_cpu_and_without_samples_nothing_is_measured(judge):
     backend = model_backend(*judge, LABELS, Limits())
-    assert fit_cells(backend, list(read_asked(questions(3)))) is None
-    assert fit_cells(backend, list(read_asked([{"user": "x" * 5000}])), limit_bytes=10**6) is None
+    assert fit_cells(backend, list(read_requests(questions(3)))) is None
+    assert fit_cells(backend, list(read_requests([{"user": "x" * 5000}])), limit_bytes=10**6) is None
     assert Limits().most_cells == DEFAULT_CELLS
 
 

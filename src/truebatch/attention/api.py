@@ -129,10 +129,10 @@ def _choose(query: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Ker
 
 def call_facts(query: Tensor, value: Tensor, rule: Rule) -> Facts:
     """The facts of one call that do not depend on lengths."""
-    on_card = query.device.type == "cuda"
+    on_gpu = query.device.type == "cuda"
     return Facts(
         device=query.device.type,
-        capability=_capability(query.device) if on_card else None,
+        capability=_capability(query.device) if on_gpu else None,
         dtype=query.dtype,
         head_size=max(query.shape[-1], value.shape[-1]),
         causal=rule.causal,
@@ -143,7 +143,7 @@ def call_facts(query: Tensor, value: Tensor, rule: Rule) -> Facts:
         compiling=torch.compiler.is_compiling(),
         varlen_in_torch=varlen_in_torch(),
         varlen_has_window=varlen_has_window(),
-        plans_in_cudnn=on_card and plans_are_possible(),
+        plans_in_cudnn=on_gpu and plans_are_possible(),
     )
 
 

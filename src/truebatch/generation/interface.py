@@ -72,7 +72,7 @@ class Decoder(Protocol):
         """The logits of what follows each prompt, [B, V], and the rows in the same order."""
 
 
-class AroundDecoder:
+class DecoderWrapper:
     """A decoder around another one, with the ends and the limit of the inner one."""
 
     __slots__ = ()

@@ -33,8 +33,8 @@ WIDE = 100
 """Terminal width from which a bar is shown next to the numbers."""
 
 
-class Show(Protocol):
-    """Watches a run and says lines between."""
+class ConsoleLogger(Protocol):
+    """A logger that shows a run to a person, and prints lines between."""
 
     def say(self, line: str) -> None:
         """One line of words."""
@@ -53,7 +53,7 @@ class Show(Protocol):
         ...
 
 
-def make_show(log_format: LogFormat = "auto", *, file: TextIO | None = None) -> Show:
+def make_console_logger(log_format: LogFormat = "auto", *, file: TextIO | None = None) -> ConsoleLogger:
     """A bar where the output is a terminal, plain lines elsewhere; JSON lines on request."""
     out = file or sys.stdout
     if log_format == "json":

@@ -34,7 +34,7 @@ _LONGEST_LINE = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class Log:
+class RunLog:
     """`metrics.jsonl` of a run: the records of its steps."""
 
     name: str
@@ -57,7 +57,7 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in files) or (folder / FOLDER).is_dir() or bool(stages_of(folder))
 
 
-def read_log(run: Path, name: str | None = None) -> Log:
+def read_log(run: Path, name: str | None = None) -> RunLog:
     """The records of a run; a line that is not a JSON object raises `DataError` with its number."""
     records = []
     path = run / METRICS
@@ -73,7 +73,7 @@ def read_log(run: Path, name: str | None = None) -> Log:
                 records += (
                     [_record(path, number, line)] if line.endswith(b"\n") else []
                 )  # a torn last line is no record
-    return Log(name or run.name, records)
+    return RunLog(name or run.name, records)
 
 
 def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def run_sections(run: Path) -> Iterator[Section]:
         yield Section(title="Settings", tables=[figures_table(settings, name="setting")])
 
 
-def log_sections(logs: Sequence[Log]) -> Iterator[Section]:
+def log_sections(logs: Sequence[RunLog]) -> Iterator[Section]:
     """Curves of one run or of several on top of each other."""
     logs = [log for log in logs if log.records]
     if not logs:
@@ -127,14 +127,14 @@ def log_sections(logs: Sequence[Log]) -> Iterator[Section]:
         yield Section(title="Speed, fill and memory", drawn=pictures)
 
 
-def runs_table(logs: Sequence[Log]) -> Table:
+def runs_table(logs: Sequence[RunLog]) -> Table:
     """Start and end of every run, one per row."""
     held = [key for key in ("validation_loss",) if any(log.numbers(key) for log in logs)]
     header = ("run", "steps", "first loss", "last loss", *(f"lowest {key}" for key in held), "tokens/s", "fill")
     return Table(header, tuple(_run_row(log, held) for log in logs))
 
 
-def _run_row(log: Log, held: Sequence[str]) -> tuple[str, ...]:
+def _run_row(log: RunLog, held: Sequence[str]) -> tuple[str, ...]:
     losses, steps = log.numbers("loss"), log.numbers("step")
     seconds, tokens = sum(log.numbers("seconds")), sum(log.numbers("tokens"))
     fills = log.numbers("fill")
@@ -148,11 +148,11 @@ def _run_row(log: Log, held: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def _named(logs: Sequence[Log], start: str) -> list[str]:
+def _named(logs: Sequence[RunLog], start: str) -> list[str]:
     return sorted({key for log in logs for r in log.records for key in r if key.startswith(start)})
 
 
-def _curve(logs: Sequence[Log], key: str, y: str) -> Drawing | None:
+def _curve(logs: Sequence[RunLog], key: str, y: str) -> Drawing | None:
     lines = {log.name: line for log in logs if (line := log.line(key))[0]}
     return partial(curves, lines, title=key, x="step", y=y) if lines else None
 

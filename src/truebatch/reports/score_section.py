@@ -18,7 +18,7 @@ from truebatch.reports.page import Section
 from truebatch.reports.plots import histogram, histograms
 from truebatch.reports.tables import Table, figures_table
 from truebatch.scoring.backends.interface import ScoreRequest
-from truebatch.scoring.inputs.read_samples import read_asked
+from truebatch.scoring.inputs.read_samples import read_requests
 from truebatch.scoring.store.content_key import sample_key
 from truebatch.scoring.store.export import Row, Status, read_rows, read_status
 from truebatch.scoring.store.input_index import load_list
@@ -205,7 +205,7 @@ def _asked_of(run: Path, rows: Sequence[Row]) -> dict[int, ScoreRequest]:
     keys = {x.index: x.key for folder in window_folders(run) for x in load_list(folder) if x.index in wanted}
     last = max(wanted)
     found = {}
-    for index, asked in enumerate(islice(read_asked(file), last + 1)):
+    for index, asked in enumerate(islice(read_requests(file), last + 1)):
         if index in wanted and isinstance(asked, ScoreRequest) and _key(asked) == keys.get(index):
             found[index] = asked
     return found

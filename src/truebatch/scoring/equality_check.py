@@ -31,7 +31,7 @@ _RARE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Worst:
+class LargestDifference:
     """A sample and its difference."""
 
     id: str
@@ -52,7 +52,7 @@ class IdentityReport:
     texts: int
     """Generated texts that were compared."""
     equal_texts: int
-    worst: tuple[Worst, ...]
+    worst: tuple[LargestDifference, ...]
     is_exact: bool
     """Whether texts must be equal: in fp32 yes, in half precision a near tie may go either way."""
     rounding: float | None = None
@@ -95,7 +95,7 @@ def check_identity(
     after = [_judged(backend, [one], [given])[0] for one, given in again][::-1]
     limit = _tolerance(model) if tolerance is None else tolerance
     found = [
-        Worst(asked.id, max(_difference(a, b), _difference(a, c)), _shown(a), _shown(b))
+        LargestDifference(asked.id, max(_difference(a, b), _difference(a, c)), _shown(a), _shown(b))
         for (asked, _), a, b, c in zip(chosen, alone, together, after, strict=True)
     ]
     texts = [(a["text"], b["text"]) for a, b in zip(alone, together, strict=True) if "text" in a and "text" in b]
@@ -115,7 +115,7 @@ def pack_report(report: IdentityReport) -> dict[str, Any]:
 
 def unpack_report(value: Mapping[str, Any]) -> IdentityReport:
     """The report again."""
-    return IdentityReport(**{**value, "worst": tuple(Worst(**one) for one in value["worst"])})
+    return IdentityReport(**{**value, "worst": tuple(LargestDifference(**one) for one in value["worst"])})
 
 
 def refuse(report: IdentityReport) -> None:

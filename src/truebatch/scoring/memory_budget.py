@@ -48,7 +48,7 @@ def settle_limits(limits: Limits, run: Path, measure: Callable[[], int | None]) 
         if (run / MANIFEST).is_file():
             sameness = read_manifest(run).fields.get("sameness", {})
             return replace(limits, cells=int(sameness.get("cells", DEFAULT_CELLS)))
-        found = measure() if limits.level != "shape" else None  # a shape must not depend on the card it was made on
+        found = measure() if limits.level != "shape" else None  # a shape must not depend on the GPU it was made on
         if found is not None:
             write_json(run / BUDGET, {"cells": found})
         return replace(limits, cells=found)

@@ -19,12 +19,19 @@ from typing import Any
 
 from truebatch.errors import ConfigError
 from truebatch.scoring.backends.interface import ScoreRequest
-from truebatch.scoring.backends.protocol import decode, encode, pack_asked, pack_outcome, unpack_asked, unpack_outcome
+from truebatch.scoring.backends.protocol import (
+    decode,
+    encode,
+    pack_outcome,
+    pack_request,
+    unpack_outcome,
+    unpack_request,
+)
 from truebatch.scoring.backends.ray import JudgeActor, RayBackend, RaySettings, located, ray_library
 from truebatch.scoring.bisect import FailureStats, judge_ready
 from truebatch.scoring.prefetch import attempt
 from truebatch.scoring.resume import Work
-from truebatch.scoring.runner import Done
+from truebatch.scoring.runner import JudgedBatch
 from truebatch.scoring.spec import ScoreCall
 
 RETRIES = 1
@@ -48,7 +55,7 @@ class JudgeBatches:
         began, trouble = time.monotonic(), FailureStats()
         try:
             backend = self._judge.backend
-            samples = [attempt(backend.prepare, unpack_asked(sample)) for sample in request["samples"]]
+            samples = [attempt(backend.prepare, unpack_request(sample)) for sample in request["samples"]]
             ready = list(zip(request["keys"], samples, request["lengths"], strict=True))
             outcomes = judge_ready(backend.judge, ready, trouble, attempts=request["attempt"])
         except ConfigError as error:
@@ -83,7 +90,7 @@ class RayEngine:
 
     def __call__(
         self, work: Sequence[Work], asked: Mapping[str, ScoreRequest], lengths: Mapping[str, int]
-    ) -> Iterator[Done]:
+    ) -> Iterator[JudgedBatch]:
         """Every batch once, as they come from the pool; then those it lost, cut until all is judged or named."""
         self.backend.close()
         left = {(one.number, one.keys): one for one in work}
@@ -92,7 +99,7 @@ class RayEngine:
                 raise ConfigError(**answer["refused"])
             one = left.pop((answer["number"], tuple(answer["keys"])))
             outcomes = [unpack_outcome(outcome) for outcome in answer["outcomes"]]
-            yield Done(one, outcomes, answer["seconds"], FailureStats(**answer["trouble"]))
+            yield JudgedBatch(one, outcomes, answer["seconds"], FailureStats(**answer["trouble"]))
         for one in left.values():
             yield self._alone(one, asked, lengths)
 
@@ -113,11 +120,11 @@ class RayEngine:
         for row in done.iter_rows():
             yield decode(bytes(row["done"]))
 
-    def _alone(self, one: Work, asked: Mapping[str, ScoreRequest], lengths: Mapping[str, int]) -> Done:
+    def _alone(self, one: Work, asked: Mapping[str, ScoreRequest], lengths: Mapping[str, int]) -> JudgedBatch:
         began, trouble = time.monotonic(), FailureStats()
         ready = [(key, attempt(self.backend.prepare, asked[key]), lengths.get(key, 0)) for key in one.keys]
         outcomes = judge_ready(self.backend.judge, ready, trouble, attempts=one.attempt + RETRIES + 1)
-        return Done(one, outcomes, time.monotonic() - began, trouble)
+        return JudgedBatch(one, outcomes, time.monotonic() - began, trouble)
 
 
 def ray_engine(call: ScoreCall) -> RayEngine:
@@ -143,6 +150,6 @@ def ray_engine(call: ScoreCall) -> RayEngine:
 def _request(one: Work, asked: Mapping[str, ScoreRequest], lengths: Mapping[str, int]) -> dict[str, Any]:
     return {
         "number": one.number, "keys": list(one.keys), "attempt": one.attempt,
-        "samples": [pack_asked(located(asked[key])) for key in one.keys],
+        "samples": [pack_request(located(asked[key])) for key in one.keys],
         "lengths": [lengths.get(key, 0) for key in one.keys],
     }  # fmt: skip

@@ -40,7 +40,7 @@ _ASKED_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class JudgedBatch:
     """A batch that an engine has judged, wherever that was."""
 
     work: Work
@@ -54,7 +54,7 @@ class BatchExecutor(Protocol):
 
     def __call__(
         self, work: Sequence[Work], asked: Mapping[str, ScoreRequest], lengths: Mapping[str, int]
-    ) -> Iterator[Done]:
+    ) -> Iterator[JudgedBatch]:
         """Every batch once, in any order, as they come; an outcome for each of its keys."""
 
 
@@ -88,7 +88,7 @@ class RunConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class RunTotals:
     """What a call of `run_samples` did."""
 
     trouble: FailureStats
@@ -96,16 +96,16 @@ class Finished:
     judged: int
     """Samples of this call."""
 
-    def and_then(self, other: Finished) -> Finished:
+    def and_then(self, other: RunTotals) -> RunTotals:
         """What both did, one after the other."""
         trouble = replace(self.trouble)
         trouble.add(other.trouble)
-        return Finished(trouble, self.seconds + other.seconds, self.judged + other.judged)
+        return RunTotals(trouble, self.seconds + other.seconds, self.judged + other.judged)
 
 
 def run_samples(
     listed: Sequence[InputSample], backends: Sequence[Backend], run: Path, limits: Limits, how: RunConfig
-) -> Finished:
+) -> RunTotals:
     """Judge every sample that has no result yet; one outcome for each is in the journal afterwards.
 
     Each backend is a worker and takes the next batch when it is free. A signal ends the run after the batches that are
@@ -126,7 +126,7 @@ def run_samples(
             judged, trouble = _judge_left(left.work, asked, backends, run, how, (following, stop))
         if judged < sum(len(work.keys) for work in left.work):
             end_early(stop, run, judged)
-    return Finished(trouble, time.monotonic() - began, judged)
+    return RunTotals(trouble, time.monotonic() - began, judged)
 
 
 def end_early(stop: StopFlag, run: Path, judged: int) -> None:
@@ -281,7 +281,7 @@ def _judge_left(
         ahead.close()
 
 
-def _collect(done: Iterator[Done], run: Path, how: RunConfig, shared: Shared) -> tuple[int, FailureStats]:
+def _collect(done: Iterator[JudgedBatch], run: Path, how: RunConfig, shared: Shared) -> tuple[int, FailureStats]:
     """The one writer of what an engine judges. A batch is begun when it is done: no death elsewhere is this process's."""
     following, stop = shared
     judged, trouble = 0, FailureStats()

@@ -31,7 +31,7 @@ from truebatch.scoring.equality_check import IdentityReport, check_identity, ref
 from truebatch.scoring.memory_budget import budget_of, settle_limits
 from truebatch.scoring.prefetch import attempt
 from truebatch.scoring.readouts import Readout
-from truebatch.scoring.runner import Finished, RunConfig, cost_all, end_early, run_samples
+from truebatch.scoring.runner import RunConfig, RunTotals, cost_all, end_early, run_samples
 from truebatch.scoring.store.export import Row, Status, export, make_row, read_rows, read_status
 from truebatch.scoring.store.input_index import InputSample, by_key, list_samples
 from truebatch.scoring.store.outcome import Outcome
@@ -70,7 +70,7 @@ class ScoreRun:
     folder: Path
     report: IdentityReport | None
     """Of the check before the run."""
-    finished: Finished | None = None
+    finished: RunTotals | None = None
     reused: dict[str, float] = field(default_factory=dict)
     """Prefix tokens and images that the backends did not run again."""
     slower: tuple[str, ...] = ()
@@ -135,7 +135,7 @@ class Scorer:
     ) -> None:  # fmt: skip
         """`model`: a folder, a loaded model with its `processor`, a function from samples to numbers, or backends.
 
-        `compiled`: on a card, the layers that read prompts are compiled, once, at the start.
+        `compiled`: on a GPU, the layers that read prompts are compiled, once, at the start.
         """
         self.limits = limits or Limits()
         several = list(model) if isinstance(model, list | tuple) else [model]
@@ -220,7 +220,7 @@ class Scorer:
     def _run(
         self, samples: Samples, folder: Path, checks: tuple[bool | float, int], how: RunConfig, window: int,
         places: dict[str, list[InputSample]] | None = None,
-    ) -> tuple[IdentityReport | None, Finished]:  # fmt: skip
+    ) -> tuple[IdentityReport | None, RunTotals]:  # fmt: skip
         """Window after window; `places` holds the samples of the present one by their keys."""
         report, finished, number, limits = None, None, 0, self.limits
         with catch_signals() if how.stop is None else nullcontext(how.stop) as stop:

@@ -1,6 +1,6 @@
-"""The note's batches by their own names: token ids padded to the longest, and which of them are real.
+"""The original script's batches by their own names: token ids padded to the longest, and which of them are real.
 
-`truebatch train` plans its own micro-batches; these are for code that was written after the note.
+`truebatch train` plans its own micro-batches; these are for code that follows the original script.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The note's own names over the library: `LLM`, its training methods, and layers that take whole batches.
+"""The original script's own names over the library: `LLM`, its training methods, and layers that take whole batches.
 
 Each of them is a few lines: what they promise (equal to one by one, one update a batch) is the library's.
 """
@@ -40,7 +40,7 @@ __all__ = [
 
 PAD_TOKEN_ID = PAD
 MIN_DELTA = 0.01
-"""How much lower the loss must be to count as better, as in the note."""
+"""How much lower the loss must be to count as better, as in the original script."""
 HELD_OUT_FROM = 50
 """With this many samples every tenth is held out and decides when to stop; with fewer, the training samples do."""
 
@@ -66,7 +66,7 @@ class LLM:
         return logits * batch.attention_mask[:, :, None]
 
     def train(self, data: Sequence[str], epochs: int, lr: float) -> None:
-        """One sample at a time, one update each: the note's first way."""
+        """One sample at a time, one update each: the original script's first way."""
         self._train(data, TrainConfig(epochs=epochs, learning_rate=lr, batch_size=1, seed=self.seed), None)
 
     def train_monitored(
@@ -143,7 +143,7 @@ def _monitored(epochs: int, lr: float, patience: int, seed: int) -> TrainConfig:
 
 
 class Layer:
-    """One layer with the note's batch methods: real batched matrix operations, and no loop over samples."""
+    """One layer with the original script's batch methods: real batched matrix operations, and no loop over samples."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -1,4 +1,4 @@
-"""The note's own batch: a dictionary of padded tensors, and what each batch size comes to in shapes and memory.
+"""The original script's own batch: a dictionary of padded tensors, and what each batch size comes to in shapes and memory.
 
 The dictionary is for code that reads it; training itself looks vectors up on the device and never pads this way.
 """
@@ -25,10 +25,10 @@ PADDING = "padding_mask"
 def note_batch(
     samples: Sequence[Mapping[str, Any]], variables: Variables, *, max_sequence_length: int | None = None
 ) -> dict[str, Tensor]:
-    """Samples as the note's collate gives them: `padding_mask` is True at padding, and there only for several stays.
+    """Samples as the original script's collate gives them: `padding_mask` is True at padding, and there only for several stays.
 
     `var` [B, N, D] vectors, `val`, `minute`, `set_id` [B, N, 1], `label` [B]. N is the longest stay, or
-    `max_sequence_length` where that is given (the note's way without dynamic padding).
+    `max_sequence_length` where that is given (the original script's way without dynamic padding).
     """
     longest = max(len(sample["var"]) for sample in samples)
     width = longest if max_sequence_length is None else max_sequence_length
@@ -56,7 +56,7 @@ def micro_batch(samples: Sequence[Mapping[str, Any]], *, width: int | None = Non
 
 
 def read_note_batch(batch: Mapping[str, Tensor], variables: Variables) -> list[dict[str, Any]]:
-    """The samples of a batch of the note's form; vectors are recognised as those of `variables`."""
+    """The samples of a batch of the original script's form; vectors are recognised as those of `variables`."""
     known = torch.from_numpy(variables.vectors)
     number = len(batch["label"])
     is_padding = batch.get(PADDING, torch.zeros(batch["val"].shape[:2], dtype=torch.bool))

@@ -214,7 +214,7 @@ class SeqSetConfig:
     """Mean and standard deviation of every variable; by default stats.csv, else from the training stays."""
     columns: ColumnConfig = field(default_factory=ColumnConfig)
     max_events: int | None = None
-    """Most events of a stay: the most recent whole sets are kept (the note's max_sequence_length)."""
+    """Most events of a stay: the most recent whole sets are kept (the original script's max_sequence_length)."""
     max_sets: int | None = None
     """Most sets of a stay: the most recent are kept."""
     first_hours: float | None = None
@@ -222,7 +222,7 @@ class SeqSetConfig:
     last_hours: float | None = None
     """Only events of the last hours of what is left."""
     use_dynamic_padding: bool = True
-    """False pads every stay to max_events, as the note does without it: more cells, the same results."""
+    """False pads every stay to max_events, as the original script does without it: more cells, the same results."""
     carry_minutes: float | None = None
     """Carry the last value of every variable forward for so long; by default not at all."""
     always_carry: tuple[str, ...] = ()
@@ -275,7 +275,7 @@ class SeqSetConfig:
             raise ConfigError(
                 "padding to a fixed length needs the length",
                 seen="use_dynamic_padding=False, max_events=None",
-                do="set max_events (the note's --max_sequence_length), or leave dynamic padding on",
+                do="set max_events (the original script's --max_sequence_length), or leave dynamic padding on",
             )
 
 

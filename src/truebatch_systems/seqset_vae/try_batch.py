@@ -32,7 +32,7 @@ class BatchSizeTrial:
     training_batches: int
     validation_batches: int
     shapes: dict[str, tuple[int, ...]]
-    """Of the note's batch dictionary."""
+    """Of the original script's batch dictionary."""
     num_padding: int
     """Cells of it that hold nothing."""
     padded_share: float
@@ -56,7 +56,7 @@ def try_batches(
 ) -> Iterator[BatchSizeTrial]:
     """One trial for each size on the first training stays, with an untrained model of the configured shape.
 
-    `max_sequence_length` pads the note's dictionary to that many events; else it is as wide as its longest stay.
+    `max_sequence_length` pads the original script's dictionary to that many events; else it is as wide as its longest stay.
     """
     wrong = next((size for size in batch_sizes if size < 1), None)
     if wrong is not None:
@@ -115,7 +115,7 @@ def _seconds(work: Any, device: torch.device, *, passes: int = 3) -> float:
 
 
 def note_lines(trial: BatchSizeTrial) -> list[str]:
-    """A trial in the words of the note's test script."""
+    """A trial in the words of the original test script."""
     return [
         f"📊 Testing batch size: {trial.batch_size}",
         "-" * 30,

@@ -1,4 +1,4 @@
-"""The note's own face: `StitchedModel`, `model.train(output_dir=...)` and its three lines at the start."""
+"""The interface of the original script: `StitchedModel`, `model.train(output_dir=...)` and its three lines at the start."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from truebatch_systems.stitched_llm.train.hf_trainer import StitchedTrainer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NoteTraining:
-    """What `model.train(output_dir=...)` takes, with the note's defaults; the names are those of TrainingArguments."""
+    """What `model.train(output_dir=...)` takes: names of TrainingArguments, defaults of the original script."""
 
     learning_rate: float = 1e-4
     per_device_train_batch_size: int = 1
-    """Any number: the note had to stay at 1."""
+    """Any number: the original script had to stay at 1."""
     gradient_accumulation_steps: int = 4
     num_train_epochs: float = 1.0
     max_steps: int = -1
@@ -55,7 +55,7 @@ class NoteTraining:
 
 
 class StitchedModel(StitchedForCausalLM):
-    """A stitched model that trains itself the way the note does."""
+    """A stitched model that trains itself the way the original script does."""
 
     stitch_settings: StitchConfig
     """Donors, cut, data."""
@@ -64,7 +64,7 @@ class StitchedModel(StitchedForCausalLM):
     def from_donors(cls, bottom: str | Path | None = None, top: str | Path | None = None, **settings: Any) -> Any:
         """Donor folders, `data` and further settings of `StitchConfig`; without any, two tiny donors are made first.
 
-        Precision: bf16 on a card that has it, else fp16 on a card, else fp32.
+        Precision: bf16 on a GPU that has it, else fp16 on a GPU, else fp32.
         """
         _refuse_unknown(settings, [f.name for f in fields(StitchConfig)])
         paths = {name: Path(value) for name, value in (("bottom", bottom), ("top", top)) if value is not None}
@@ -137,7 +137,7 @@ def _as_it_is(samples: list[Any]) -> dict[str, torch.Tensor]:
 
 
 def training_arguments(folder: Path, asked: NoteTraining, precision: Precision) -> TrainingArguments:
-    """The note's TrainingArguments."""
+    """The original script's TrainingArguments."""
     own = {"resume_from_checkpoint", "layout", "cells", "dataloader_prefetch_factor"}
     given = {name: value for name, value in asdict(asked).items() if name not in own}
     return TrainingArguments(

@@ -19,7 +19,7 @@ Part = Literal["norms", "head", "first_layers"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StitchTrain(TrainConfig):
-    """Settings of training, with the defaults of the note where it has one."""
+    """Settings of training, with the defaults of the original script where it has one."""
 
     epochs: int = 3
     batch_size: int | None = 8

@@ -1,6 +1,6 @@
-"""The names of the note over the scoring room: `Qwen3VLRewardModel` with `score` and `batch_score`.
+"""The names of the original script over the scoring room: `Qwen3VLRewardModel` with `score` and `batch_score`.
 
-Where the note gave 5.0 for an answer it could not read, there is None here, and `failures` says why.
+Where the original script gave 5.0 for an answer it could not read, there is None here, and `failures` says why.
 """
 
 from __future__ import annotations

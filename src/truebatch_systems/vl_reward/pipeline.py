@@ -19,7 +19,7 @@ from truebatch.errors import ConfigError, DataError, RunError
 from truebatch.io.atomic_files import remove_drafts, write_text
 from truebatch.language.console import one_line
 from truebatch.scoring.batch_plan import Limits
-from truebatch.scoring.progress import Progress, OnProgress
+from truebatch.scoring.progress import OnProgress, Progress
 from truebatch.scoring.readouts.scale import Scale
 from truebatch.scoring.runner import RunConfig
 from truebatch_systems.vl_reward.config import RewardConfig

@@ -29,7 +29,7 @@ from truebatch.scoring.batch_plan import Limits
 from truebatch.scoring.memory_budget import MEASURED, budget_of, settle_limits
 from truebatch.scoring.readouts import read_score
 from truebatch.scoring.readouts.scale import Scale
-from truebatch.scoring.runner import Finished, RunConfig, run_samples
+from truebatch.scoring.runner import RunConfig, RunTotals, run_samples
 from truebatch.scoring.store.export import read_rows
 from truebatch.scoring.store.input_index import INPUT, list_samples
 from truebatch.scoring.store.manifest import MANIFEST
@@ -165,7 +165,9 @@ def _parsed(answer: ScoreResponse | SampleError, scale: Scale) -> ScoreResponse 
     return read_score(answer, scale)
 
 
-def edit_all(pairs: Sequence[EditPair], editors: Sequence[Editor], run: Path, *, seed: int, how: RunConfig) -> Finished:
+def edit_all(
+    pairs: Sequence[EditPair], editors: Sequence[Editor], run: Path, *, seed: int, how: RunConfig
+) -> RunTotals:
     """Stage 1: every pair without a picture is edited, by whichever editor is free; each is loaded once, if needed.
 
     The seed of a pair is its own, else made from the seed and its id: the number of editors does not matter.
@@ -197,7 +199,7 @@ def judge_all_edits(
     judging: Judging,
     how: RunConfig,
     say: Say | None = None,
-) -> Finished:
+) -> RunTotals:
     """Stage 2: every edited picture is judged once; a pair without one is not judged. The judges are opened here.
 
     Several judges each take the next batch when they are free; batches are planned before, so that scores are the same.

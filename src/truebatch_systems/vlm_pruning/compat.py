@@ -1,4 +1,4 @@
-"""The note's own names: `preprocess_batch`, `train_step` and `train_step_batch`, `_resize_image`, and their helpers.
+"""The original script's own names: `preprocess_batch`, `train_step` and `train_step_batch`, `_resize_image`, and their helpers.
 
 Intervals of vision tokens exist only here, for code that expects them; everything else keeps places per row.
 """
@@ -47,7 +47,7 @@ _OWN = ("backbone_settings", "method_settings", "dataset_settings", "evaluation_
 
 
 class Backbone:
-    """The note's backbone: a model from its settings, with batches preprocessed as the note returns them."""
+    """The backbone of the original script: a model from its settings, with batches in the form it returns."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = read_sections(config)
@@ -105,7 +105,7 @@ class Backbone:
 
 
 def read_sections(config: Mapping[str, Any]) -> PruningConfig:
-    """The sections of the note's YAML that describe the task; keys they do not know are refused by name."""
+    """The sections of the original script's YAML that describe the task; keys they do not know are refused by name."""
     chosen = {name: config[name] for name in _OWN if name in config}
     return check_config(PruningConfig, Document(_plain(chosen)))
 
@@ -120,7 +120,7 @@ def _number_of(sample: Mapping[str, Any]) -> int:
 
 
 def vision_intervals(is_vision: Tensor) -> Tensor:
-    """[B, 2] first and last vision token of every row; rows whose intervals differ raise the note's error."""
+    """[B, 2] first and last vision token of every row; rows whose intervals differ raise the original script's error."""
     found = _intervals(is_vision)
     whole = (found[:, 1] - found[:, 0] + 1).eq(is_vision.sum(1))
     if not bool(found.eq(found[0]).all()) or not bool(whole.all()):

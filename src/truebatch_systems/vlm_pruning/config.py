@@ -1,4 +1,4 @@
-"""Settings of vlm_pruning, under the names of the note's YAML file: backbone, method, data and evaluation."""
+"""Settings of vlm_pruning, under the names of the original script's YAML file: backbone, method, data and evaluation."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class MethodSettings:
     """soft: masks between 0 and 1; straight_through: 0 or 1 forward, soft backward; top_k: the budget met exactly.
     The last two run the layers behind the first pruner once more, for gradients of tokens that are dropped."""
     residual_scale: bool = False
-    """As the note did it: masks multiply the states of vision tokens instead of their weight as keys. It hardly masks,
+    """As in the original script: masks multiply the states of vision tokens, not their weight as keys. It hardly masks,
     since every layer begins with a norm; for comparisons with old runs, with choice=soft only."""
     use_gumbel: bool = True
     """Noise on the logits in training."""

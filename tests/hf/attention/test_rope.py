@@ -81,7 +81,7 @@ def test_texts_are_those_of_each_prompt_alone_across_the_bound(model, kind):
 def test_prompts_are_not_read_in_one_row_and_steps_are_not_recorded(model):
     plain = hf_decoder(model)
     assert not can_read_packed(plain)
-    assert not plain.replaying.is_recorded
+    assert not plain.cuda_graph.is_recorded
 
 
 def test_other_rotary_embeddings_are_left_alone():

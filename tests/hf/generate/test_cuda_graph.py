@@ -63,7 +63,7 @@ def test_texts_are_those_of_each_prompt_alone_with_a_cache_that_grows(name, sett
     assert not fixed
     decoder = hf_decoder(model)
     assert texts_of(decoder, prompts, settings) == want
-    assert decoder.replaying.is_equal, decoder.replaying.why
+    assert decoder.cuda_graph.is_equal, decoder.cuda_graph.why
     assert fixed
 
 
@@ -98,7 +98,7 @@ def test_images_and_packed_rows_go_on_in_fixed_tensors(fixed):
     settings = Generation(max_new_tokens=6, temperature=0)
     found = texts_of(PackedDecoder(plain, plain), prompts, settings)
     assert found == [texts_of(plain, [one], settings)[0] for one in prompts]
-    assert plain.replaying.is_equal
+    assert plain.cuda_graph.is_equal
 
 
 def test_cells_without_a_token_reach_nothing_even_if_they_hold_nan(fixed, monkeypatch):
@@ -119,8 +119,8 @@ def test_a_model_that_gives_something_else_in_fixed_tensors_goes_on_with_a_cache
     step = decoding._fixed_step
     monkeypatch.setattr(decoding, "_fixed_step", lambda *given: step(*given) * 1.5)
     found = texts_of(decoder, prompts, settings)
-    assert decoder.replaying.is_equal is False
-    assert "away" in decoder.replaying.why
+    assert decoder.cuda_graph.is_equal is False
+    assert "away" in decoder.cuda_graph.why
     assert len(fixed) == 1
     assert found == texts_of(decoder, prompts, settings)
 
@@ -136,7 +136,7 @@ def test_a_step_in_fixed_tensors_that_was_wrong_leaves_nothing_in_the_cache(fixe
     monkeypatch.setattr(decoding, "_fixed_step", lambda decoder, ids, *given: step(decoder, ids + 1, *given))
     decoder = hf_decoder(model, end_ids=())
     assert texts_of(decoder, prompts, settings) == want
-    assert decoder.replaying.is_equal is False
+    assert decoder.cuda_graph.is_equal is False
 
 
 def test_a_model_that_takes_no_mask_of_cells_goes_on_with_a_cache_that_grows(fixed):
@@ -144,7 +144,7 @@ def test_a_model_that_takes_no_mask_of_cells_goes_on_with_a_cache_that_grows(fix
     prompts = make_prompts(TEXTS)
     settings = Generation(max_new_tokens=5, temperature=0)
     assert texts_of(decoder, prompts, settings) == [texts_of(decoder, [one], settings)[0] for one in prompts]
-    assert "ValueError" in decoder.replaying.why
+    assert "ValueError" in decoder.cuda_graph.why
     assert len(fixed) == 1
 
 
@@ -169,7 +169,7 @@ def test_a_model_that_looks_a_little_at_cells_without_a_token_is_found_out(fixed
     logits, session = start_session(decoder, make_prompts([tuple(n % 90 + 3 for n in range(2000))]))
     for _ in range(2):
         logits = advance_session(session, [0], logits.argmax(-1).tolist(), logits)
-    assert decoder.replaying.is_equal is False
+    assert decoder.cuda_graph.is_equal is False
 
 
 def test_a_session_has_the_same_bits_whether_it_was_the_first_of_its_model_or_not(fixed, monkeypatch):
@@ -240,9 +240,9 @@ def test_a_session_of_few_steps_and_one_without_a_card_record_nothing():
 @pytest.mark.parametrize(("factor", "is_kept"), [(1.0, True), (1.5, False)])
 def test_the_first_recording_must_give_what_the_step_gives(monkeypatch, factor, is_kept):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cuda_graph, "record", lambda run: (run(), lambda: run() * factor))
+    monkeypatch.setattr(cuda_graph, "capture", lambda run: (run(), lambda: run() * factor))
     state, result = CudaGraphDecoder(), torch.arange(1.0, 5.0)
-    found = state.record(lambda: result)
+    found = state.capture(lambda: result)
     assert torch.equal(found(), result)
     assert (state.is_recorded, state.is_proven) == (is_kept, is_kept)
     assert bool(state.why) != is_kept
@@ -253,9 +253,9 @@ def test_what_cannot_be_recorded_runs_as_written_and_says_why(monkeypatch):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(cuda_graph, "record", refuse)
+    monkeypatch.setattr(cuda_graph, "capture", refuse)
     state = CudaGraphDecoder()
-    assert state.record(lambda: torch.ones(1))().item() == 1
+    assert state.capture(lambda: torch.ones(1))().item() == 1
     assert not state.is_recorded
     assert "capturing" in state.why
 

@@ -26,7 +26,7 @@ from truebatch.hf.attention import vision_tower
 from truebatch.hf.attention.packed import NAME, packed_inputs
 from truebatch.hf.generate import packed_prefill
 from truebatch.hf.generate.decoder import hf_decoder
-from truebatch.hf.generate.image_cache import ImageDecoder, PicturePrompt
+from truebatch.hf.generate.image_cache import ImageDecoder, ImagePrompt
 from truebatch.hf.generate.packed_prefill import PackedDecoder, can_read_packed, compile_reading, split_rows
 from truebatch.hf.image_fields import image_token_id
 from truebatch.testing.tiny_hf.model import tiny_model
@@ -210,7 +210,7 @@ def test_images_together_are_kept_and_split_as_one_by_one(pictures):
 
 def _with_pictures(samples):
     return [
-        PicturePrompt(
+        ImagePrompt(
             ids=tuple(sample["input_ids"].tolist()), key=key, image_hashes=(bytes([key]),),
             inputs={name: value for name, value in sample.items() if name in ("pixel_values", "image_grid_thw")},
         )

@@ -13,7 +13,7 @@ import pytest
 from truebatch.errors import ConfigError
 from truebatch.scoring.backends import ray as raybackend
 from truebatch.scoring.backends.interface import ScoreRequest
-from truebatch.scoring.backends.protocol import decode, encode, pack_asked, unpack_outcome
+from truebatch.scoring.backends.protocol import decode, encode, pack_request, unpack_outcome
 from truebatch.scoring.backends.ray import JudgeActor, RayBackend, RaySettings, located
 from truebatch.scoring.backends.remote import WorkerCrash, WorkerHang
 from truebatch.scoring.backends.scripted import ScriptedBackend
@@ -39,9 +39,9 @@ def asked(*values):
 def test_what_runs_in_an_actor_answers_for_every_sample():
     judge = JudgeActor(CALL)
     samples = asked({"user": "abc"}, {"user": "x", "options": {"fail": "too_long"}})
-    good, bad = judge.answer({"do": "judge", "samples": [pack_asked(one) for one in samples]})["answers"]
+    good, bad = judge.answer({"do": "judge", "samples": [pack_request(one) for one in samples]})["answers"]
     assert (good["score"], bad["kind"]) == (3.0, "too_long")
-    assert judge.answer({"do": "cost", "samples": [pack_asked(samples[0])]})["costs"][0]["tokens"] == 4
+    assert judge.answer({"do": "cost", "samples": [pack_request(samples[0])]})["costs"][0]["tokens"] == 4
     assert judge.answer({"do": "describe"})["describe"]["backend"] == "scripted"
     refused = JudgeActor({**CALL, "model": "nowhere"})
     assert "model folder" in refused.greet()["refused"]["wrong"]

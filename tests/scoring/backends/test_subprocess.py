@@ -15,7 +15,14 @@ from PIL import Image
 from tests.scoring.test_runner import six_kinds
 from truebatch.errors import ConfigError
 from truebatch.scoring.backends.interface import Cost, SampleError, ScoreRequest, ScoreResponse
-from truebatch.scoring.backends.protocol import decode, encode, pack_answer, pack_asked, unpack_answer, unpack_asked
+from truebatch.scoring.backends.protocol import (
+    decode,
+    encode,
+    pack_request,
+    pack_response,
+    unpack_request,
+    unpack_response,
+)
 from truebatch.scoring.backends.scripted import ScriptedBackend
 from truebatch.scoring.backends.subprocess import WorkerBackend, WorkerHang, WorkerSettings
 from truebatch.scoring.backends.worker import BackendService
@@ -163,12 +170,12 @@ def test_samples_and_answers_survive_the_wire():
     sample = ScoreRequest(
         id="好", user="u\ud800", messages=({"role": "user", "content": "x"},), images=(picture, b"xy", "p.png")
     )
-    back = unpack_asked(decode(encode(pack_asked(sample))))
+    back = unpack_request(decode(encode(pack_request(sample))))
     assert (back.id, back.user, back.images[1:]) == ("好", "u\ud800", (b"xy", "p.png"))
     assert Image.open(io.BytesIO(back.images[0])).tobytes() == picture.tobytes()
     answer = ScoreResponse(score=0.1, output={"a": [1]}, tokens=3)
-    assert unpack_answer(decode(encode(pack_answer(answer)))) == answer
-    error = unpack_answer(decode(encode(pack_answer(SampleError("parse", "unparsable", "m", {"text": "t"})))))
+    assert unpack_response(decode(encode(pack_response(answer)))) == answer
+    error = unpack_response(decode(encode(pack_response(SampleError("parse", "unparsable", "m", {"text": "t"})))))
     assert (error.stage, error.kind, str(error), error.output) == ("parse", "unparsable", "m", {"text": "t"})
 
 
@@ -177,16 +184,16 @@ def test_the_other_end_answers_for_every_sample_and_tells_what_raised():
     good, long = ScoreRequest(id="a", user="abc"), ScoreRequest(id="b", user="x", options={"fail": "too_long"})
     bad = ScoreRequest(id="c", user="y", options={"fail": "raise"})
     service = BackendService(lambda: backend)
-    found = service.answer({"do": "judge", "samples": [pack_asked(long), pack_asked(good)]})
-    assert [unpack_answer(a).__class__ for a in found["answers"]] == [SampleError, ScoreResponse]
-    found = service.answer({"do": "judge", "samples": [pack_asked(good), pack_asked(bad)]})
+    found = service.answer({"do": "judge", "samples": [pack_request(long), pack_request(good)]})
+    assert [unpack_response(a).__class__ for a in found["answers"]] == [SampleError, ScoreResponse]
+    found = service.answer({"do": "judge", "samples": [pack_request(good), pack_request(bad)]})
     assert "device-side assert" in found["error"]
-    samples = [pack_asked(ScoreRequest(id=str(n), user="x" * n)) for n in range(1, 9)]
+    samples = [pack_request(ScoreRequest(id=str(n), user="x" * n)) for n in range(1, 9)]
     checked = service.answer({"do": "check", "samples": samples, "n": 4, "tolerance": None})
     assert unpack_report(checked["report"]).ok
     assert unpack_report(checked["report"]).samples == 4
     assert service.answer({"do": "fit", "samples": samples}) == {"cells": None}
-    costs = service.answer({"do": "cost", "samples": [pack_asked(good)]})["costs"]
+    costs = service.answer({"do": "cost", "samples": [pack_request(good)]})["costs"]
     assert Cost(**costs[0]) == backend.cost(good)
 
 

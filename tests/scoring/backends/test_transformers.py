@@ -21,7 +21,7 @@ from truebatch.scoring.backends.protocol import decode, encode
 from truebatch.scoring.backends.transformers import ModelBackend, model_backend
 from truebatch.scoring.batch_plan import Limits
 from truebatch.scoring.equality_check import check_identity, pack_report, refuse, unpack_report
-from truebatch.scoring.inputs.read_samples import read_asked
+from truebatch.scoring.inputs.read_samples import read_requests
 from truebatch.scoring.readouts import Generate, Head, Labels, Words, YesNo
 from truebatch.scoring.readouts.read_answer import read_answer
 from truebatch.scoring.readouts.scale import ANY_NUMBER, Scale
@@ -47,7 +47,7 @@ def vision(request):
 
 
 def prepared(backend, data):
-    return [backend.prepare(asked) for asked in read_asked(data)]
+    return [backend.prepare(asked) for asked in read_requests(data)]
 
 
 def plain(answers):
@@ -108,7 +108,7 @@ def test_a_planned_batch_has_the_same_bits_whatever_was_judged_before(vision, dt
 
 def test_the_cost_from_headers_is_what_the_processor_makes(vision):
     backend = model_backend(*vision, TEN, LIMITS)
-    for asked in read_asked(picture_questions(8)):
+    for asked in read_requests(picture_questions(8)):
         cost = backend.cost(asked)
         assert cost.tokens == len(backend.prepare(asked).ids)
         assert cost.patches > 0 or not asked.images or "llava" in backend.name.lower()
@@ -176,7 +176,7 @@ def test_a_reward_head_gives_one_number_a_sample_as_alone():
         assert answer.score == pytest.approx(backend.judge([one])[0].score, abs=2e-5)
         bare = model(input_ids=torch.tensor([one.ids])).logits.item()
         assert answer.score == pytest.approx(bare, abs=2e-5)
-    assert check_identity(backend, list(read_asked(questions(7)))).ok
+    assert check_identity(backend, list(read_requests(questions(7)))).ok
     with pytest.raises(ConfigError, match="does not predict next tokens"):
         model_backend(model, make_tokenizer(), TEN, LIMITS)
 
@@ -219,13 +219,13 @@ def test_a_structure_that_cannot_be_kept_is_refused_before_anything_is_judged(te
 
 def test_what_is_too_long_empty_or_without_its_images_is_told_before_the_model(text):
     backend = model_backend(*text, TEN, LIMITS)
-    (long,) = read_asked([{"user": "x" * 3000}])
+    (long,) = read_requests([{"user": "x" * 3000}])
     with pytest.raises(SampleError, match="positions") as told:
         backend.cost(long)
     assert (told.value.stage, told.value.kind) == ("prepare", "too_long")
     vision = model_backend(*VISION["llava"](), TEN, LIMITS)
     parts = [{"type": "image"}, {"type": "text", "text": "?"}]
-    (missing,) = read_asked([[{"role": "user", "content": parts}]])
+    (missing,) = read_requests([[{"role": "user", "content": parts}]])
     with pytest.raises(SampleError, match="names 1 images and has 0"):
         vision.prepare(missing)
 
@@ -238,7 +238,7 @@ def test_a_sample_may_ask_for_fewer_tokens_and_for_nothing_unknown(text):
     assert answers[0].tokens == len(asked[0].ids) + 2
     assert answers[1].tokens == len(asked[1].ids) + 6
     for options, kind in (({"temperature": 2}, "unknown_option"), ({"max_new_tokens": 0}, "wrong_option")):
-        (sample,) = read_asked([{**short, "options": options}])
+        (sample,) = read_requests([{**short, "options": options}])
         with pytest.raises(SampleError) as told:
             backend.cost(sample)
         assert told.value.kind == kind
@@ -248,7 +248,7 @@ def test_many_threads_prepare_with_one_tokenizer_that_was_saved_with_a_cut(text)
     model, tokenizer = text[0], make_tokenizer()
     tokenizer.backend_tokenizer.enable_truncation(max_length=4)
     backend = model_backend(model, tokenizer, TEN, LIMITS)
-    asked = list(read_asked(questions(40)))
+    asked = list(read_requests(questions(40)))
     with ThreadPoolExecutor(8) as pool:
         assert [p.ids for p in pool.map(backend.prepare, asked)] == [backend.prepare(one).ids for one in asked]
     assert tokenizer.backend_tokenizer.truncation["max_length"] == 4
@@ -305,7 +305,7 @@ def test_the_check_refuses_every_kind_of_broken_batch_and_no_sound_model(fault, 
     model = awake(Broken(transformers.LlamaConfig(**text_sizes())))
     model.fault = fault
     backend = model_backend(model, make_tokenizer(), readout, LIMITS, reuse_prefix=False)
-    report = check_identity(backend, list(read_asked(questions(9))), n=6)
+    report = check_identity(backend, list(read_requests(questions(9))), n=6)
     assert report.ok == (fault == "")
     assert report.is_loop == (fault == "loop")
     if fault:
@@ -321,7 +321,7 @@ def test_in_bf16_the_check_refuses_what_is_further_from_fp32_than_rounding(fault
     model.fault = fault
     before = [one.clone() for one in (*model.parameters(), *model.buffers())]
     backend = model_backend(model, make_tokenizer(), readout, LIMITS, reuse_prefix=False)
-    report = check_identity(backend, list(read_asked(questions(9))), n=6)
+    report = check_identity(backend, list(read_requests(questions(9))), n=6)
     assert report.ok == (fault == "")
     assert (report.rounding <= 1.1) == (fault == "")
     assert report.max_diff < 0.03 or fault
@@ -334,7 +334,7 @@ def test_a_head_in_bf16_is_compared_with_its_own_rounding():
     torch.manual_seed(0)
     model = awake(transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**text_sizes(), num_labels=1)))
     backend = model_backend(model.bfloat16(), make_tokenizer(), Head(), LIMITS)
-    report = check_identity(backend, list(read_asked(questions(7))))
+    report = check_identity(backend, list(read_requests(questions(7))))
     assert report.ok
     assert report.rounding < 2
     assert "times as far from fp32" in str(report)
@@ -348,7 +348,7 @@ def test_without_room_for_fp32_the_check_says_the_tolerance_it_used(monkeypatch)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(ModelBackend, "probe_in_fp32", full)
-    report = check_identity(backend, list(read_asked(questions(5))))
+    report = check_identity(backend, list(read_requests(questions(5))))
     assert report.rounding is None
     assert "at most 3e-02 is noise" in str(report)
 
@@ -414,7 +414,7 @@ def test_generation_settings_and_the_image_processor_are_in_the_fingerprint(tmp_
 
 def test_labels_of_one_token_are_read_in_one_row_and_equal_one_by_one(text, monkeypatch):
     monkeypatch.setattr(packed_prefill, "PREFIX_SHARE", 2.0)  # their common beginning would be read once instead
-    asked = list(read_asked(questions(9)))
+    asked = list(read_requests(questions(9)))
     for level in ("close", "plan"):
         backend = model_backend(*text, TWO, Limits(level=level, cells=4096))
         prepared = [backend.prepare(one) for one in asked]
@@ -428,7 +428,7 @@ def test_labels_of_one_token_are_read_in_one_row_and_equal_one_by_one(text, monk
 def test_compiled_layers_read_labels_as_written_ones_do(text, monkeypatch):
     monkeypatch.setattr(packed_prefill, "PREFIX_SHARE", 2.0)
     monkeypatch.setattr("truebatch.batch.torch_compile.BACKEND", "eager")
-    asked = list(read_asked(questions(9)))
+    asked = list(read_requests(questions(9)))
     plain = model_backend(*text, TWO, Limits(cells=4096))
     want = [plain.judge([plain.prepare(one)])[0].score for one in asked]
     compiled = model_backend(*text, TWO, Limits(cells=1024), compiled=True)
@@ -446,7 +446,7 @@ def test_layers_compiled_for_one_backend_run_as_written_for_another_and_after_it
     graphs, count = counting_backend()
     monkeypatch.setattr("truebatch.batch.torch_compile.BACKEND", count)
     model = text[0]
-    asked = list(read_asked(questions(6)))
+    asked = list(read_requests(questions(6)))
     want = [model_backend(*text, TEXT, Limits(cells=4096)).judge([one])[0] for one in _prepared(text, asked)]
     compiled = model_backend(*text, TWO, Limits(cells=1024), compiled=True)
     try:
@@ -473,7 +473,7 @@ def test_what_is_not_compiled_is_refused(text):
 def test_compiled_layers_read_prompts_of_texts_as_written_ones_do(text, monkeypatch):
     monkeypatch.setattr(packed_prefill, "PREFIX_SHARE", 2.0)
     monkeypatch.setattr("truebatch.batch.torch_compile.BACKEND", "eager")
-    asked = list(read_asked(questions(6)))
+    asked = list(read_requests(questions(6)))
     plain = model_backend(*text, TEXT, Limits(cells=4096))
     want = [plain.judge([one])[0] for one in _prepared(text, asked)]
     compiled = model_backend(*text, TEXT, Limits(cells=1024), compiled=True)
@@ -493,7 +493,7 @@ def test_compiled_layers_without_an_operator_that_notes_keys_say_so(text, monkey
     backend = model_backend(*text, TEXT, Limits(cells=1024), compiled=True)
     try:
         with pytest.raises(ConfigError, match="do not return keys for generation"):
-            backend.judge([backend.prepare(one) for one in read_asked(questions(3))])
+            backend.judge([backend.prepare(one) for one in read_requests(questions(3))])
     finally:
         uncompile_layers(backend.model)
         torch.compiler.reset()  # nobody else gets what was compiled here

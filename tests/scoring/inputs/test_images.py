@@ -10,7 +10,7 @@ import pytest
 from PIL import Image, ImageFile
 
 from truebatch.scoring.backends.interface import SampleError
-from truebatch.scoring.inputs.images import open_picture, picture_sizes
+from truebatch.scoring.inputs.images import image_sizes, open_image
 
 
 def data(kind="PNG", size=(40, 30), **more):
@@ -55,7 +55,7 @@ POISON = {
 def test_every_broken_image_is_a_record_of_the_stage_decode(name):
     given, kind = POISON[name]
     with pytest.raises(SampleError) as told:
-        open_picture(given)
+        open_image(given)
     assert told.value.stage == "decode"
     assert kind is None or told.value.kind == kind
     assert str(told.value)
@@ -66,7 +66,7 @@ def test_every_broken_image_is_a_record_of_the_stage_decode(name):
 )
 def test_what_the_header_shows_is_found_without_decoding(name):
     with pytest.raises(SampleError):
-        picture_sizes([POISON[name][0]])
+        image_sizes([POISON[name][0]])
 
 
 @pytest.mark.parametrize("turn", range(1, 9))
@@ -76,21 +76,21 @@ def test_sizes_from_headers_are_those_of_the_upright_pixels(tmp_path, turn):
     file = tmp_path / "a.jpg"
     file.write_bytes(data("JPEG", exif=exif))
     for given in (str(file), file.read_bytes()):
-        ((height, width),) = picture_sizes([given])
-        assert open_picture(given).size == (width, height)
+        ((height, width),) = image_sizes([given])
+        assert open_image(given).size == (width, height)
     assert (width, height) == ((40, 30) if turn < 5 else (30, 40))
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1", "I"])
 def test_images_of_every_mode_become_rgb(mode):
     image = Image.effect_noise((6, 5), 60).convert(mode)
-    assert open_picture(image).mode == "RGB"
-    assert picture_sizes([image]) == [(5, 6)]
+    assert open_image(image).mode == "RGB"
+    assert image_sizes([image]) == [(5, 6)]
 
 
 def test_the_size_of_a_png_is_told_without_its_pixels(monkeypatch):
     monkeypatch.setattr(ImageFile.ImageFile, "load", _never)
-    assert picture_sizes([data(size=(40, 30))]) == [(30, 40)]
+    assert image_sizes([data(size=(40, 30))]) == [(30, 40)]
 
 
 def _never(self):
@@ -103,8 +103,8 @@ def test_a_turned_image_has_the_size_its_pixels_will_have(kind, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     given = data(kind, size=(40, 30), exif=exif)
-    opened = open_picture(given)
-    assert picture_sizes([given]) == [(opened.height, opened.width)]
+    opened = open_image(given)
+    assert image_sizes([given]) == [(opened.height, opened.width)]
 
 
 @pytest.mark.parametrize("at_end", [False, True])
@@ -118,5 +118,5 @@ def test_a_turned_png_has_the_size_its_pixels_will_have(orientation, at_end):
         length = int.from_bytes(given[first : first + 4], "big") + 12
         end = given.index(b"IEND") - 4
         given = given[:first] + given[first + length : end] + given[first : first + length] + given[end:]
-    opened = open_picture(given)
-    assert picture_sizes([given]) == [(opened.height, opened.width)]
+    opened = open_image(given)
+    assert image_sizes([given]) == [(opened.height, opened.width)]

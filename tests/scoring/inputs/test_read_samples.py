@@ -8,7 +8,7 @@ import pytest
 
 from truebatch.errors import DataError
 from truebatch.scoring.backends.interface import ScoreRequest
-from truebatch.scoring.inputs.read_samples import Broken, read_asked
+from truebatch.scoring.inputs.read_samples import Broken, read_requests
 from truebatch.scoring.store.input_index import list_samples
 
 GOOD = b'{"user": "ok"}'
@@ -48,7 +48,7 @@ def test_every_broken_line_is_a_record_and_every_other_one_a_sample(tmp_path):
         lines += [line, GOOD]
     file = tmp_path / "data.jsonl"
     file.write_bytes(b"\n".join(lines) + b"\n")
-    found = list(read_asked(file))
+    found = list(read_requests(file))
     expected = [""]
     for kind in POISON.values():
         expected += [] if kind is None else [kind]
@@ -61,19 +61,19 @@ def test_a_line_that_is_too_long_is_one_record_and_not_several(tmp_path, monkeyp
     monkeypatch.setattr("truebatch.io.text_encoding.bounded_lines.__kwdefaults__", {"most": 40})
     file = tmp_path / "data.jsonl"
     file.write_bytes(GOOD + b'\n{"user": "' + 200 * b"a" + b'"}\n' + GOOD + b"\n")
-    found = list(read_asked(file))
+    found = list(read_requests(file))
     assert [one.kind if isinstance(one, Broken) else "" for one in found] == ["", "too_long", ""]
     assert f"{file}:2 has more than" in found[1].message
     table = tmp_path / "data.csv"
     table.write_bytes(b"id,user\na," + 200 * b"b" + b"\n")
     with pytest.raises(DataError, match=r"data\.csv:2 is too long"):
-        list(read_asked(table))
+        list(read_requests(table))
 
 
 def test_a_csv_row_with_other_cells_is_a_record(tmp_path):
     file = tmp_path / "data.csv"
     file.write_bytes(b'id,user,note\na,"hello, you",x\nb,one\nc,"two\nlines",\nd,\xff,z\n')
-    found = list(read_asked(file))
+    found = list(read_requests(file))
     assert [type(one).__name__ for one in found] == ["ScoreRequest", "Broken", "ScoreRequest", "Broken"]
     assert (found[0].user, found[0].meta, found[2].user) == ("hello, you", {"note": "x"}, "two\nlines")
 
@@ -84,7 +84,7 @@ def test_parquet_holds_the_same_samples(tmp_path):
 
     rows = {"id": ["a", "b"], "user": ["hello", None], "image": [{"bytes": b"xy", "path": None}, None]}
     parquet.write_table(arrow.table(rows), tmp_path / "data.parquet")
-    first, second = read_asked(tmp_path / "data.parquet")
+    first, second = read_requests(tmp_path / "data.parquet")
     assert (first.id, first.user, first.images) == ("a", "hello", (b"xy",))
     assert isinstance(second, Broken)
     assert (second.id, second.kind) == ("b", "no_prompt")
@@ -94,14 +94,14 @@ def test_a_file_in_utf16_is_refused_as_a_whole(tmp_path):
     file = tmp_path / "data.jsonl"
     file.write_text('{"user": "x"}\n', encoding="utf-16")
     with pytest.raises(DataError, match="UTF-16"):
-        list(read_asked(file))
+        list(read_requests(file))
 
 
 def test_images_inside_messages_are_found_beside_the_data(tmp_path):
     parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what?"}]
     file = tmp_path / "data.jsonl"
     file.write_text(json.dumps({"id": "s", "messages": [{"role": "user", "content": parts}]}) + "\n")
-    (asked,) = read_asked(file)
+    (asked,) = read_requests(file)
     assert isinstance(asked, ScoreRequest)
     assert asked.images == (str(tmp_path / "a.png"),)
     assert asked.messages[0]["content"] == [{"type": "image"}, {"type": "text", "text": "what?"}]
@@ -113,7 +113,7 @@ def test_images_inside_messages_are_found_beside_the_data(tmp_path):
 def test_python_values_and_ready_samples_are_read_too():
     ready = ScoreRequest(id="z", user="q")
     chat = [{"role": "user", "content": "hi"}]
-    found = list(read_asked(["plain", chat, {"prompt": "p", "id": 7}, ready, 3.5]))
+    found = list(read_requests(["plain", chat, {"prompt": "p", "id": 7}, ready, 3.5]))
     assert [one.id for one in found] == ["0", "1", "7", "z", "4"]
     assert found[3] is ready
     assert isinstance(found[4], Broken)

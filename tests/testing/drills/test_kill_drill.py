@@ -17,7 +17,7 @@ import pytest
 from truebatch.cli.app import run
 from truebatch.errors import TruebatchError
 from truebatch.testing.drills import kill_drill, oom_drill
-from truebatch.testing.drills.kill_drill import DrillTrial, list_trials, num_visits, prepare_ground, run_trial
+from truebatch.testing.drills.kill_drill import DrillTrial, list_trials, make_fixture, num_visits, run_trial
 from truebatch.testing.drills.tiny_run import STEPS, end_of, run_tiny_training
 from truebatch.testing.failpoints import ERRORS, FAILPOINTS
 from truebatch.training.checkpoint.retention import BEST, best_step, list_checkpoints
@@ -29,7 +29,7 @@ DRILLED = [name for name in FAILPOINTS if not name.startswith("journal.")]
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory):
-    return prepare_ground(tmp_path_factory.mktemp("drill") / "演 练")
+    return make_fixture(tmp_path_factory.mktemp("drill") / "演 练")
 
 
 def test_the_small_run_comes_to_every_failpoint(ground):

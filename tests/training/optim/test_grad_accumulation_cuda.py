@@ -1,4 +1,4 @@
-"""On a card the gradients of a small model are added all at once: a step has the same, bit by bit, and no copy is made."""
+"""On a GPU the gradients of a small model are added all at once: a step has the same, bit by bit, and no copy is made."""
 
 from __future__ import annotations
 

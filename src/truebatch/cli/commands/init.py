@@ -1,4 +1,4 @@
-"""`truebatch init`: a few files to start from, with the names and options people know from the system's note."""
+"""`truebatch init`: a few files to start from, with the names and options people know from the original script."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from truebatch.language.console import say
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
     from truebatch.planning.rows import Layout
-    from truebatch.reports.progress_display import Show
+    from truebatch.reports.progress_display import ConsoleLogger
     from truebatch.training.config import TrainConfig
     from truebatch.training.context import TrainResult
     from truebatch.training.memory.run_estimate import RunEstimate
@@ -250,13 +250,13 @@ def _text(name: str, value: Any) -> str:
 def _train(
     system: System[ConfigT], config: ConfigT, folder: Path, options: TrainOptions, *, is_layout_open: bool, again: str
 ) -> int:
-    from truebatch.reports.progress_display import make_show
+    from truebatch.reports.progress_display import make_console_logger
     from truebatch.training.logging.trackers import Trackers
     from truebatch.training.run_dir.run_dir import plain_config
     from truebatch.training.system import train_settings
     from truebatch.training.train_system import Start, train_system
 
-    show = make_show(cast(Any, options.log_format))
+    show = make_console_logger(cast(Any, options.log_format))
     trackers = Trackers(train_settings(config).track, folder, plain_config(config))
     start = Start(
         out=folder,
@@ -277,7 +277,7 @@ def _train(
     return result.exit_code
 
 
-def _say_end(show: Show, result: TrainResult, folder: Path) -> None:
+def _say_end(show: ConsoleLogger, result: TrainResult, folder: Path) -> None:
     from truebatch.training.distributed.collectives import rank
 
     if rank() != 0:

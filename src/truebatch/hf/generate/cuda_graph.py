@@ -2,7 +2,7 @@
 
 rows with room in their cache -> inputs written into fixed tensors -> the recorded step -> logits of what follows
 
-A step of generation is a thousand small kernels, and Python takes longer to ask for them than the card to run them. A
+A step of generation is a thousand small kernels, and Python takes longer to ask for them than the GPU to run them. A
 recorded step asks once. It reads all cells of the cache, those without a token too, which the mask keeps out. Whether a
 model gives the same that way is not assumed: the first step is taken both ways.
 """
@@ -56,12 +56,12 @@ class CudaGraphDecoder:
         is_wanted = bool(self.is_equal) or (self.is_equal is None and self.is_recorded)
         return is_wanted and device.type == "cuda" and steps >= STEPS_BEFORE
 
-    def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """The captured step; on a CPU, and for a model that cannot be captured, the eager step."""
         if not torch.cuda.is_available() or not self.is_recorded:
             return run
         try:
-            written, replay = record(run)
+            written, replay = capture(run)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
@@ -138,14 +138,14 @@ class FixedSteps:
         """False when the next token would not fit."""
         return self.length < self.is_seen.shape[-1]
 
-    def advance(self, tokens: Tensor, record: Record) -> Tensor:
+    def advance(self, tokens: Tensor, capture: Record) -> Tensor:
         """Append one token to every row that goes on; [B, V] logits of what follows."""
         self.ids[self.rows, 0] = tokens
         self.at.fill_(self.length)
         self.is_seen[..., self.length] = True
         if self.replay is None:
             # Not a method of this object, which would then wait for the garbage collector.
-            self.replay = record(partial(self.step, self.ids, self.place, self.is_seen, self.cache))
+            self.replay = capture(partial(self.step, self.ids, self.place, self.is_seen, self.cache))
         logits = self.replay()[self.rows]
         self.place[self.rows] += 1  # rows that ended stay within the model's positions
         self.length += 1
@@ -183,7 +183,7 @@ class FixedSteps:
         return grow_in_place(cache)
 
 
-def record(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
+def capture(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
     """Run once in eager mode, then capture: returns the result and a replay on the same tensors."""
     current = torch.cuda.current_stream()
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]

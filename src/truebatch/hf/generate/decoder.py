@@ -52,7 +52,7 @@ class HFDecoder:
     border: ForwardSignature
     grouped: tuple[Any, ...] = ()
     """Configs of layers whose query heads share keys, see `grouped_configs`."""
-    replaying: CudaGraphDecoder = field(default_factory=CudaGraphDecoder)
+    cuda_graph: CudaGraphDecoder = field(default_factory=CudaGraphDecoder)
     rotary: tuple[nn.Module, ...] = ()
     """Modules whose angles follow the length of a call, see `rotary_by_length`."""
     padding: Padding = field(default_factory=Padding)
@@ -154,9 +154,9 @@ class HFSession:
         if self._fixed is not None and not self._fixed.has_room:
             self._loosen()
         if self._fixed is not None:
-            return self._fixed.advance(tokens, self._decoder.replaying.record)
+            return self._fixed.advance(tokens, self._decoder.cuda_graph.capture)
         self._steps += 1
-        if self._decoder.replaying.begins(tokens.device, self._steps - 1):
+        if self._decoder.cuda_graph.begins(tokens.device, self._steps - 1):
             return self._first_fixed(tokens)
         return self._grow(tokens)
 
@@ -168,27 +168,27 @@ class HFSession:
 
     def _first_fixed(self, tokens: Tensor) -> Tensor:
         """Begin to replay, if the cache has room for it; the first time of a model, take the step both ways."""
-        replaying = self._decoder.replaying
+        cuda_graph = self._decoder.cuda_graph
         # Nothing here may refer to this session: a recording that waits for the garbage collector would be let go in
         # the middle of another one.
         step = partial(_fixed_step, self._decoder)
         fixed = fix_rows(step, self._cache, self._is_real, self._place, config=self._decoder.model.config)
         if fixed is None:
             return self._grow(tokens)
-        if replaying.is_equal is None:
+        if cuda_graph.is_equal is None:
             return self._tried(fixed, tokens)
         self._fixed = fixed
-        return self._fixed.advance(tokens, self._decoder.replaying.record)
+        return self._fixed.advance(tokens, self._decoder.cuda_graph.capture)
 
     def _tried(self, fixed: FixedSteps, tokens: Tensor) -> Tensor:
         """The step both ways; the way that is gone on with has written the cell, and gives the logits: a session has
         the same bits whether it was the first of its model or not."""
-        replaying = self._decoder.replaying
+        cuda_graph = self._decoder.cuda_graph
         fixed.fill_room(LOUD)
-        found = replaying.tried(partial(fixed.advance, tokens, lambda run: run))
+        found = cuda_graph.tried(partial(fixed.advance, tokens, lambda run: run))
         written = fixed.last_cells()
         grown = self._grow(tokens)
-        if found is None or not replaying.judge(found, grown):
+        if found is None or not cuda_graph.judge(found, grown):
             return grown
         fixed.put_last_cells(written)
         fixed.fill_room(0.0)

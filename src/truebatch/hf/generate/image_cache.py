@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from truebatch.errors import BatchError
-from truebatch.generation.interface import AroundDecoder, Decoder, Prompt, Session
+from truebatch.generation.interface import Decoder, DecoderWrapper, Prompt, Session
 from truebatch.hf.attention.packed import TABLE_WORDS
 from truebatch.hf.attention.vision_tower import one_call_for_images
 from truebatch.hf.forward_inputs import ONE_AT_A_TIME, inner_model, inspect_forward
@@ -36,14 +36,14 @@ class ImagePixels(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PicturePrompt(Prompt):
+class ImagePrompt(Prompt):
     """A prompt that knows its images by their content."""
 
     image_hashes: tuple[bytes, ...] = ()
 
 
 @dataclass(slots=True)
-class ImageDecoder(AroundDecoder):
+class ImageDecoder(DecoderWrapper):
     """A decoder that encodes images itself and keeps the features of the last ones; for models that allow it."""
 
     decoder: Decoder

@@ -21,7 +21,7 @@ from truebatch.batch.host_to_device import send
 from truebatch.batch.segments import packed_segments
 from truebatch.batch.torch_compile import compile_layers, force_eager, has_compiled_layers
 from truebatch.errors import AttentionError, ConfigError
-from truebatch.generation.interface import AroundDecoder, Decoder, Prompt, Session, pad_left
+from truebatch.generation.interface import Decoder, DecoderWrapper, Prompt, Session, pad_left
 from truebatch.hf.attention.packed import packed_inputs, use_packed_attention
 from truebatch.hf.forward_inputs import ONE_AT_A_TIME, language_model
 from truebatch.hf.generate.decoder import (
@@ -86,7 +86,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(slots=True)
-class PackedDecoder(AroundDecoder):
+class PackedDecoder(DecoderWrapper):
     """A decoder that reads prompts in one row where that gives what `decoder` gives, and leaves the rest to it."""
 
     decoder: Decoder

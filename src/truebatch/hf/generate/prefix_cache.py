@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from truebatch.generation.interface import AroundDecoder, Prompt
+from truebatch.generation.interface import DecoderWrapper, Prompt
 from truebatch.hf.generate.decoder import FirstCells, HFDecoder, HFSession, first_cells
 from truebatch.hf.image_fields import image_token_id
 
@@ -25,7 +25,7 @@ KEPT = 4
 
 
 @dataclass(slots=True)
-class PrefixDecoder(AroundDecoder):
+class PrefixDecoder(DecoderWrapper):
     """A decoder that prefills the common prefix of a batch once; results are those of `decoder`."""
 
     decoder: HFDecoder

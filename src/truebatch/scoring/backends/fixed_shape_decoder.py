@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from truebatch.errors import ConfigError, DataError
-from truebatch.generation.interface import AroundDecoder, Decoder, Prompt, Session, start_session
+from truebatch.generation.interface import Decoder, DecoderWrapper, Prompt, Session, start_session
 from truebatch.scoring.backends.fixed_shapes import Shapes
 
 
 @dataclass(frozen=True, slots=True)
-class PinnedDecoder(AroundDecoder):
+class FixedShapeDecoder(DecoderWrapper):
     """Runs prompts of one width in a forward pass of fixed rows and cells; the remaining rows are fillers."""
 
     decoder: Decoder

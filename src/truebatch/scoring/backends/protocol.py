@@ -24,7 +24,7 @@ def decode(line: bytes) -> dict[str, Any]:
     return found
 
 
-def pack_asked(sample: ScoreRequest) -> dict[str, Any]:
+def pack_request(sample: ScoreRequest) -> dict[str, Any]:
     """A sample; images are sent as path or bytes, PIL images as PNG."""
     names = ("id", "system", "user", "options", "meta")
     plain = {name: getattr(sample, name) for name in names}
@@ -32,20 +32,20 @@ def pack_asked(sample: ScoreRequest) -> dict[str, Any]:
     return {**plain, "messages": messages, "images": [_pack_image(image) for image in sample.images]}
 
 
-def unpack_asked(value: Mapping[str, Any]) -> ScoreRequest:
+def unpack_request(value: Mapping[str, Any]) -> ScoreRequest:
     """The sample again."""
     images = [one if isinstance(one, str) else base64.b64decode(one["bytes"]) for one in value["images"]]
     return ScoreRequest(**{**value, "images": tuple(images), "messages": tuple(value["messages"])})
 
 
-def pack_answer(answer: ScoreResponse | SampleError) -> dict[str, Any]:
+def pack_response(answer: ScoreResponse | SampleError) -> dict[str, Any]:
     """A result, or why there is none."""
     if isinstance(answer, SampleError):
         return {"stage": answer.stage, "kind": answer.kind, "message": str(answer), "output": answer.output}
     return {"score": answer.score, "output": dict(answer.output), "tokens": answer.tokens}
 
 
-def unpack_answer(value: Mapping[str, Any]) -> ScoreResponse | SampleError:
+def unpack_response(value: Mapping[str, Any]) -> ScoreResponse | SampleError:
     """The answer again."""
     if "stage" in value:
         return SampleError(value["stage"], value["kind"], value["message"], value["output"])
@@ -55,7 +55,7 @@ def unpack_answer(value: Mapping[str, Any]) -> ScoreResponse | SampleError:
 def pack_cost(cost: Cost | SampleError) -> dict[str, Any]:
     """A cost, or why there is none."""
     if isinstance(cost, SampleError):
-        return pack_answer(cost)
+        return pack_response(cost)
     return {"tokens": cost.tokens, "new_tokens": cost.new_tokens, "patches": cost.patches}
 
 

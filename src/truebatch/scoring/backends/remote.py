@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from truebatch.errors import ConfigError
 from truebatch.scoring.backends.interface import Cost, SampleError, ScoreRequest, ScoreResponse
-from truebatch.scoring.backends.protocol import pack_asked, unpack_answer, unpack_cost
+from truebatch.scoring.backends.protocol import pack_request, unpack_cost, unpack_response
 from truebatch.scoring.equality_check import IdentityReport, choose_samples, unpack_report
 
 
@@ -83,7 +83,7 @@ class RemoteBackend:
             raise (MemoryError if found["memory"] else RuntimeError)(found["error"])
         if len(found["answers"]) != len(prepared):
             raise RuntimeError(f"the worker returned {len(found['answers'])} results for {len(prepared)} samples")
-        return [unpack_answer(answer) for answer in found["answers"]]
+        return [unpack_response(answer) for answer in found["answers"]]
 
     def check(self, samples: Sequence[ScoreRequest], n: int, tolerance: float | None) -> IdentityReport:
         """`check_identity` in the worker; samples that kill it are left out and will be recorded as failures."""
@@ -145,4 +145,4 @@ class RemoteBackend:
 
 
 def _request(do: str, samples: Sequence[ScoreRequest]) -> dict[str, Any]:
-    return {"do": do, "samples": [pack_asked(sample) for sample in samples]}
+    return {"do": do, "samples": [pack_request(sample) for sample in samples]}

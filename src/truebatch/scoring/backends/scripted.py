@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from truebatch.scoring.backends.interface import Cost, SampleError, ScoreRequest, ScoreResponse
-from truebatch.scoring.inputs.images import open_picture, picture_sizes
+from truebatch.scoring.inputs.images import image_sizes, open_image
 
 EXIT_CODE = 41
 
@@ -38,13 +38,13 @@ class ScriptedBackend:
     def cost(self, sample: ScoreRequest, /) -> Cost:
         """One token per character, plus what each image header says."""
         if sample.images:
-            picture_sizes(sample.images)
+            image_sizes(sample.images)
         return Cost(tokens=1 + len(sample.user), patches=64 * len(sample.images))
 
     def prepare(self, sample: ScoreRequest, /) -> ScoreRequest:
         """Decode the images and reject what is too long."""
         for image in sample.images:
-            open_picture(image)
+            open_image(image)
         if len(sample.user) > self.most_tokens or sample.options.get("fail") == "too_long":
             raise SampleError("prepare", "too_long", f"{sample.id}: {len(sample.user)} tokens")
         return sample

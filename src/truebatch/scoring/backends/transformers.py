@@ -28,16 +28,16 @@ from truebatch.generation.token_trie import TokenTrie, make_token_trie
 from truebatch.hf.attention.rope import each_row_alone
 from truebatch.hf.forward_inputs import ONE_AT_A_TIME, language_model
 from truebatch.hf.generate.decoder import HFDecoder, first_cells, hf_decoder
-from truebatch.hf.generate.image_cache import ImageDecoder, PicturePrompt, can_encode_alone
+from truebatch.hf.generate.image_cache import ImageDecoder, ImagePrompt, can_encode_alone
 from truebatch.hf.generate.packed_prefill import PackedDecoder, can_read_packed, compile_reading
 from truebatch.hf.generate.prefix_cache import PrefixDecoder
 from truebatch.hf.image_fields import image_token_id
 from truebatch.hf.numerics import in_fp32
-from truebatch.scoring.backends.fixed_shape_decoder import PinnedDecoder
+from truebatch.scoring.backends.fixed_shape_decoder import FixedShapeDecoder
 from truebatch.scoring.backends.fixed_shapes import Shapes
 from truebatch.scoring.backends.interface import Cost, SampleError, ScoreRequest, ScoreResponse
 from truebatch.scoring.batch_plan import Limits
-from truebatch.scoring.inputs.chat_prompt import MOST, Prompting, label_tokens
+from truebatch.scoring.inputs.chat_prompt import MOST, ChatPrompt, label_tokens
 from truebatch.scoring.memory_budget import fit_cells
 from truebatch.scoring.readouts import Generate, Head, Readout, as_labels, describe_readout
 from truebatch.scoring.readouts.label_trie import Trie, build_trie, read_labels, read_labels_afresh
@@ -61,7 +61,7 @@ class ModelBackend:
     """A model with its processor and a readout. Make it with `model_backend`."""
 
     model: nn.Module
-    prompting: Prompting
+    prompting: ChatPrompt
     readout: Readout
     limits: Limits
     decoder: Decoder
@@ -103,7 +103,7 @@ class ModelBackend:
         """From the text and the headers of the images."""
         return self.prompting.cost(sample)
 
-    def prepare(self, sample: ScoreRequest, /) -> PicturePrompt:
+    def prepare(self, sample: ScoreRequest, /) -> ImagePrompt:
         """Tokens and pixels."""
         return self.prompting.prepare(sample)
 
@@ -111,7 +111,7 @@ class ModelBackend:
         """The most cells of a batch of such samples that memory holds; None where it is not measured."""
         return fit_cells(self, samples)
 
-    def judge(self, prepared: Sequence[PicturePrompt], /) -> Sequence[ScoreResponse | SampleError]:
+    def judge(self, prepared: Sequence[ImagePrompt], /) -> Sequence[ScoreResponse | SampleError]:
         """One result per prompt, each as if it were alone."""
         with _whole_or_refused(self.limits):
             if isinstance(self.readout, Head):
@@ -120,9 +120,7 @@ class ModelBackend:
                 return self._texts(prepared, self.readout)
             return self._labels(prepared)
 
-    def probe(
-        self, prepared: Sequence[PicturePrompt], forced: Sequence[Sequence[int]] | None = None, /
-    ) -> list[Tensor]:
+    def probe(self, prepared: Sequence[ImagePrompt], forced: Sequence[Sequence[int]] | None = None, /) -> list[Tensor]:
         """What `check` compares: [S, V] probabilities of the next token after each prompt and after some tokens of an
         answer, where the readout takes several; those of `forced`, else the likeliest. [K] numbers of a head.
         """
@@ -131,7 +129,7 @@ class ModelBackend:
         with _whole_or_refused(self.limits):
             return self._followed(self.decoder, prepared, forced)
 
-    def probe_in_fp32(self, one: PicturePrompt, forced: Sequence[int], /) -> Tensor:
+    def probe_in_fp32(self, one: ImagePrompt, forced: Sequence[int], /) -> Tensor:
         """The same for one prompt alone with all weights in fp32 and no caches: shows the effect of rounding."""
         with in_fp32(self.model):
             if isinstance(self.readout, Head):
@@ -139,9 +137,11 @@ class ModelBackend:
             return self._followed(self.plain, [one], [forced])[0]
 
     def _followed(
-        self, decoder: Decoder, prepared: Sequence[PicturePrompt], forced: Sequence[Sequence[int]] | None
+        self, decoder: Decoder, prepared: Sequence[ImagePrompt], forced: Sequence[Sequence[int]] | None
     ) -> list[Tensor]:
-        groups = list(decoder.groups(prepared)) if isinstance(decoder, PinnedDecoder) else [list(range(len(prepared)))]
+        groups = (
+            list(decoder.groups(prepared)) if isinstance(decoder, FixedShapeDecoder) else [list(range(len(prepared)))]
+        )
         if decoder is self.decoder and self._reads_once():
             with torch.inference_mode():
                 logits = decoder.logits(prepared)  # type: ignore[attr-defined]
@@ -183,8 +183,8 @@ class ModelBackend:
             if isinstance(part, ImageDecoder) and part.is_equal is False:
                 found.append("images are encoded one by one: in a batch their features differ")
             part = getattr(part, "decoder", None)
-        if self.plain.replaying.why:
-            found.append(f"decoding steps do not use a CUDA graph: {self.plain.replaying.why}")
+        if self.plain.cuda_graph.why:
+            found.append(f"decoding steps do not use a CUDA graph: {self.plain.cuda_graph.why}")
         return found
 
     def close(self) -> None:
@@ -192,21 +192,21 @@ class ModelBackend:
         if self.reuse.get("compiled"):
             uncompile_layers(language_model(self.model))
 
-    def _labels(self, prepared: Sequence[PicturePrompt]) -> list[ScoreResponse | SampleError]:
+    def _labels(self, prepared: Sequence[ImagePrompt]) -> list[ScoreResponse | SampleError]:
         labels = as_labels(self.readout)
         assert labels is not None
         assert self.trie is not None
-        if isinstance(self.decoder, PinnedDecoder) or self._reads_once():
+        if isinstance(self.decoder, FixedShapeDecoder) or self._reads_once():
             with torch.inference_mode():
                 reads = read_labels_afresh(self.decoder.logits, prepared, self.trie)  # type: ignore[attr-defined]
         else:
             reads = read_labels(self.decoder, prepared, self.trie)
         return [labels.answer(read, len(one.ids)) for read, one in zip(reads, prepared, strict=True)]
 
-    def _texts(self, prepared: Sequence[PicturePrompt], readout: Generate) -> list[ScoreResponse | SampleError]:
+    def _texts(self, prepared: Sequence[ImagePrompt], readout: Generate) -> list[ScoreResponse | SampleError]:
         settings, tokenizer = readout.settings, self.prompting.tokenizer
         read = partial(tokenizer.decode, skip_special_tokens=True)
-        is_pinned = isinstance(self.decoder, PinnedDecoder)
+        is_pinned = isinstance(self.decoder, FixedShapeDecoder)
         groups = list(self.decoder.groups(prepared)) if is_pinned else [list(range(len(prepared)))]  # type: ignore[attr-defined]
         found: dict[int, Continuation] = {}
         for numbers in groups:
@@ -222,7 +222,7 @@ class ModelBackend:
             answers.append(readout.answer(text, found[number].ended, len(one.ids) + len(found[number].tokens)))
         return answers
 
-    def _heads(self, prepared: Sequence[PicturePrompt]) -> list[ScoreResponse | SampleError]:
+    def _heads(self, prepared: Sequence[ImagePrompt]) -> list[ScoreResponse | SampleError]:
         values = self._head_values(prepared).tolist()
         return [
             ScoreResponse(score=row[0], output={"values": row} if len(row) > 1 else {}, tokens=len(one.ids))
@@ -230,7 +230,7 @@ class ModelBackend:
         ]
 
     @torch.inference_mode()
-    def _head_values(self, prepared: Sequence[PicturePrompt]) -> Tensor:
+    def _head_values(self, prepared: Sequence[ImagePrompt]) -> Tensor:
         """[B, K] numbers of the head."""
         assert isinstance(self.readout, Head)
         config: PretrainedConfig = self.model.config.get_text_config()  # type: ignore[union-attr, operator]
@@ -265,7 +265,7 @@ def model_backend(
     labels, tokenizer = as_labels(readout), getattr(processor, "tokenizer", processor)
     trie = None if labels is None else build_trie(label_tokens(tokenizer, list(labels.values), labels.prefix))
     new_tokens = readout.settings.max_new_tokens if isinstance(readout, Generate) else trie.depth() if trie else 0
-    prompting = Prompting(
+    prompting = ChatPrompt(
         processor=processor, max_length=plain.max_length, new_tokens=new_tokens,
         prefix=labels.prefix if labels is not None else "",
         options=frozenset({MOST} if isinstance(readout, Generate) else ()),
@@ -283,7 +283,7 @@ def model_backend(
     if not is_pinned and can_read_packed(plain):
         decoder = PackedDecoder(decoder, plain, cells=min(ROW, limits.cells or ROW) if compiled else None)
     if is_pinned:
-        decoder = PinnedDecoder(decoder, Shapes(limits.most_cells), _filler(model, plain), max(1, new_tokens))
+        decoder = FixedShapeDecoder(decoder, Shapes(limits.most_cells), _filler(model, plain), max(1, new_tokens))
     reuse = {"prefix": reuse_prefix and not is_pinned, "images": reuse_images, "compiled": compiled}
     return ModelBackend(
         model=model, prompting=prompting, readout=readout, limits=limits, decoder=decoder, plain=plain,

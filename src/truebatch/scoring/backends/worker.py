@@ -10,7 +10,7 @@ import torch
 
 from truebatch.errors import ConfigError, TruebatchError
 from truebatch.scoring.backends.interface import Backend
-from truebatch.scoring.backends.protocol import pack_answer, pack_cost, unpack_asked
+from truebatch.scoring.backends.protocol import pack_cost, pack_response, unpack_request
 from truebatch.scoring.equality_check import check_identity, pack_report
 from truebatch.scoring.memory_budget import budget_of
 from truebatch.scoring.prefetch import attempt, judge_prepared
@@ -47,7 +47,7 @@ class BackendService:
         backend = self.backend
         if request["do"] == "describe":
             return {"describe": dict(backend.describe())}
-        samples = [unpack_asked(value) for value in request["samples"]]
+        samples = [unpack_request(value) for value in request["samples"]]
         if request["do"] == "cost":
             return {"costs": [pack_cost(attempt(backend.cost, sample)) for sample in samples]}
         if request["do"] == "fit":
@@ -57,7 +57,7 @@ class BackendService:
             return {"report": pack_report(report)}
         prepared = list(self._threads.map(lambda sample: attempt(backend.prepare, sample), samples))
         try:
-            return {"answers": [pack_answer(answer) for answer in judge_prepared(backend, prepared)]}
+            return {"answers": [pack_response(answer) for answer in judge_prepared(backend, prepared)]}
         except Exception as error:  # a model may raise anything: the main process decides
             said, is_memory = f"{type(error).__name__}: {error}", is_out_of_memory(error)
         if is_memory:

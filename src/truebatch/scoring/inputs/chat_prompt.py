@@ -1,6 +1,6 @@
 """A sample as the tokens and pixels a model takes: the chat template, the processor, and what both will cost.
 
-Asked -> messages -> text -> ids, with image placeholders expanded -> PicturePrompt
+ScoreRequest -> messages -> text -> ids, with image placeholders expanded -> ImagePrompt
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 
 from truebatch.errors import ConfigError
 from truebatch.generation.interface import key_prompts
-from truebatch.hf.generate.image_cache import PicturePrompt
+from truebatch.hf.generate.image_cache import ImagePrompt
 from truebatch.hf.template_sandbox import apply_template
 from truebatch.scoring.backends.interface import Cost, SampleError, ScoreRequest
-from truebatch.scoring.inputs.images import open_picture, picture_sizes
+from truebatch.scoring.inputs.images import image_sizes, open_image
 from truebatch.scoring.store.content_key import image_hash
 
 MOST = "max_new_tokens"
@@ -22,7 +22,7 @@ _NOT_BESIDE = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_i
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prompting:
+class ChatPrompt:
     """How samples become prompts of one model."""
 
     processor: Any
@@ -55,26 +55,26 @@ class Prompting:
             return self._checked(sample, Cost(tokens=len(ids), new_tokens=self.new_tokens))
         if count is None:  # then only the processor itself knows
             return Cost(tokens=len(self.prepare(sample).ids), new_tokens=self.new_tokens)
-        found = count(image_sizes=picture_sizes(sample.images))
+        found = count(image_sizes=image_sizes(sample.images))
         tokens = len(ids) - len(sample.images) + sum(found.num_image_tokens)
         patches = sum(found.num_image_patches or ())
         return self._checked(sample, Cost(tokens=tokens, new_tokens=self.new_tokens, patches=patches))
 
-    def prepare(self, sample: ScoreRequest) -> PicturePrompt:
+    def prepare(self, sample: ScoreRequest) -> ImagePrompt:
         """The prompt with its pixels; what is wrong with the sample raises `SampleError`."""
         self._check_options(sample)
         text = self.render(sample)
         if not sample.images:
             ids, beside = self._text_ids(text), dict[str, Any]()
         else:
-            ids, beside = self._with_images(text, [open_picture(image) for image in sample.images])
+            ids, beside = self._with_images(text, [open_image(image) for image in sample.images])
         if not ids:
             raise SampleError("prepare", "empty_prompt", f"{sample.id} has no tokens")
         self._checked(sample, Cost(tokens=len(ids)))
         hashes = tuple(image_hash(image) for image in sample.images)
         (key,) = key_prompts(self.seed, [ids])
         most = sample.options.get(MOST)
-        return PicturePrompt(ids=tuple(ids), key=key, inputs=beside, image_hashes=hashes, max_new_tokens=most)
+        return ImagePrompt(ids=tuple(ids), key=key, inputs=beside, image_hashes=hashes, max_new_tokens=most)
 
     def render(self, sample: ScoreRequest) -> str:
         """The text of a sample, ready for an answer."""

@@ -20,12 +20,12 @@ PNG_PIECES = 100_000
 """A file with more is asked in Pillow's own way."""
 
 
-def picture_sizes(images: Sequence[Any]) -> list[tuple[int, int]]:
+def image_sizes(images: Sequence[Any]) -> list[tuple[int, int]]:
     """(height, width) of every image from its header, as the pixels will be after EXIF rotation."""
     return [_size(image) for image in images]
 
 
-def open_picture(image: Any) -> Any:
+def open_image(image: Any) -> Any:
     """The image as RGB pixels, upright; what is wrong with it raises `SampleError` of the stage `decode`."""
     if hasattr(image, "tobytes") and hasattr(image, "mode"):
         with _named(image):

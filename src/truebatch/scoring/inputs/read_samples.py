@@ -40,7 +40,7 @@ class Broken:
     """As much of it as there was; its key is made of it."""
 
 
-def read_asked(source: Path | str | Iterable[Any]) -> Iterator[ScoreRequest | Broken]:
+def read_requests(source: Path | str | Iterable[Any]) -> Iterator[ScoreRequest | Broken]:
     """Every sample of a data file, or of dicts, lists of messages and `Asked` values, in order.
 
     Only a file that is no data file at all raises; a broken line, row or value comes as `Broken`.
@@ -311,5 +311,5 @@ def _shown(text: str) -> str:
 
 def check_data(path: Path) -> None:
     """Refuse a path that holds no samples at all, before a model is loaded."""
-    if next(iter(read_asked(path)), None) is None:
+    if next(iter(read_requests(path)), None) is None:
         raise DataError(f"{path} holds no samples", seen="an empty file", do="name a file with one sample a line")

@@ -17,7 +17,7 @@ from truebatch.errors import DataError, RunError
 from truebatch.io.atomic_files import corrupt_file_errors, write_text
 from truebatch.io.text_encoding import read_lines
 from truebatch.scoring.backends.interface import ScoreRequest
-from truebatch.scoring.inputs.read_samples import Broken, read_asked
+from truebatch.scoring.inputs.read_samples import Broken, read_requests
 from truebatch.scoring.store.content_key import canonical, quoted, sample_key
 from truebatch.scoring.store.outcome import Outcome, failed
 
@@ -47,7 +47,7 @@ def list_samples(source: Path | str | Iterable[Any]) -> list[InputSample]:
 
 def iter_samples(source: Path | str | Iterable[Any]) -> Iterator[InputSample]:
     """The same, one by one: a source may have no end."""
-    return (_listed(index, one) for index, one in enumerate(read_asked(source)))
+    return (_listed(index, one) for index, one in enumerate(read_requests(source)))
 
 
 def by_key(listed: Iterable[InputSample]) -> dict[str, list[InputSample]]:

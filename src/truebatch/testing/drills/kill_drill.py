@@ -78,7 +78,7 @@ def run_drill(
     failpoint in turn, else at one. Each result is handed to `told` as it comes. Failpoints that the small run never
     visits have no trial.
     """
-    ground = prepare_ground(folder / "truebatch-drill", keeps=keeps)
+    ground = make_fixture(folder / "truebatch-drill", keeps=keeps)
     try:
         results = []
         for trial in list_trials(ground, actions=actions, keeps=keeps, every_visit=every_visit):
@@ -108,7 +108,7 @@ def list_trials(
                 yield DrillTrial(name, action, nth, keep)
 
 
-def prepare_ground(folder: Path, *, keeps: Sequence[int] = (1, 3)) -> DrillFixture:
+def make_fixture(folder: Path, *, keeps: Sequence[int] = (1, 3)) -> DrillFixture:
     """Make the two folders every trial begins from: a run to go on with, and one to replace by a fresh start."""
     folder.mkdir(parents=True)
     _make_templates(folder)

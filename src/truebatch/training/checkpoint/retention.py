@@ -26,7 +26,7 @@ _LEFTOVER = re.compile(r"\.(stage|pruned)-.*")
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedCheckpoint:
     """A checkpoint on the disk."""
 
     step: int
@@ -41,7 +41,7 @@ class Saved:
         return self.manifest is not None and self.manifest.all_finite
 
 
-def list_checkpoints(folder: Path) -> tuple[Saved, ...]:
+def list_checkpoints(folder: Path) -> tuple[SavedCheckpoint, ...]:
     """Every checkpoint folder, oldest first, looked at by manifest, names and sizes but not read.
 
     One that is not usable has a `problem`. Nothing is changed, so any process may ask.
@@ -98,7 +98,7 @@ def best_step(folder: Path) -> int | None:
     return _best_of(folder, newest)
 
 
-def _best_of(folder: Path, saved: Saved | None) -> int | None:
+def _best_of(folder: Path, saved: SavedCheckpoint | None) -> int | None:
     best = saved.manifest.best if saved is not None and saved.manifest is not None else None
     if best is not None and _is_there(folder, best.step):
         return best.step
@@ -178,7 +178,7 @@ def _restore(folder: Path, name: str) -> bool:
     return True
 
 
-def prune_after(folder: Path, saved: Saved, *, keep: int) -> Saved:
+def prune_after(folder: Path, saved: SavedCheckpoint, *, keep: int) -> SavedCheckpoint:
     """Delete all but the newest `keep` good checkpoints, the best and the one marked as kept, after one was saved.
 
     A failure here is told in the result and not raised, because the save itself holds.
@@ -193,7 +193,7 @@ def prune_after(folder: Path, saved: Saved, *, keep: int) -> Saved:
     return saved
 
 
-def _to_prune(folder: Path, saved: Saved, *, keep: int) -> list[Saved]:
+def _to_prune(folder: Path, saved: SavedCheckpoint, *, keep: int) -> list[SavedCheckpoint]:
     others = [entry for entry in list_checkpoints(folder) if entry.path != saved.path]
     if not saved.is_good:
         # Nothing that can be resumed goes because of something that cannot; one bad one is enough to look at.
@@ -216,14 +216,14 @@ def _remove(path: Path) -> None:
     failpoint("prune.deleted")
 
 
-def _look(path: Path, step: int) -> Saved:
+def _look(path: Path, step: int) -> SavedCheckpoint:
     try:
         manifest = check_shape(path)
     except TruebatchError as error:
-        return Saved(step, path, None, error.seen)
+        return SavedCheckpoint(step, path, None, error.seen)
     except OSError as error:
-        return Saved(step, path, None, str(error))
-    return Saved(step, path, manifest, finite_problem(manifest))
+        return SavedCheckpoint(step, path, None, str(error))
+    return SavedCheckpoint(step, path, manifest, finite_problem(manifest))
 
 
 def check_shape(path: Path) -> CheckpointManifest:

@@ -36,7 +36,13 @@ from truebatch.training.checkpoint.manifest import (
     untrusted,
 )
 from truebatch.training.checkpoint.pytree import Packed, pack, unpack
-from truebatch.training.checkpoint.retention import Saved, check_shape, finite_problem, list_checkpoints, prune_after
+from truebatch.training.checkpoint.retention import (
+    SavedCheckpoint,
+    check_shape,
+    finite_problem,
+    list_checkpoints,
+    prune_after,
+)
 from truebatch.training.checkpoint.tensor_files import nonfinite_names, num_bytes, read_tensors, write_tensors
 
 VALUES = "values.json"
@@ -60,7 +66,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedCheckpoint:
     """A checkpoint in memory, and the newer ones that could not be used, each with the reason."""
 
     checkpoint: Checkpoint
@@ -68,7 +74,7 @@ class Loaded:
     rejected: tuple[str, ...] = ()
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = 3) -> Saved:
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = 3) -> SavedCheckpoint:
     """Write a checkpoint as `folder/step-N`, then delete all but the newest `keep` good ones and the best.
 
     A kill at any moment leaves every earlier checkpoint readable, or the new one whole. When the disk is full the
@@ -93,7 +99,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = 3) -> S
     return prune_after(folder, saved, keep=keep)
 
 
-def load_newest(folder: Path, *, only_finite: bool = True) -> Loaded | None:
+def load_newest(folder: Path, *, only_finite: bool = True) -> LoadedCheckpoint | None:
     """The newest checkpoint that is byte for byte what was written; None when none was ever saved.
 
     Newer ones that are not are passed over and reported. When checkpoints are there and none can be used,
@@ -104,7 +110,7 @@ def load_newest(folder: Path, *, only_finite: bool = True) -> Loaded | None:
         try:
             if only_finite and entry.manifest is not None and not entry.manifest.all_finite:
                 raise untrusted(entry.path, entry.problem)
-            return Loaded(load_checkpoint(entry.path), entry.path, tuple(rejected))
+            return LoadedCheckpoint(load_checkpoint(entry.path), entry.path, tuple(rejected))
         except TruebatchError as error:
             rejected.append(f"{entry.path.name}: {error.seen}")
     if not rejected:
@@ -159,7 +165,7 @@ def _pack_parts(checkpoint: Checkpoint) -> dict[str, Packed]:
     return {name: pack(value, name=name) for name, value in checkpoint.parts.items()}
 
 
-def _write(folder: Path, checkpoint: Checkpoint, packed: Mapping[str, Packed], nonfinite: list[str]) -> Saved:
+def _write(folder: Path, checkpoint: Checkpoint, packed: Mapping[str, Packed], nonfinite: list[str]) -> SavedCheckpoint:
     failpoint("checkpoint.before_stage")
     stage = folder / f".stage-{checkpoint.step}-{uuid.uuid4().hex[:12]}"
     target = folder / f"step-{checkpoint.step}"
@@ -175,7 +181,7 @@ def _write(folder: Path, checkpoint: Checkpoint, packed: Mapping[str, Packed], n
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)  # what cannot be removed now goes at the next start
         raise
-    return Saved(checkpoint.step, target, manifest, finite_problem(manifest))
+    return SavedCheckpoint(checkpoint.step, target, manifest, finite_problem(manifest))
 
 
 def _write_files(stage: Path, packed: Mapping[str, Packed]) -> dict[str, FileFacts]:

@@ -51,7 +51,7 @@ MIXED = (4, 8, 16)
 MOST_TIMES_LONGEST = 8
 """A probe of several samples has no more cells than this many of the longest sample."""
 SHARES, NEAR_SHARES = (0.25, 0.5), (0.8, 0.95)
-"""Of what a given limit leaves for micro-batches: what further probes take; the second ones on a card, where a probe is
+"""Of what a given limit leaves for micro-batches: what further probes take; the second ones on a GPU, where a probe is
 quick and there is nothing to swap to."""
 MORE_SHARES, BENT = (0.7, 0.9), 0.03
 """Where points are as far from one line, its slope changes on the way to the limit: probes nearer to it."""
@@ -78,7 +78,7 @@ def fit_memory(
     afterwards as they were before.
 
     Args:
-        limit_bytes: if given, more probes go half way to this limit, on a card nearly all of it, so that the line need not
+        limit_bytes: if given, more probes go half way to this limit, on a GPU nearly all of it, so that the line need not
             reach as far.
         is_estimate: run nothing; every probe is estimated from shapes (see `estimate_added`).
         sizes: what `sizes_of` gives for the data, where somebody has it.
@@ -256,7 +256,7 @@ def _estimate_all(engine: StepEngine, data: TrainData, probes: Sequence[Ints], l
 def _probe(engine: StepEngine, batch: MicroBatch) -> int | None:
     """The bytes a micro-batch adds; None if it does not fit."""
     if engine.device.type != "cpu":
-        # What torch keeps of the probe before may be all of the card, and kernels that are loaded now get nothing of it.
+        # What torch keeps of the probe before may be all of the GPU, and kernels that are loaded now get nothing of it.
         free_memory(engine.device)
     try:
         return added_bytes(lambda: run_batch(engine, batch), device=engine.device)

@@ -98,8 +98,8 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def usable_bytes(free_bytes: int, device: torch.device) -> int:
-    """How much of the free memory can hold tensors. On a card some goes to gaps between blocks: a twentieth, at least a
-    gibibyte (blocks are no smaller on a small card), but no more than a tenth."""
+    """How much of the free memory can hold tensors. On a GPU some goes to gaps between blocks: a twentieth, at least a
+    gibibyte (blocks are no smaller on a small GPU), but no more than a tenth."""
     if device.type != "cuda":
         return free_bytes
     return free_bytes - int(max(0.05 * free_bytes, min(GIB, 0.1 * free_bytes)))
@@ -108,7 +108,7 @@ def usable_bytes(free_bytes: int, device: torch.device) -> int:
 def free_bytes_of(device: torch.device) -> int:
     """Bytes this process may still take on a device: what is free, and what torch holds without using it.
 
-    A share of a card that was set for the process (`torch.cuda.set_per_process_memory_fraction`) is kept to, and so are the
+    A share of a GPU that was set for the process (`torch.cuda.set_per_process_memory_fraction`) is kept to, and so are the
     limits of a container and of the process (`ulimit -v`).
     """
     if device.type == "cuda":

@@ -21,7 +21,7 @@ MOST_BYTES = 2**29
 
 
 def parameters_to_add(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Those whose gradients may be added together: on a card, and nobody waits for each of them. Asked once a step."""
+    """Those whose gradients may be added together: on a GPU, and nothing reads each of them on its own. Asked once a step."""
     trained = [p for p in parameters if p.requires_grad]
     if sum(p.numel() * p.element_size() for p in trained) > MOST_BYTES or _is_watched(model):
         return []

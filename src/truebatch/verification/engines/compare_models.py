@@ -27,7 +27,7 @@ from truebatch.verification.engines.first_divergence import (
     SEEDS,
     Divergence,
     find_divergence,
-    first_compiled_parting,
+    first_compiled_divergence,
     trace,
 )
 from truebatch.verification.engines.report import AgainstReport, Level, SampleGap, sample_gap
@@ -148,7 +148,7 @@ class _Comparison:
         floors = {name: _floor_of(first, moved, name) for name, _ in first}
         with nullcontext() if wide is None else cast(self.here.model, wide):
             batch = subject.micro_batch(piece)
-            return first_compiled_parting(
+            return first_compiled_divergence(
                 self.here.model, lambda: subject.call(self.here.model, batch), self.there.opened, floors, level.sample
             )
 

@@ -207,7 +207,7 @@ class Call:
     outputs: Mapping[str, Tensor]
 
 
-def first_compiled_parting(
+def first_compiled_divergence(
     model: nn.Module, run: Callable[[], Any], compiled_alone: Any, floors: Mapping[str, float], sample: int
 ) -> Divergence | None:
     """Modules are compiled one by one, from the outside in, on the inputs they have when nothing is compiled."""

@@ -37,7 +37,7 @@ INIT_STD = 0.02
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """The sizes of a model; the defaults are those of the note."""
+    """The sizes of a model; the defaults are those of the original script."""
 
     vocabulary: int
     """Words, special ones included."""

@@ -33,7 +33,7 @@ class NextToken:
         return {TERM: model(*given, labels=batch["labels"], learned=learned)}
 
     def _is_empty(self, batch: MicroBatch, learned: Tensor | None) -> bool:
-        """From what the host knows: a card is not waited for."""
+        """From what the host knows: avoids a host-device sync."""
         if learned is not None:
             return not len(learned)
         has_label = batch["labels"] != IGNORE

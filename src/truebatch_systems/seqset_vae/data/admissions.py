@@ -42,7 +42,7 @@ FIELDS = (
 
 
 def stay_fields(*, least_events: int = 0) -> tuple[Field, ...]:
-    """How a micro-batch holds stays; padded to `least_events` events where the note's fixed padding is asked for."""
+    """How a micro-batch holds stays; padded to at least `least_events` events, the fixed padding of the original script."""
     return tuple(replace(f, least_cells=least_events) if f.name == "var" else f for f in FIELDS)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from truebatch.errors import DataError
 from truebatch.scoring.backends.interface import Cost, SampleError, ScoreRequest, ScoreResponse
-from truebatch.scoring.inputs.images import open_picture
+from truebatch.scoring.inputs.images import open_image
 from truebatch.testing.toy_images import draw_shape
 from truebatch_systems.vl_reward.data.prompts import CategoryPrompt
 
@@ -115,7 +115,7 @@ class ShapesJudge:
 
     def prepare(self, sample: ScoreRequest, /) -> tuple[ScoreRequest, list[Any]]:
         """The pictures, decoded."""
-        return sample, [open_picture(image) for image in sample.images]
+        return sample, [open_image(image) for image in sample.images]
 
     def judge(self, prepared: Sequence[tuple[ScoreRequest, list[Any]]], /) -> Sequence[ScoreResponse | SampleError]:
         """Texts, as a model would give them."""

@@ -50,7 +50,7 @@ class Masking:
         return replace(after, learned=learned, learned_bias=with_key_bias(self.base, self.stream.vision.put(learned)))
 
     def scaled(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        """[B, T, d] with the states of vision tokens multiplied by their masks, as the note's hooks did."""
+        """[B, T, d] with the states of vision tokens multiplied by their masks, as the original script's hooks did."""
         scale = 1 + self.stream.vision.put(keep_of(mask) - 1)
         return hidden * scale[..., None].to(hidden.dtype)
 

@@ -248,7 +248,7 @@ class PrunedVLM(nn.Module):
         return hidden, masks.biased(mask, keep if is_drawn else None)
 
     def scales(self, how: How) -> bool:
-        """Whether masks scale the residual stream, as the note's did; what is removed is removed either way."""
+        """Whether masks scale the residual stream, as the original script's did; what is removed is removed either way."""
         return self.method.residual_scale and how != "hard"
 
     @property

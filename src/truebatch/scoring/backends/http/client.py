@@ -79,7 +79,7 @@ class RequestError(SampleError):
 
 
 @dataclass(eq=False, slots=True)
-class Asking:
+class PendingRequest:
     """A request in flight."""
 
     body: bytes
@@ -113,10 +113,10 @@ class HttpClient:
         self._thread = threading.Thread(target=self._loop.run_forever, name="http", daemon=True)
         self._thread.start()
 
-    def submit(self, body: bytes) -> Asking:
+    def submit(self, body: bytes) -> PendingRequest:
         """Send a request as soon as a slot is free. The future returns the reply or raises `RequestError`; it can be
         cancelled."""
-        asking = Asking(body)
+        asking = PendingRequest(body)
         asking.future = asyncio.run_coroutine_threadsafe(self._ask(asking), self._loop)
         return asking
 
@@ -136,7 +136,7 @@ class HttpClient:
         await asyncio.gather(*others, return_exceptions=True)
         await self._client.aclose()
 
-    async def _ask(self, asking: Asking) -> Reply:
+    async def _ask(self, asking: PendingRequest) -> Reply:
         draws = random.Random(asking.body)  # noqa: S311 (pauses of one request are the same in every run)
         for number in range(1, self._settings.tries + 1):
             try:

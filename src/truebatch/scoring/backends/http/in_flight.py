@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
 from typing import Any, Generic, TypeVar
 
-from truebatch.scoring.backends.http.client import Asking, HttpClient, Reply, RequestError
+from truebatch.scoring.backends.http.client import HttpClient, PendingRequest, Reply, RequestError
 from truebatch.scoring.backends.interface import SampleError
 
 GRACE_SECONDS = 20.0
@@ -22,8 +22,8 @@ class InFlight(Generic[Tag]):
 
     def __init__(self, client: HttpClient, most: int, is_stopped: Callable[[], bool]) -> None:
         self._client, self._most, self._is_stopped = client, most, is_stopped
-        self._tags: dict[Asking, Tag] = {}
-        self._done: queue.SimpleQueue[Asking] = queue.SimpleQueue()
+        self._tags: dict[PendingRequest, Tag] = {}
+        self._done: queue.SimpleQueue[PendingRequest] = queue.SimpleQueue()
         self._ends: float | None = None
 
     def run(self, bodies: Iterable[tuple[Tag, bytes | SampleError]]) -> Iterator[tuple[Tag, Reply | SampleError]]:

@@ -26,7 +26,7 @@ from truebatch.scoring.backends.http.client import (
 )
 from truebatch.scoring.backends.http.in_flight import InFlight
 from truebatch.scoring.backends.interface import Cost, SampleError, ScoreRequest, ScoreResponse
-from truebatch.scoring.inputs.images import open_picture
+from truebatch.scoring.inputs.images import open_image
 from truebatch.scoring.readouts import Generate, Head, Readout, as_labels, describe_readout
 from truebatch.scoring.readouts.label_trie import LabelReading
 
@@ -274,5 +274,5 @@ def _part(url: str) -> dict[str, Any]:
 def _url(image: Any) -> str:
     """The image as a data URL, decoded once here so that a broken one never reaches the server."""
     file = io.BytesIO()
-    open_picture(image).save(file, "PNG")
+    open_image(image).save(file, "PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
