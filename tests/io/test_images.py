@@ -10,7 +10,7 @@ from PIL import Image
 
 from truebatch.io.images import ORIENTATION, rgb_image, upright_size
 from truebatch.reports.gallery import small_picture
-from truebatch.scoring.inputs.images import open_picture, picture_sizes
+from truebatch.scoring.inputs.images import image_sizes, open_image
 from truebatch.scoring.store.content_key import image_hash
 from truebatch_systems.vl_reward.data.dataset import EditPair, decode_image
 from truebatch_systems.vlm_pruning.data.image_io import open_images
@@ -71,9 +71,9 @@ def test_every_kind_is_opened_as_it_looks_and_the_same_everywhere(name, tmp_path
     path = tmp_path / "image"
     path.write_bytes(data)
     with Image.open(path) as loaded:
-        found = [open_picture(data), open_picture(str(path)), open_picture(loaded), rgb_image(loaded)]
+        found = [open_image(data), open_image(str(path)), open_image(loaded), rgb_image(loaded)]
         found += open_images(str(path), sample="s") + open_images(loaded, sample="s")
-        assert picture_sizes([data, str(path), loaded]) == [expected.shape[:2]] * 3
+        assert image_sizes([data, str(path), loaded]) == [expected.shape[:2]] * 3
         assert upright_size(loaded) == expected.shape[:2]
     found.append(decode_image(EditPair(id="a", category="c", instruction="i", image=str(path), is_path=True)))
     for image in found:
