@@ -23,6 +23,7 @@ from truebatch.scoring.backends.interface import Cost
 PLAN = "plan.json"
 DEFAULT_CELLS = 8192
 """The default budget if none is measured: on a CPU, behind an address, and at level `shape`."""
+Order = Literal["cost", "given"]
 Level = Literal["close", "plan", "shape"]
 """close: right, within the noise of the dtype. plan: batches are frozen, a resumed run gives the same bits.
 shape: pinned shapes, no neighbour, order or number of workers changes a bit."""
@@ -40,10 +41,18 @@ class Limits:
     """Maximum number of image patches in a batch."""
     rows: int = 256
     """Maximum number of samples in a batch."""
+    order: Order = "cost"
+    """cost: the longest samples first, alike together. given: consecutive samples of the data."""
 
     def __post_init__(self) -> None:
         if self.level not in get_args(Level):
             raise ConfigError("an unknown level", seen=f"level={self.level!r}", do=f"use one of {get_args(Level)}")
+        if self.order not in get_args(Order) or (self.order == "given" and self.level == "shape"):
+            raise ConfigError(
+                "this order of batches is not possible",
+                seen=f"order={self.order!r}, level={self.level!r}",
+                do="order='cost'",
+            )
         for name in ("cells", "rows"):
             given = getattr(self, name)
             if given is not None and given < 1:
@@ -58,7 +67,8 @@ class Limits:
         """The part that belongs to the fingerprint: at level `close` batches may change, otherwise not."""
         if self.level == "close":
             return {"level": self.level}
-        return {"level": self.level, "cells": self.most_cells, "patches": self.patches, "rows": self.rows}
+        order = {"order": self.order} if self.order != "cost" else {}
+        return {"level": self.level, "cells": self.most_cells, "patches": self.patches, "rows": self.rows, **order}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +81,13 @@ class Batches:
 
 
 def plan_batches(costs: Mapping[str, Cost], limits: Limits) -> list[tuple[str, ...]]:
-    """Every key once, most expensive first; only single-sample batches may exceed a limit."""
+    """Every key once, most expensive first or in the given order; only single-sample batches may exceed a limit."""
+    if limits.order == "given":
+        return _in_order(costs, limits)
+    groups = dict.fromkeys(cost.group for cost in costs.values())
+    if len(groups) > 1:
+        parts = [{key: cost for key, cost in costs.items() if cost.group == group} for group in groups]
+        return [batch for part in parts for batch in plan_batches(part, limits)]
     lengths_of = {key: _length(cost) for key, cost in costs.items()}
     keys = [key for _, key in sorted((-length, key) for key, length in lengths_of.items())]
     if limits.level == "shape":
@@ -91,6 +107,25 @@ def plan_batches(costs: Mapping[str, Cost], limits: Limits) -> list[tuple[str, .
     )
     found = [tuple(rest[i] for i in np.sort(rows.ids).tolist()) for rows in plan.step(0)[0]]
     return batches + sorted(found, key=lambda batch: (-lengths_of[batch[0]], batch))
+
+
+def _in_order(costs: Mapping[str, Cost], limits: Limits) -> list[tuple[str, ...]]:
+    """Consecutive keys of one group, as many as the limits allow."""
+    batches: list[list[str]] = []
+    longest = patches = 0
+    group: str | None = None
+    for key, cost in costs.items():
+        longest, patches = max(longest, _length(cost)), patches + cost.patches
+        is_full = bool(batches) and (
+            len(batches[-1]) >= limits.rows
+            or (len(batches[-1]) + 1) * longest > limits.most_cells
+            or (limits.patches is not None and patches > limits.patches)
+        )
+        if is_full or cost.group != group:
+            batches.append([])
+            longest, patches, group = _length(cost), cost.patches, cost.group
+        batches[-1].append(key)
+    return [tuple(batch) for batch in batches]
 
 
 def extend(known: Batches, costs: Mapping[str, Cost], wanted: set[str], limits: Limits) -> Batches:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Literal
 
 from truebatch.errors import ConfigError
+from truebatch.scoring.readouts import Structured
 from truebatch.scoring.readouts.scale import Kind
 from truebatch_systems.vl_reward.data.dataset import Language, Wanted
 from truebatch_systems.vl_reward.data.prompts import CategoryPrompt
 
 EditorType = Literal["scripted", "folder", "diffusers"]
-JudgeType = Literal["scripted", "tiny", "transformers"]
+JudgeType = Literal["scripted", "tiny", "transformers", "http"]
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ReadAs = Literal["text", "expected"]
 
@@ -83,7 +84,17 @@ class JudgeParams:
     """How edited pictures are judged."""
 
     model_name: str = ""
-    """transformers: the folder of the judge."""
+    """transformers: the folder of the judge. http: the name of the model on the server."""
+    address: str = ""
+    """http: the server, such as http://localhost:8000/v1."""
+    key_env: str | None = None
+    """http: the variable with the API key; empty sends none. None: OPENAI_API_KEY, if it is set."""
+    concurrency: int = 64
+    """http: requests at a time."""
+    tries: int = 5
+    """http: attempts for a request, where the server is busy or the connection breaks."""
+    structured: Structured = ""
+    """json: only answers `{"score": N}` are possible, N a whole number of the scale. http: or guided_json, guided_choice."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:1."""
     device_ids: Sequence[int] = ()
@@ -115,7 +126,7 @@ class JudgeSettings:
     """What judges."""
 
     type: JudgeType = "scripted"
-    """scripted (made pictures only), tiny (a Qwen3-VL of random weights, to try things out), or transformers."""
+    """scripted (made pictures only), tiny (a Qwen3-VL of random weights), transformers (a folder), or http (a server)."""
     params: JudgeParams = field(default_factory=JudgeParams)
 
 
@@ -151,6 +162,7 @@ class RewardConfig:
             _refuse("diffusion_model.params.model_name", "", "the folder of the pipeline")
         if judge.type == "transformers" and not judge.params.model_name:
             _refuse("reward_model.params.model_name", "", "the folder of the judge")
+        _check_served(judge, kind)
         if judge.params.readout == "expected" and (judge.type == "scripted" or kind == "pair"):
             _refuse("reward_model.params.readout", "expected", "text: a scripted judge and pairs of numbers need it")
         if judge.params.device_ids and judge.params.device not in ("auto", "cuda", "cpu"):
@@ -163,12 +175,35 @@ class RewardConfig:
             )
 
 
+def _check_served(judge: JudgeSettings, kind: Kind) -> None:
+    """What a judge on a server needs, and what only one in this process or only one on a server takes."""
+    params, default = judge.params, JudgeParams()
+    if judge.type == "http":
+        for name in ("address", "model_name"):
+            if not getattr(params, name):
+                _refuse(f"reward_model.params.{name}", "", "the address of the server and the model's name there")
+        if params.readout == "expected":
+            _refuse("reward_model.params.readout", "expected", "text: a server tells one token's probabilities only")
+        own = ("device_ids", "python_path", "dtype", "device")
+    else:
+        own = ("address", "key_env", "concurrency", "tries")
+    for name in own:
+        if getattr(params, name) != getattr(default, name):
+            _refuse(f"reward_model.params.{name}", getattr(params, name), f"nothing here: the judge is {judge.type}")
+    if params.structured and (params.readout == "expected" or kind == "pair" or judge.type == "scripted"):
+        _refuse(
+            "reward_model.params.structured", params.structured, "nothing: only texts with one score are structured"
+        )
+    if params.structured not in ("", "json") and judge.type != "http":
+        _refuse("reward_model.params.structured", params.structured, "json: the other ways are for servers")
+
+
 def _check_numbers(config: RewardConfig) -> None:
     """Numbers and names that would otherwise be found wrong after hours of editing."""
     params, editor = config.reward_model.params, config.diffusion_model.params
     if not 0 <= config.evaluation.max_failure_rate <= 1:
         _refuse("evaluation.max_failure_rate", config.evaluation.max_failure_rate, "a share from 0 to 1")
-    for name in ("batch_size", "cells", "max_new_tokens", "timeout", "start_timeout"):
+    for name in ("batch_size", "cells", "max_new_tokens", "timeout", "start_timeout", "concurrency", "tries"):
         value = getattr(params, name)
         if value is not None and not value >= 1:
             _refuse(f"reward_model.params.{name}", getattr(params, name), "1 or more")

@@ -23,7 +23,7 @@ from truebatch.scoring.progress import OnProgress, Progress
 from truebatch.scoring.readouts.scale import Scale
 from truebatch.scoring.runner import RunConfig
 from truebatch_systems.vl_reward.config import RewardConfig
-from truebatch_systems.vl_reward.console import JUDGE, Say
+from truebatch_systems.vl_reward.console import Say
 from truebatch_systems.vl_reward.data.dataset import EditPair, Fault, image_faults, read_benchmark, require_sound
 from truebatch_systems.vl_reward.data.prompts import CategoryPrompt, prompt_faults
 from truebatch_systems.vl_reward.data.toy_pictures import PROMPTS, edit_picture, make_records
@@ -76,7 +76,7 @@ def run_benchmark(config: RewardConfig, *, say: Callable[[str], None], how: RunC
         watched = replace(how, on_progress=how.on_progress or _every_few_seconds(say))
         edited = edit_all(pairs, editors, run, seed=config.diffusion_model.params.seed, how=watched)
         say(f"stage 1: {edited.judged} edited now, {_counts(read_results(pairs, run), 'edit_failed')}")
-        _judge(config, pairs, names, say, how)
+        _judge(config, pairs, say, how)
         rows = read_results(pairs, run)
         summary, files = write_reports(pairs, rows, run)
     _say_means(summary, say)
@@ -85,26 +85,23 @@ def run_benchmark(config: RewardConfig, *, say: Callable[[str], None], how: RunC
     return Report(summary, files, code)
 
 
+<<<<<<< HEAD
 def _judge(config: RewardConfig, pairs: Sequence[EditPair], names: str, say: Say, how: RunConfig) -> None:
     """Stage 2, with the lines of the original script around it."""
+=======
+def _judge(config: RewardConfig, pairs: Sequence[EditPair], say: Say, how: Running) -> None:
+    """Stage 2, with the lines of the original script for each category."""
+>>>>>>> cf9539e (vl_reward: a judge on a server, the log of each category with the indices of its images, the original arguments; a vision-language folder loads without torchvision)
     run, judging = config.evaluation.output_dir, judging_of(config)
-    number = sum(row.status != "edit_failed" for row in read_results(pairs, run))
-    say(f"[stage 2/2] scoring images in batches - {names}")
-    say(f"{JUDGE} {number} valid images to score...")
-    say(f"{JUDGE} Batch scoring {number} images with batch_size={judging.limits.rows}")
-    if number:
+    if any(row.status != "edit_failed" for row in read_results(pairs, run)):
         open_all = partial(open_judges, config.reward_model, config.evaluation.metric)
         judged = judge_all_edits(pairs, open_all, run, judging, how, say)
         say(f"stage 2: {judged.judged} judged now")
 
 
 def _say_means(summary: dict[str, Any], say: Say) -> None:
-    for name, found in summary["categories"].items():
-        say(f"[done] {one_line(name)} - {found['samples']} samples processed")
-        if found["mean"] is not None:
-            say(f"mean score: {found['mean']:.3f}")
     if summary["micro_mean"] is not None:
-        say(f"✅ scoring done, mean score: {summary['micro_mean']:.3f}")
+        say(f"mean score of all categories: {summary['micro_mean']:.3f}")
 
 
 def _every_few_seconds(say: Say) -> OnProgress:
@@ -152,12 +149,12 @@ def prompts_of(config: RewardConfig) -> dict[str, CategoryPrompt]:
 def judging_of(config: RewardConfig) -> Judging:
     """How pictures are judged."""
     params = config.reward_model.params
-    rows = params.batch_size if params.use_batch_inference else 1
+    rows, is_served = params.batch_size if params.use_batch_inference else 1, config.reward_model.type == "http"
     return Judging(
         prompts=prompts_of(config),
         scale=Scale(kind=config.evaluation.metric),
         compare_with_original=params.compare_with_original,
-        limits=Limits(level="plan", cells=params.cells, rows=rows),
+        limits=Limits(level="close", rows=rows) if is_served else Limits(cells=params.cells, rows=rows, order="given"),
     )
 
 

@@ -9,7 +9,7 @@ import hashlib
 import io
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ from truebatch.scoring.store.export import read_rows
 from truebatch.scoring.store.input_index import INPUT, list_samples
 from truebatch.scoring.store.manifest import MANIFEST
 from truebatch.training.memory.oom import is_out_of_memory
-from truebatch_systems.vl_reward.console import Lines, Say, SpokenBackend
+from truebatch_systems.vl_reward.console import Say, ScoreLog, logged, say_category
 from truebatch_systems.vl_reward.data.dataset import EditPair, decode_image, source_hash
 from truebatch_systems.vl_reward.data.prompts import CategoryPrompt, build_messages, fill_prompt, prompt_of
 from truebatch_systems.vl_reward.editors import Editor
@@ -125,7 +125,7 @@ class EditBackend:
             self.editor.unload()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ParsedBackend:
     """A backend that gives texts, with the reader of answers behind it: the same for all of them."""
 
@@ -152,6 +152,18 @@ class ParsedBackend:
     def close(self) -> None:
         """As the inner one."""
         self.inner.close()
+
+
+@dataclass(frozen=True)
+class ParsedServer(ParsedBackend):
+    """The same for a server, which answers requests as they are done."""
+
+    def as_completed(
+        self, prepared: Iterable[tuple[Any, Any]], is_stopped: Callable[[], bool]
+    ) -> Iterator[tuple[Any, ScoreResponse | SampleError]]:
+        """Each answer as it comes, read."""
+        for tag, answer in self.inner.as_completed(prepared, is_stopped):  # type: ignore[attr-defined]
+            yield tag, _parsed(answer, self.scale)
 
 
 def _parsed(answer: ScoreResponse | SampleError, scale: Scale) -> ScoreResponse | SampleError:
@@ -212,14 +224,34 @@ def judge_all_edits(
         found = open_judges()
         opened = found if isinstance(found, list) else [found]
         judges: list[Backend] = []
-        lines = Lines(say) if say is not None else None
+        log = None if say is None else ScoreLog(say, judging.limits.rows, _by_category(asked))
         for judge in opened:
             after.callback(judge.close)
-            parsed = ParsedBackend(judge, judging.scale)
-            judges.append(parsed if lines is None else SpokenBackend(parsed, lines))
+            is_server = hasattr(judge, "as_completed")
+            parsed = (ParsedServer if is_server else ParsedBackend)(judge, judging.scale)
+            judges.append(parsed if log is None else logged(parsed, log))
         (run / SCORES).mkdir(parents=True, exist_ok=True)
         limits = settle_limits(judging.limits, run / SCORES, partial(_fit, opened, asked))
-        return run_samples(list_samples(asked), judges, run / SCORES, limits, how)
+        finished = run_samples(list_samples(asked), judges, run / SCORES, limits, how)
+    if log is not None and finished.judged:
+        _say_resumed(log, pairs, run)
+    return finished
+
+
+def _by_category(asked: Sequence[ScoreRequest]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for one in asked:
+        found.setdefault(str(one.meta["category"]), []).append(one.id)
+    return found
+
+
+def _say_resumed(log: ScoreLog, pairs: Sequence[EditPair], run: Path) -> None:
+    """Log the end of the categories of which an earlier process judged a part, and of those with equal pairs."""
+    scores = {row.id: row.score for row in read_results(pairs, run)}
+    for name in log.images:
+        if name in log.begun and name not in log.ended:
+            found = [score for one in log.images[name] if (score := scores[one]) is not None]
+            say_category(log.say, name, len(log.images[name]), sum(found) / len(found) if found else None)
 
 
 def _fit(judges: Sequence[Backend], asked: Sequence[ScoreRequest]) -> int | None:

@@ -11,9 +11,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from PIL import Image
 
 from truebatch.errors import ConfigError
+from truebatch.generation.config import Generation
+from truebatch.hf.processors import load_processor
 from truebatch.scoring.backends.interface import ScoreRequest
+from truebatch.scoring.backends.load import open_backend
+from truebatch.scoring.backends.transformers import model_backend
+from truebatch.scoring.batch_plan import Limits
+from truebatch.scoring.readouts import Generate
+from truebatch.scoring.readouts.scale import Scale
 from truebatch_systems.vl_reward.config import (
     BenchmarkSettings,
     EditorParams,
@@ -23,6 +32,7 @@ from truebatch_systems.vl_reward.config import (
     RewardConfig,
     RewardEvaluationSettings,
 )
+from truebatch_systems.vl_reward.data.prompts import build_messages
 from truebatch_systems.vl_reward.data.toy_pictures import PROMPTS, edit_picture, make_records
 from truebatch_systems.vl_reward.judge import judges
 from truebatch_systems.vl_reward.judge.judges import check_judge, open_called, open_judge, open_judges
@@ -157,7 +167,7 @@ def test_a_budget_that_is_not_given_is_measured_where_the_judge_is_and_kept(fake
     run = config.evaluation.output_dir
     assert json.loads((run / "scores" / "budget.json").read_text()) == {"cells": 20}
     plan = json.loads((run / "scores" / "plan.json").read_text())
-    assert {len(batch) for batch in plan["batches"]} == {2}  # 10 cells a sample
+    assert {len(batch) for batch in plan["batches"]} == {1, 2}  # 10 cells a sample, three samples a category
 
 
 def test_what_could_not_be_opened_after_editing_is_refused_before_it(tmp_path):
@@ -221,3 +231,26 @@ def test_judges_in_two_real_processes_give_the_answers_of_one_in_this(tmp_path, 
         summaries.append({**run_benchmark(config, say=lambda line: None).summary, "editor": ""})  # it names its folder
     assert summaries[0] == summaries[1]
     assert len({(one["score"], one["answer"]) for one in summaries[0]["samples"]}) > 3
+
+
+def test_a_saved_vision_language_model_is_loaded_for_images_without_torchvision(tmp_path):
+    """Its processor also takes videos, for which transformers asks for torchvision; no sample here has one."""
+    model, processor = tiny_judge()
+    model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    loaded = load_processor(tmp_path)
+    assert type(loaded).__name__ == "Qwen3VLProcessor"
+    image = Image.new("RGB", (64, 96), "red")
+    text = ["<|vision_start|><|image_pad|><|vision_end|>how red?"]
+    expected, found = (one(text=text, images=[image], return_tensors="pt") for one in (processor, loaded))
+    assert set(expected) == set(found)
+    assert all(torch.equal(value, found[name]) for name, value in expected.items())
+    readout = Generate(Generation(temperature=0.0, max_new_tokens=20), scale=Scale(), structured="json")
+    judges = [
+        model_backend(model, processor, readout, Limits()),
+        open_backend(tmp_path, readout, Limits(), device="cpu"),
+    ]
+    asked = ScoreRequest(id="0", messages=build_messages("s", "how red?", ("",)), images=[image])
+    answers = [judge.judge([judge.prepare(asked)])[0] for judge in judges]
+    assert answers[0].score == answers[1].score
+    assert 0 <= answers[0].score <= 10

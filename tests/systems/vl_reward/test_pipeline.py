@@ -23,7 +23,8 @@ from truebatch.generation.config import Generation
 from truebatch.scoring.backends.transformers import model_backend
 from truebatch.scoring.batch_plan import Limits
 from truebatch.scoring.readouts import Generate
-from truebatch_systems.vl_reward.compat import Qwen3VLRewardModel
+from truebatch.scoring.readouts.scale import Scale
+from truebatch_systems.vl_reward.compat import SYSTEM_PROMPT, USER_PROMPT, Qwen3VLRewardModel
 from truebatch_systems.vl_reward.config import (
     BenchmarkSettings,
     EditorParams,
@@ -44,10 +45,16 @@ def test_the_embedded_benchmark_runs_and_its_report_can_be_made_again(tmp_path, 
     assert run(["score", "vl_reward", *command]) == 0
     out = capsys.readouterr().out
     assert "12 edited now" in out
-    for line in ("[stage 2/2] scoring images in batches - physical, referential", "12 valid images to score",
-                 "Batch scoring 12 images with batch_size=4", "Processed batch 0-3: avg_score=",
-                 "[done] physical - 6 samples processed", "✅ scoring done, mean score: "):  # fmt: skip
-        assert line in out
+    judge, rule = "[Qwen3VLRewardModel]", "=" * 60
+    said = [re.sub(r"\d+\.\d{3}", "N", line) for line in out.splitlines()]
+    begun = [at for at, line in enumerate(said) if line.startswith("[stage 2/2]")]
+    for at, name in zip(begun, ("physical", "referential"), strict=True):
+        assert said[at : at + 11] == [
+            f"[stage 2/2] scoring images in batches - {name}", rule, f"{judge} 6 valid images to score...",
+            f"{judge} Batch scoring 6 images with batch_size=4", f"{judge} Processed batch 0-3: avg_score=N",
+            f"{judge} Processed batch 4-5: avg_score=N", "✅ scoring done, mean score: N", rule,
+            f"[done] {name} - 6 samples processed", "mean score: N", rule,
+        ]  # fmt: skip
     assert out.isascii() or not re.search("[一-鿿]", out), "no Chinese for readers of English"
     first = json.loads(Path("run/report.json").read_text())
     assert {one["score"] for one in first["samples"]} <= {5.0, 10.0}
@@ -76,8 +83,8 @@ def test_in_chinese_the_lines_are_those_of_the_original_log(tmp_path, capsys, mo
     monkeypatch.setenv("TRUEBATCH_LANG", "zh")
     assert run(["vl_reward", "run", "--set", "benchmark.samples=12", "--set", "evaluation.output_dir=run"]) == 0
     out = capsys.readouterr().out
-    for line in ("[阶段1/2] 开始批量图像编辑 - physical, referential", "[阶段2/2] 开始批量图像评分 - physical, referential",
-                 "[Qwen3VLRewardModel] 准备评分 12 张有效图像...", "Processed batch 0-3: avg_score=",
+    for line in ("[阶段1/2] 开始批量图像编辑 - physical, referential", "[阶段2/2] 开始批量图像评分 - physical",
+                 "[Qwen3VLRewardModel] 准备评分 6 张有效图像...", "Processed batch 0-3: avg_score=",
                  "[完成] physical - 共处理 6 个样本", "✅ 评分完成，平均分: "):  # fmt: skip
         assert line in out
     assert "stage" not in out
@@ -316,3 +323,67 @@ def test_settings_are_plain_values():
         evaluation=RewardEvaluationSettings(metric="yes_no"),
     )
     assert config.benchmark.wanted().language == "en"
+
+
+def test_batches_are_consecutive_images_and_one_that_fails_is_judged_image_by_image():
+    image = Image.new("RGB", (8, 8), "white")
+    image.putpixel((2, 4), (200, 40, 40))
+    question = "It was asked: Paint the square red. Answer as"
+    said, failures = [], []
+
+    class Sometimes(ShapesJudge):
+        def judge(self, prepared):
+            if len(prepared) == 4 and not failures:
+                failures.append(len(prepared))
+                raise RuntimeError("CUDA out of memory")
+            return super().judge(prepared)
+
+    judge = Qwen3VLRewardModel(backend=Sometimes(), say=said.append)
+    assert judge.batch_score([image] * 10, "s", question, batch_size=4) == [10.0] * 10
+    name = "[Qwen3VLRewardModel]"
+    assert said == [
+        f"{name} Batch scoring 10 images with batch_size=4",
+        f"{name} Error in batch 0-3: RuntimeError: CUDA out of memory",
+        f"{name} Falling back to sequential processing for this batch...",
+        *(f"{name} Processed image {at}: score=10.000" for at in range(4)),
+        f"{name} Processed batch 4-7: avg_score=10.000",
+        f"{name} Processed batch 8-9: avg_score=10.000",
+    ]
+
+
+def test_the_names_and_arguments_of_the_original_judge():
+    model, processor = qwen3_vl()
+    readout = Generate(Generation(temperature=0.0, max_new_tokens=20), scale=Scale(), structured="json")
+    backend = model_backend(model, processor, readout, Limits(), name="tiny")
+    judge, images = Qwen3VLRewardModel(backend=backend, say=lambda _: None), [Image.new("RGB", (64, 64), "red")] * 3
+    scores = judge.batch_score(images=images, batch_size=4, padding=True)
+    assert all(0 <= score <= 10 for score in scores)
+    assert judge._batch_score_sequential(images, [SYSTEM_PROMPT] * 3, [USER_PROMPT] * 3) == scores
+    assert judge._build_messages(images[0], "judge", "how good?") == [
+        {"role": "system", "content": [{"type": "text", "text": "judge"}]},
+        {"role": "user", "content": [{"type": "image", "image": images[0]}, {"type": "text", "text": "how good?"}]},
+    ]
+    compared = judge._build_messages(images[0], "judge", "how good?", images[1])
+    assert [part["image"] for part in compared[1]["content"] if part["type"] == "image"] == [images[1], images[0]]
+    seen, tokenizer = [], judge.processor.tokenizer
+    tokenizer.padding_side = "right"
+    judge._backend = Watching(judge._backend, seen, tokenizer)
+    judge.batch_score(images=images)
+    with pytest.raises(ConfigError):
+        judge.batch_score(images=images, user_prompts="raise")
+    assert seen == ["left", "left"]
+    assert tokenizer.padding_side == "right"
+
+
+class Watching:
+    """Notes the padding side while it judges."""
+
+    def __init__(self, inner, seen, tokenizer):
+        self.inner, self.seen, self.tokenizer = inner, seen, tokenizer
+        self.cost, self.prepare = inner.cost, inner.prepare
+
+    def judge(self, prepared):
+        self.seen.append(self.tokenizer.padding_side)
+        if len(self.seen) > 1:
+            raise ConfigError("no", seen="no", do="no")
+        return self.inner.judge(prepared)

@@ -46,6 +46,8 @@ class Cost:
     """Maximum number of new tokens."""
     patches: int = 0
     """Patches for the vision tower."""
+    group: str = ""
+    """Samples of different groups share no batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,13 +4,12 @@ folder is run."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoProcessor
 
 from truebatch.errors import ConfigError
-from truebatch.hf.load import load_model, load_part, without_chatter
+from truebatch.hf.load import load_model, without_chatter
+from truebatch.hf.processors import load_processor
 from truebatch.scoring.backends.transformers import ModelBackend, model_backend
 from truebatch.scoring.batch_plan import Limits
 from truebatch.scoring.readouts import Readout
@@ -48,8 +47,3 @@ def choose_device(device: str) -> torch.device:
             "this device does not exist", seen=f"device={device!r}: {str(error)[:100]}", do=f"use auto or cpu; {gpu}"
         ) from error
     return found
-
-
-def load_processor(folder: Path) -> Any:
-    """The processor of a vision-language model, or the tokenizer of a text model."""
-    return load_part(AutoProcessor, folder)

@@ -55,11 +55,10 @@ def require_begun(run: Path) -> None:
 
 def markdown(summary: dict[str, Any]) -> str:
     """The figures as a Markdown page."""
-    header = ("category", "samples", "valid", "mean", "95 % interval", "std", "median", "min", "max")
     lines = [
         "# Edit-then-judge benchmark",
         "",
-        "| " + " | ".join(header) + " |",
+        "| " + " | ".join(_header()) + " |",
     ]
     lines.append("|---|---|---|---|---|---|---|---|---|")
     lines += [_line(name, found) for name, found in summary["categories"].items()]
@@ -169,16 +168,25 @@ def _speed(run: Path) -> dict[str, Any]:
 
 
 def _table(summary: dict[str, Any]) -> Table:
-    names = ("samples", "valid", "mean", "std", "median", "least", "most")
     groups = {**summary["categories"], "all": summary["overall"]}
-    return Table(("category", *names), tuple((g, *(_number(f[n]) for n in names)) for g, f in groups.items()))
+    return Table(_header(), tuple((group, *_figures(found)) for group, found in groups.items()))
 
 
 def _line(name: str, found: dict[str, Any]) -> str:
-    interval = " to ".join(_number(end) for end in found["interval"]) if found["interval"] else "-"
-    cells = [name, str(found["samples"]), str(found["valid"]), _number(found["mean"]), interval]
-    cells += [_number(found[key]) for key in ("std", "median", "least", "most")]
+    cells = [name, *_figures(found)]
     return "| " + " | ".join(one_line(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def _header() -> tuple[str, ...]:
+    header = ("category", "samples", "valid", "mean", "95 % interval", "std", "median", "min", "max")
+    return header  # noqa: RET504 (by this name the words are found that need a translation)
+
+
+def _figures(found: dict[str, Any]) -> list[str]:
+    """The cells of a group behind its name, the same in every report."""
+    interval = " to ".join(_number(end) for end in found["interval"]) if found["interval"] else "-"
+    cells = [str(found["samples"]), str(found["valid"]), _number(found["mean"]), interval]
+    return cells + [_number(found[key]) for key in ("std", "median", "least", "most")]
 
 
 def _number(value: float | None) -> str:

@@ -18,13 +18,16 @@ import torch
 from truebatch.errors import ConfigError
 from truebatch.generation.config import Generation
 from truebatch.hf.load import is_model_folder
+from truebatch.scoring.backends.http.address import find_key
+from truebatch.scoring.backends.http.client import HttpSettings
+from truebatch.scoring.backends.http.openai import HttpBackend
 from truebatch.scoring.backends.interface import Backend
 from truebatch.scoring.backends.load import choose_device, open_backend
 from truebatch.scoring.backends.subprocess import WorkerBackend, WorkerSettings
 from truebatch.scoring.backends.transformers import model_backend
 from truebatch.scoring.batch_plan import Limits
 from truebatch.scoring.readouts import Generate, Labels, Readout
-from truebatch.scoring.readouts.scale import Kind
+from truebatch.scoring.readouts.scale import Kind, Scale
 from truebatch.visible_gpus import gpu_environments
 from truebatch_systems.vl_reward.config import JudgeParams, JudgeSettings
 from truebatch_systems.vl_reward.data.toy_pictures import ShapesJudge
@@ -36,11 +39,14 @@ MODULE = "truebatch_systems.vl_reward.judge.judge_worker"
 def check_judge(judge: JudgeSettings) -> None:
     """Refuse what could not be opened later; nothing is loaded, so that it is known before anything is edited."""
     params = judge.params
+    if judge.type == "http":
+        open_judge(judge, "number").close()  # a rejected address or key, before anything is edited
+        return
     if judge.type == "transformers" and not is_model_folder(params.model_name):
         raise ConfigError(
             "the folder of the judge holds no model",
             seen=f"reward_model.params.model_name={params.model_name!r}",
-            do="name a folder with config.json and weights",
+            do="name a folder with config.json and weights; a hub id is fetched with `hf download ID --local-dir FOLDER`",
         )
     if params.python_path and shutil.which(params.python_path) is None:
         raise ConfigError(
@@ -79,6 +85,13 @@ def open_judge(judge: JudgeSettings, metric: Kind) -> Backend:
     if judge.type == "scripted":
         return ShapesJudge()
     params, readout, limits = judge.params, make_readout(judge.params, metric), Limits(cells=judge.params.cells)
+    if judge.type == "http":
+        asking = HttpSettings(
+            timeout=params.timeout,
+            concurrency=params.concurrency if params.use_batch_inference else 1,
+            tries=params.tries,
+        )
+        return HttpBackend(params.address, params.model_name, readout, asking, key=find_key(params.key_env))
     if judge.type == "tiny":
         model, processor = tiny_judge()
         device = choose_device(params.device)
@@ -95,7 +108,9 @@ def open_called(call: Mapping[str, Any]) -> Backend:
 def make_readout(params: JudgeParams, metric: Kind) -> Readout:
     """A text that is parsed, or the probabilities of all scores behind the beginning of a JSON answer."""
     if params.readout == "text":
-        return Generate(Generation(temperature=0.0, max_new_tokens=params.max_new_tokens))
+        settings = Generation(temperature=0.0, max_new_tokens=params.max_new_tokens)
+        scale = Scale(kind=metric) if params.structured else None
+        return Generate(settings, scale=scale, structured=params.structured)
     if metric == "yes_no":
         return Labels({"yes": 1.0, "no": 0.0}, prefix='{"score": "')
     return Labels({str(score): float(score) for score in range(11)}, prefix='{"score":')

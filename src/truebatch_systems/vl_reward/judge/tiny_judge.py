@@ -9,16 +9,18 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 
+from truebatch.hf.processors import images_only
 from truebatch.testing.tiny_hf.model import randomize_zero_init
 
 SPECIAL = (
-    "<pad>", "<s>", "</s>", "<image>", "<|vision_start|>", "<|vision_end|>", "<video>", "<|im_start|>", "<|im_end|>",
+    "<pad>", "<s>", "</s>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>",
+    "<|im_start|>", "<|im_end|>",
 )  # fmt: skip
 """Tokens 0 to 8; behind them come bytes."""
 PAD, BOS, EOS, IMAGE, VISION_START, VISION_END, VIDEO = range(7)
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for p in m.content %}{% if p.type == 'image' %}<|vision_start|><image><|vision_end|>{% else %}{{ p.text }}"
+    "{% for p in m.content %}{% if p.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p.text }}"
     "{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
@@ -57,15 +59,8 @@ def make_processor(vocabulary: int, *, most_pixels: int) -> Any:
     tokenizer = make_tokenizer(vocabulary)
     sizes = {"shortest_edge": (2 * _PATCH) ** 2, "longest_edge": most_pixels}
     images = Qwen2VLImageProcessorPil(patch_size=_PATCH, merge_size=2, temporal_patch_size=2, size=sizes)
-    made: Any = transformers.Qwen3VLProcessor.__new__(transformers.Qwen3VLProcessor)
-    # Its own way to make one also wants a video processor, which needs torchvision; no sample here has a video.
-    made.image_processor, made.tokenizer, made.video_processor = images, tokenizer, None
-    made.chat_template = TEMPLATE
-    made.image_token, made.video_token, made.image_token_id, made.video_token_id = "<image>", "<video>", IMAGE, VIDEO
-    made.image_ids, made.video_ids = [IMAGE], [VIDEO]
-    made.vision_start_token, made.vision_start_token_id = "<|vision_start|>", VISION_START
-    made.vision_end_token, made.vision_end_token_id = "<|vision_end|>", VISION_END
-    return made
+    kind = images_only(transformers.Qwen3VLProcessor)
+    return kind(image_processor=images, tokenizer=tokenizer, chat_template=TEMPLATE)
 
 
 def make_tokenizer(vocabulary: int) -> Any:
@@ -81,7 +76,9 @@ def make_tokenizer(vocabulary: int) -> Any:
     made: Any = transformers.PreTrainedTokenizerFast(
         tokenizer_object=inner, extra_special_tokens=list(SPECIAL[3:]), clean_up_tokenization_spaces=False, **named
     )
-    made.image_token, made.image_token_id = "<image>", IMAGE
-    made.video_token, made.video_token_id = "<video>", VIDEO
+    made.image_token, made.image_token_id = "<|image_pad|>", IMAGE
+    made.video_token, made.video_token_id = "<|video_pad|>", VIDEO
+    made.vision_start_token, made.vision_start_token_id = "<|vision_start|>", VISION_START
+    made.vision_end_token, made.vision_end_token_id = "<|vision_end|>", VISION_END
     made.chat_template = TEMPLATE
     return made

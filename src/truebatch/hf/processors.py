@@ -1,0 +1,43 @@
+"""The processor of a model folder: a tokenizer, or text with images. Videos need torchvision, images do not."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+
+from truebatch.hf.load import load_config, load_part
+
+VIDEO = "video_processor"
+
+
+def load_processor(folder: Path) -> Any:
+    """The processor of a vision-language model, or the tokenizer of a text model.
+
+    Without torchvision a processor that also takes videos (Qwen-VL, LLaVA-OneVision) is loaded for images alone.
+    """
+    kind = None if find_spec("torchvision") else _video_class(folder)
+    return load_part(transformers.AutoProcessor if kind is None else images_only(kind), folder)
+
+
+def images_only(kind: type[Any]) -> type[Any]:
+    """A processor class without its video processor. It has the name of the class, and saves and loads in its place."""
+
+    def attributes(cls: type[Any]) -> list[str]:
+        return [name for name in kind.get_attributes() if name != VIDEO]
+
+    return type(kind.__name__, (kind,), {"get_attributes": classmethod(attributes), "__module__": kind.__module__})
+
+
+def _video_class(folder: Path) -> type[Any] | None:
+    """The class of the folder's processor, if a video processor is its last part."""
+    if not (folder / "config.json").is_file():
+        return None
+    name = PROCESSOR_MAPPING_NAMES.get(load_config(folder).model_type)
+    kind = getattr(transformers, name, None) if isinstance(name, str) else None
+    if kind is None or not hasattr(kind, "get_attributes"):
+        return None
+    return kind if kind.get_attributes()[-1:] == [VIDEO] else None
