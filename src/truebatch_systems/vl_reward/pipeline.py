@@ -85,13 +85,8 @@ def run_benchmark(config: RewardConfig, *, say: Callable[[str], None], how: RunC
     return Report(summary, files, code)
 
 
-<<<<<<< HEAD
-def _judge(config: RewardConfig, pairs: Sequence[EditPair], names: str, say: Say, how: RunConfig) -> None:
-    """Stage 2, with the lines of the original script around it."""
-=======
-def _judge(config: RewardConfig, pairs: Sequence[EditPair], say: Say, how: Running) -> None:
+def _judge(config: RewardConfig, pairs: Sequence[EditPair], say: Say, how: RunConfig) -> None:
     """Stage 2, with the lines of the original script for each category."""
->>>>>>> cf9539e (vl_reward: a judge on a server, the log of each category with the indices of its images, the original arguments; a vision-language folder loads without torchvision)
     run, judging = config.evaluation.output_dir, judging_of(config)
     if any(row.status != "edit_failed" for row in read_results(pairs, run)):
         open_all = partial(open_judges, config.reward_model, config.evaluation.metric)
