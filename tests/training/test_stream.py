@@ -104,7 +104,9 @@ def test_every_sample_of_a_pass_is_used_once_in_windows_of_whole_steps():
 
 
 @pytest.mark.parametrize("kind", [Lines, Stateful, Shuffled])
-@pytest.mark.parametrize("first", [1, 2, 5, 7])
+@pytest.mark.parametrize(
+    "first", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(5, marks=pytest.mark.slow), 7]
+)
 def test_a_resumed_run_gets_the_samples_it_would_have_got(tmp_path, kind, first):
     whole, result = run(kind(), tmp_path / "whole", save_every=1)
     run(kind(), tmp_path / "parts", save_every=1, max_steps=first)
@@ -130,6 +132,7 @@ def test_a_stream_that_gives_other_samples_is_refused(tmp_path):
         run(Lines([*SAMPLES[:8], *reversed(SAMPLES[8:])]), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_list_of_datasets_is_a_stream_too(tmp_path):
     datasets = pytest.importorskip("datasets")
     held = datasets.Dataset.from_list([{"input_ids": [int(i) for i in one["input_ids"]]} for one in SAMPLES])

@@ -19,7 +19,7 @@ from truebatch.hf.finetune.chat_template import turn_end_ids
 from truebatch.training.load_trained import open_trained
 from truebatch.training.logging.metrics_jsonl import read_metrics
 
-TASKS = [*list(DATA)[:2], *(pytest.param(task, marks=pytest.mark.slow) for task in list(DATA)[2:])]
+TASKS = [next(iter(DATA)), *(pytest.param(task, marks=pytest.mark.slow) for task in list(DATA)[1:])]
 QUESTION, ANSWER = "what is the colour of the grass", "blue and red"
 
 
@@ -48,6 +48,7 @@ def test_an_answer_ends_where_the_template_ends_it():
     assert turn_end_ids(tokenizer(None)) == set()
 
 
+@pytest.mark.slow
 def test_plain_text_is_continued_from_where_it_stops(folder, capsys):  # noqa: F811
     write_lines(folder / "causal_lm.jsonl", [{"text": "the sky blue and red"}, {"text": "green the grass hello"}] * 4)
     assert train("causal_lm", "--set", "train.epochs=25", "--set", "train.learning_rate=2e-2") == 0

@@ -17,7 +17,7 @@ from truebatch.training.logging.metrics_jsonl import read_metrics
 STREAM = ["--set", "streaming=true", "--set", "train.window=8", "--set", "train.learning_rate=1e-2"]
 
 
-@pytest.mark.parametrize("task", ["causal_lm", "seq2seq"])
+@pytest.mark.parametrize("task", ["causal_lm", pytest.param("seq2seq", marks=pytest.mark.slow)])
 def test_a_stream_in_one_window_trains_what_the_file_trains(folder, capsys, task):  # noqa: F811
     rate = ["--set", "train.learning_rate=1e-2"]
     assert train(task, *rate, "--out", "runs/file") == 0
@@ -50,6 +50,7 @@ def test_what_a_stream_cannot_do_is_said(folder, capsys, task, more, words):  # 
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_long_samples_of_a_stream_are_dropped_or_cut_as_asked(folder):  # noqa: F811
     lines = [{"text": "green " * (1 + i % 7)} for i in range(12)]
     write_lines(folder / "causal_lm.jsonl", lines)

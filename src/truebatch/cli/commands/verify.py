@@ -96,6 +96,9 @@ class ResultOptions:
     out: Annotated[
         Path | None, typer.Option(help="Folder to save the result in, for `report`. Default: the run's own.")
     ] = None
+    summary: Annotated[
+        Path | None, typer.Option(help="Append the result as Markdown to a file, such as $GITHUB_STEP_SUMMARY.")
+    ] = None
     as_json: AsJson = False
 
 
@@ -147,16 +150,30 @@ def show_verify(
             wrong="--against runs the samples one at a time through two engines of a model",
         )  # fmt: skip
         other = _compare_engines(target, subject.given(), engine, result.tolerance)
-        return _print(other, in_words(str(other)), as_json=result.as_json)
+        return _print(other, in_words(str(other)), target, result)
     report = _verify(target, subject.given(), settings, {**asdict(arrangement), "tolerance": result.tolerance})
     _keep(report, target, result.out or _own_run(target))
-    return _print(report, report.text(in_words), as_json=result.as_json)
+    return _print(report, report.text(in_words), target, result)
 
 
-def _print(report: AgainstReport | VerifyReport, text: str, *, as_json: bool) -> int:
-    text = json.dumps(report.as_dict(), indent=2, ensure_ascii=False) if as_json else text
+def _print(report: AgainstReport | VerifyReport, text: str, target: str, result: ResultOptions) -> int:
+    if result.summary is not None:
+        _append_summary(result.summary, target, report)
+    text = json.dumps(report.as_dict(), indent=2, ensure_ascii=False) if result.as_json else text
     sys.stdout.write(shown(text) + "\n")
     return 0 if report.ok else CHECK_FAILED
+
+
+def _append_summary(file: Path, target: str, report: AgainstReport | VerifyReport) -> None:
+    from truebatch.verification.markdown import report_markdown
+
+    try:
+        with file.open("a", encoding="utf-8") as out:
+            out.write(report_markdown(target, report) + "\n")
+    except OSError as error:
+        raise ConfigError(
+            "the summary cannot be written", seen=f"{file}: {error.strerror}", do="name a file in a folder that exists"
+        ) from error
 
 
 def _check_use(target: str, settings: SettingsOptions, engine: EngineOptions) -> None:
