@@ -119,7 +119,7 @@ def _attention_gradients(accelerator: Check) -> list[Check]:
     except RuntimeError as error:  # no memory left on the GPU, say
         return [Check("attention", "note", f"could not be tried: {str(error)[:200]}")]
     if not is_confused:
-        return [Check("attention", "ok", "gradients do not depend on how that of the output lies")]
+        return [Check("attention", "ok", "gradients do not depend on the memory layout of the output's gradient")]
     words = (
         "cuDNN's attention in this torch gives wrong gradients when their layout changes: truebatch trains without it; "
         "in a loop of your own, call torch.backends.cuda.enable_cudnn_sdp(False)"

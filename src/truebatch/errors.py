@@ -14,7 +14,7 @@ TruebatchError                           three parts: what is wrong, what was se
     CheckpointError                      a checkpoint cannot be written, or cannot be trusted
   NonFiniteError (FloatingPointError)    a step is NaN or infinite; the model was not updated
   MemoryLimitError (MemoryError)         a sample or an update does not fit into memory, however a step is cut
-  RestartError                           the run stopped and goes on when it is started again
+  RestartError                           the run stopped and resumes when it is started again
 
 `str(error)` is English in every language: it goes into logs, journals and `status.json`. A command translates the parts
 where it shows them.
@@ -99,7 +99,7 @@ class MemoryLimitError(TruebatchError, MemoryError):
 
 
 class RestartError(TruebatchError):
-    """The run stopped, and goes on when the same command is given again."""
+    """The run stopped, and resumes when the same command is given again."""
 
 
 def exit_code_of(error: BaseException) -> int:

@@ -1,6 +1,6 @@
 """Signals that ask a command to stop, from its first line to its last: it always ends with an exit code that is true.
 
-first line -> nothing is open: it leaves at once, 75 -> work: what is open is closed, 75 -> done: the code it has
+first line -> nothing is open: it exits immediately, 75 -> work: what is open is closed, 75 -> done: the code it has
 
 Nothing here may import what takes time: these handlers stand before torch, typer and the commands are imported.
 """
@@ -73,7 +73,7 @@ def catch_interruptions() -> None:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """While open, a signal raises `Interruption`; outside of it, the process leaves at once."""
+    """While open, a signal raises `Interruption`; outside of it, the process exits immediately."""
     _state.works += 1
     try:
         yield
@@ -92,7 +92,7 @@ def holding() -> Iterator[None]:
 
 
 def finished(code: int) -> None:
-    """The command is done: only the end of the process is left, whose code stays as it is."""
+    """The command is done: only the end of the process is left, and its exit code is fixed."""
     if _state.pid == os.getpid():
         _state.code = code
 
@@ -103,12 +103,12 @@ def asked_by() -> str:
 
 
 def stay() -> None:
-    """Somebody has dealt with the interruption, and the command goes on."""
+    """The interruption was handled, and the command continues."""
     _state.asked = ""
 
 
 def leave_signals_to_parent() -> None:
-    """In a worker process: whoever has started it decides when it ends. A terminal, `timeout` and schedulers send their
+    """In a worker process: its parent decides when it ends. A terminal, `timeout` and schedulers send their
     request to all processes of a command, and one that died of it would look like the fault of a sample."""
     for number in _numbers():
         signal.signal(number, signal.SIG_IGN)
@@ -137,7 +137,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 def _second(name: str) -> None:
-    """Whoever asks twice does not want to wait."""
+    """A second signal means: do not wait."""
     if name != "SIGINT" and time.monotonic() - _state.at < ECHO_SECONDS:
         return
     _leave(EXIT_INTERRUPTED if _state.code is None else _state.code)

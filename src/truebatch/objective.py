@@ -62,7 +62,7 @@ def add_counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 def divide_once(sums: Mapping[str, Tensor], counts: Mapping[str, int]) -> Tensor:
     """The share of a step's loss that these sums make up; `counts` are those of the whole step.
 
-    A term nobody counted in this step (count 0) adds 0, not NaN.
+    A term with nothing to count in this step (count 0) adds 0, not NaN.
     """
     missing = sorted(set(sums) - set(counts))
     if missing:

@@ -95,5 +95,5 @@ def _entry_files() -> Iterator[Path]:
 
 
 def warn_of_broken(name: str, target: str, error: Exception) -> None:
-    """Say on standard error that a plugin cannot be imported; everything else goes on working."""
+    """Say on standard error that a plugin cannot be imported; everything else still works."""
     say(f"warning: the plugin {name} ({target}) cannot be imported: {error}", file=sys.stderr)

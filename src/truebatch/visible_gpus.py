@@ -33,7 +33,7 @@ def check_processes(processes: int, *, gpus: int, cores: int, asked: str) -> Non
 def visible_gpus(environment: Mapping[str, str], found: int) -> list[str]:
     """The names under which another process can be given one of the GPUs that torch finds in this one.
 
-    They are what the inherited mask calls them (numbers, GPU-... or MIG-...), else numbers; what stands behind a -1 or
+    They are what the inherited mask calls them (numbers, GPU-... or MIG-...), else numbers; what follows a -1 or
     an empty name is hidden, as CUDA reads it.
 
     >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "4,5"}, 2)

@@ -75,7 +75,7 @@ def language_model(model: nn.Module) -> nn.Module:
 def row_inputs(model: nn.Module, border: ForwardSignature, batch: MicroBatch, route: Route) -> dict[str, Any]:
     """Arguments that say where samples lie: nothing, a mask of real cells with positions, or a segment table.
 
-    What the model does not take is left out; a model without `position_ids` counts by itself.
+    What the model does not take is left out; a model without `position_ids` counts positions itself.
     """
     axis = batch.rows()
     check_route(batch, route)

@@ -15,7 +15,7 @@ from truebatch.hf.load import first_line, without_chatter
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _MODEL_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-"""Weights as safetensors alone, and what stands beside them: no code is fetched, and no pickle."""
+"""Weights as safetensors alone, and the files beside them: no code is fetched, and no pickle."""
 _CACHED = re.compile(r"models--(.+)")
 
 
@@ -25,7 +25,7 @@ def is_hub_name(path: Path) -> bool:
 
 
 def fetch_model(path: Path) -> Path:
-    """A folder as it is; of a name of the Hub, its snapshot in the cache, fetched if it may be and is not there."""
+    """A folder unchanged; for a name on the Hub, its snapshot in the cache, downloaded if allowed and missing."""
     if not is_hub_name(path):
         return path
     from huggingface_hub import snapshot_download

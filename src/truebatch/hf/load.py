@@ -1,4 +1,4 @@
-"""Load what a Hugging Face folder holds: safetensors only, no code of others, no network. All models come through here.
+"""Load what a Hugging Face folder holds: safetensors only, no foreign code, no network. All models are loaded here.
 
 folder -> files looked at -> config.json -> shapes without memory -> weights; a test finds every other `from_pretrained`
 """
@@ -109,7 +109,7 @@ def model_of_config(kind: Any, config: PretrainedConfig, **settings: Any) -> Any
 
 
 def _check_size(kind: Any, path: Path, config: PretrainedConfig, stored: int) -> None:
-    """Refuse a configuration that asks for far more numbers than the folder holds, before memory is taken for them."""
+    """Refuse a configuration that asks for far more numbers than the folder holds, before memory is allocated for them."""
     config = load_config(path) if config is None else config
     with torch.device("meta"), without_chatter(), no_init_weights():
         model = kind._from_config(config) if hasattr(kind, "config_class") else model_of_config(kind, config)

@@ -48,7 +48,7 @@ def in_fp32(model: nn.Module) -> Iterator[None]:
     half = {id(one): one for one in (*model.parameters(), *model.buffers()) if one.dtype in HALF}
     held = [(one, one.data) for one in half.values()]  # put back as they are: that needs no room and rounds nothing
     try:
-        with torch.inference_mode(False):  # whoever calls: weights must stay such as can be trained
+        with torch.inference_mode(False):  # even if the caller is in inference mode: weights must stay trainable
             for one, values in held:
                 one.data = values.float()
         yield

@@ -1,6 +1,6 @@
 """The user's model folder: its configuration, its tokenizer, and its weights under the head of a task.
 
-Local folders and safetensors only; no code of others is run, nothing is downloaded.
+Local folders and safetensors only; no code from the folder is run, nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def load_weights(
 
 
 def sketch_model(config: PretrainedConfig, task: str) -> nn.Module:
-    """A model of the same shapes whose weights hold nothing: no file is read, and memory nobody writes to is not taken."""
+    """A model of the same shapes without weights: no file is read, and no memory is allocated for them."""
     with torch.device("meta"), without_chatter():
         model: nn.Module = model_of_config(_class_of(task), config, dtype=torch.float32)
     model = model.to_empty(device="cpu")

@@ -1,4 +1,4 @@
-"""Chat templates within bounds: a template is a program of whoever made the model folder, and may ask for anything.
+"""Chat templates in a sandbox: a template is a program written by the author of the model folder, and may ask for anything.
 
 template -> parsed -> loops, texts and calls that are weighed -> rendered while work and time last
 
@@ -241,7 +241,7 @@ def _filter(node: nodes.Node, function: Any, *args: nodes.Expr) -> nodes.Filter:
 # All of them ask for the context, which they do not need: jinja then leaves them out when it computes constants early.
 @pass_context
 def _counted(context: Any, value: Any, beside: int = 0) -> Any:
-    """What is looped over, or a slice: its items at once, so that a loop costs nothing more."""
+    """What is looped over, or a slice: all its items beforehand, so that the loop itself costs nothing more."""
     if not isinstance(value, Sized | jinja2.Undefined):
         value = list(islice(value, MAX_WORK // _ITEM + 1))
     number = 0 if isinstance(value, jinja2.Undefined) else len(value)

@@ -102,7 +102,7 @@ def _pages(plain: Any) -> Any:
 
 
 def _paragraph(text: str, width: int) -> list[str]:
-    """The lines of one paragraph. An indented one is a command: where it is too long it goes on behind a backslash."""
+    """The lines of one paragraph. An indented one is a command: where it is too long it continues after a backslash."""
     indent = " " * (len(text.lstrip("\n")) - len(text.lstrip()))
     if not indent:
         return wrapped(" ".join(text.split("\n")), width)
@@ -111,6 +111,6 @@ def _paragraph(text: str, width: int) -> list[str]:
 
 
 def _described(text: str) -> str:
-    """What stands behind an option: its help is Chinese already, the words of the library are not."""
+    """The text after an option: its help is Chinese already, the words of the library are not."""
     said = in_chinese(text) if text.isascii() else text
     return _IN_BRACKETS.sub(lambda found: f"[{in_chinese(found[1])}", said)

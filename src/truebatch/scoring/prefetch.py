@@ -53,7 +53,7 @@ class Prefetcher:
             self._begun.clear()
 
     def close(self) -> None:
-        """Forget what nobody has taken."""
+        """Discard what has not been taken."""
         self.stop()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
@@ -68,7 +68,7 @@ class Prefetcher:
 
 
 def slices(samples: Sequence[ScoreRequest], number: int) -> list[Sequence[ScoreRequest]]:
-    """The samples in at most so many parts, in order: handing each to a thread by itself would cost more than many take."""
+    """The samples in at most so many parts, in order: a thread task per sample would cost more than many of them take."""
     each = max(1, -(-len(samples) // number))
     return [samples[at : at + each] for at in range(0, len(samples), each)]
 

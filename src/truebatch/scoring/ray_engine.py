@@ -35,7 +35,7 @@ from truebatch.scoring.runner import JudgedBatch
 from truebatch.scoring.spec import ScoreCall
 
 RETRIES = 1
-"""Deaths of its actor after which a batch is tried once more as it is."""
+"""Deaths of its actor after which a batch is tried once more, whole."""
 HUNG = 42
 """The exit code of an actor whose batch took too long."""
 

@@ -13,7 +13,7 @@ from truebatch.scoring.store.journal import CrashedBatch, JournalState
 from truebatch.scoring.store.outcome import Outcome, failed
 
 DEATHS = 2
-"""A batch is tried this often as it is."""
+"""How often a batch is tried whole."""
 
 
 @dataclass(frozen=True, slots=True)

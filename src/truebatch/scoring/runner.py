@@ -1,4 +1,4 @@
-"""A run: list, plan, prepare ahead, judge, commit; killed at any moment, the same call goes on.
+"""A run: list, plan, prepare ahead, judge, commit; killed at any moment, the same call resumes.
 
 samples -> input.jsonl -> plan.json -> what is left -> batches, prepared ahead -> judge_all -> journal
 """
@@ -34,7 +34,7 @@ UNPLANNED = -1
 """The number of a batch of failures that never came into the plan."""
 _SETTLE_SECONDS = 600.0
 _PARTS = 8
-"""Of the samples that a thread measures: one may have the dear ones."""
+"""Of the samples that a thread measures: one part may have the expensive ones."""
 _ASKED_AT_ONCE = 256
 """Samples whose cost is asked of another process in one request."""
 
@@ -67,7 +67,7 @@ class RunConfig:
     ahead: int = 4
     """Batches prepared before they are needed, for each worker."""
     retry: Collection[str] = ()
-    """Kinds of failures that are run again, such as `out_of_memory`; a success stays as it is."""
+    """Kinds of failures that are run again, such as `out_of_memory`; successes are kept."""
     shard: tuple[int, int] = (0, 1)
     """(i, n): this process judges every n-th batch; n processes share one run folder."""
     on_progress: OnProgress | None = None
@@ -109,7 +109,7 @@ def run_samples(
     """Judge every sample that has no result yet; one outcome for each is in the journal afterwards.
 
     Each backend is a worker and takes the next batch when it is free. A signal ends the run after the batches that are
-    being judged, with `RestartError`: the same call goes on.
+    being judged, with `RestartError`: the same call resumes.
     """
     began = time.monotonic()
     with _owning(run, how.shard):
@@ -135,7 +135,7 @@ def end_early(stop: StopFlag, run: Path, judged: int) -> None:
         raise RestartError(
             f"{stop.requested}; {judged:,} samples were judged by this call and are kept",
             seen=str(run),
-            do="give the same command again: it goes on",
+            do="run the same command again to resume",
         )
 
 

@@ -181,7 +181,7 @@ class Scorer:
     ) -> ScoreRun:
         """Judge all samples that have no result in the run folder yet.
 
-        Interrupted, the same call goes on; another configuration is refused by the name of what differs. `check` judges
+        If interrupted, the same call resumes; another configuration is refused, naming what differs. `check` judges
         `checked` samples alone and together first and refuses above the tolerance (or the one given); False leaves it out.
         Samples may be a generator of any length: they are planned and judged `window` at a time, and memory holds one.
         """
@@ -200,8 +200,8 @@ class Scorer:
     ) -> Iterator[Row]:
         """The row of every sample as soon as it is judged, in no order; each has its `index` and `id`.
 
-        It is `score` that goes on while you read: rows of an earlier call come first, and who stops reading stops the
-        run after the batches that are being judged; the same call goes on. Without a run folder nothing is kept.
+        `score` runs while you read: rows of an earlier call come first. Stop reading, and the run stops after the batches
+        in flight; the same call resumes it. Without a run folder nothing is kept.
         """
         if run is None:
             with holding(), tempfile.TemporaryDirectory() as place:

@@ -10,7 +10,7 @@ from typing import Any
 
 Give = Callable[[Sequence[Any]], None]
 _BATCHES = 8
-"""Batches that wait for whoever reads; then the run waits too."""
+"""Batches buffered for the reader; beyond these the run waits."""
 _LOOK_SECONDS = 0.1
 
 
@@ -19,7 +19,7 @@ class _NobodyReads(Exception):  # noqa: N818 (not an error: the reader has what 
 
 
 def stream(work: Callable[[Give], None]) -> Iterator[Any]:
-    """What `work` gives, one by one, while it goes on. Its error is raised here; who stops reading ends it.
+    """What `work` gives, one by one, while it runs. Its error is raised here; a reader that stops ends it.
 
     `work` runs in a thread and calls what it is given with lists of values; it waits when the reader is slow.
     """

@@ -49,5 +49,5 @@ def _is_same(known: Any, given: Any) -> bool:
 
 
 def _whole(place: str) -> str:
-    """A path as it is without links and from the root; an address stays as it is."""
+    """A path made absolute, with links resolved; an address unchanged."""
     return place if "://" in place else str(Path(place).resolve())

@@ -32,7 +32,7 @@ FAILPOINTS: dict[str, str] = {
     "write.synced": "the draft is on the disk, under its own name",
     "write.renamed": "the draft has taken the name of the file",
     "write.folder_synced": "the new name is on the disk too",
-    "run.before_lock": "the run folder exists, nobody owns it yet",
+    "run.before_lock": "the run folder exists, it has no owner yet",
     "run.locked": "this process owns the run",
     "run.owner_written": "the owner has left its name",
     "run.before_moved_aside": "a fresh start is about to move the earlier run aside",

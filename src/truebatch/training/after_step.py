@@ -48,7 +48,7 @@ def finish_step(job: Job, state: TrainState, log: MetricsLog | None) -> None:
 
 
 def _is_in_doubt(job: Job) -> bool:
-    """The last samples were left out, and may be in again: a checkpoint would have passed over them."""
+    """The last samples were left out, and may be in again: a checkpoint would skip them."""
     return job.engine.guard is not None and job.engine.guard.left_in_row > 0
 
 

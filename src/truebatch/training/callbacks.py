@@ -20,7 +20,7 @@ class CallbackAction:
     stop: str = ""
     """Why the run must end here, as a check that failed (exit code 1); empty to go on."""
     say: str = ""
-    """A line for whoever follows the run; empty for none."""
+    """A line to print; empty for none."""
 
 
 class Callback(Protocol):

@@ -54,7 +54,7 @@ class TrainResult:
         return self.end.exit_code
 
     def raise_if_interrupted(self) -> None:
-        """For a program that goes on after training: a signal that has ended the training ends the program too."""
+        """For a program that continues after training: a signal that ended the training ends the program too."""
         if self.is_interrupted:
             raise Interruption(self.why)
 
@@ -140,7 +140,7 @@ class Job:
         return self.data.samples.at_hand.start.first_id if isinstance(self.data.samples, SampleStream) else 0
 
     def tell(self, log: MetricsLog | None, record: Record) -> None:
-        """One record to the log and to whoever loggers."""
+        """One record to the log and to the loggers."""
         if log is not None:
             log.write(record["step"], {k: v for k, v in record.items() if k != "step"})
         for logger in self.loggers:

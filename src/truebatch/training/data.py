@@ -44,7 +44,7 @@ class TrainData:
 def measure_by_reading(
     samples: Dataset, fields: Sequence[Field], *, what: str = "dataset", content: ContentHash | None = None
 ) -> Measured:
-    """The length of every sample along the planned axis, read from the samples themselves; `content` is told of each."""
+    """The length of every sample along the planned axis, read from the samples themselves; `content` sees each."""
     if not isinstance(samples, Sized):
         raise DataError(
             f"the {what} has no length, so its samples cannot be measured before they are used",
@@ -142,7 +142,7 @@ class ContentHash:
         self._num_added += 1
 
     def finish(self) -> tuple[str, str]:
-        """The hash, or why there is none; chosen samples that nobody has read yet are read, and the first two again."""
+        """The hash, or why there is none; chosen samples that have not been read yet are read, and the first two again."""
         for sample_id in self._chosen[self._num_added :]:
             if not self._problem:
                 self.add(sample_id, read_sample(self._data.samples, sample_id))
@@ -159,14 +159,14 @@ class ContentHash:
 def content_of(
     data: TrainData, *, read: ContentHash | None = None, say: Callable[[str], None] = lambda _line: None
 ) -> str:
-    """A hash of what some samples hold, the same ones every time; empty where they cannot be compared, and `say` is told.
+    """A hash of what some samples hold, the same ones every time; empty where they cannot be compared, and `say` gets a line.
 
     That is so where samples are drawn anew when they are read, or hold what has no numbers. A sample that cannot be
     read raises `DataError` with its number. `read`: what has taken in the samples already, while they were measured.
     """
     found, problem = (read or ContentHash(data)).finish()
     if problem:
-        say(f"warning: only the lengths of the data will be compared when this run goes on: {problem}")
+        say(f"warning: only the lengths of the data will be compared when this run is resumed: {problem}")
     return found
 
 
@@ -175,7 +175,7 @@ def _hash_sample(digest: Any, sample_id: int, sample: Any, fields: Sequence[Fiel
         digest.update(name.encode() + b"\0")
         try:
             _add_value(digest, value)
-        except Exception as error:  # whatever a value of the user's own raises, it is told and not compared
+        except Exception as error:  # a value of the user's own may raise anything: it is reported and not compared
             raise _NotComparableError(f"sample {sample_id}, {name!r}: {type(error).__name__}: {error}") from error
 
 

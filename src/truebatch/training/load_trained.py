@@ -50,7 +50,7 @@ class Trained(Generic[ConfigT]):
 def open_trained(folder: Path, overrides: Sequence[str] = (), *, named: str | None = None) -> Trained[Any]:
     """The model of a run with the weights of its best validation, or of its last good checkpoint.
 
-    `overrides` (`a.b=value`) change settings for this use only; the run stays as it is. Nothing is written, and no code
+    `overrides` (`a.b=value`) change settings for this use only; the run is not changed. Nothing is written, and no code
     is run that the folder names: a system of the user's own is `named` by the caller (`file.py:name`).
     """
     system, config = open_settings(folder, overrides, named=named)
@@ -86,7 +86,7 @@ def open_settings(folder: Path, overrides: Sequence[str] = (), *, named: str | N
 
 
 def recorded_system(folder: Path) -> str:
-    """What a run says its system is. It is only shown and compared: whoever wrote the folder wrote it."""
+    """What a run says its system is. It is only shown and compared: it is as trustworthy as the folder."""
     with corrupt_file_errors(folder / ABOUT):
         return str(read_json(folder / ABOUT, max_bytes=_MOST_BYTES)["system"])
 
@@ -118,13 +118,13 @@ def _weights(folder: Path) -> Checkpoint:
             try:
                 return load_checkpoint(saved.path)
             except CheckpointError:
-                break  # A damaged best checkpoint is passed over like any other; `load_newest` finds the next.
+                break  # A corrupt best checkpoint is skipped like any other; `load_newest` finds the next.
     newest = load_newest(checkpoints)
     if newest is None:
         raise RunError(
             f"the run {folder} has no checkpoint yet",
             seen=f"nothing saved in {checkpoints}",
-            do="go on with its training: the same `truebatch train` command",
+            do="resume its training: the same `truebatch train` command",
         )
     return newest.checkpoint
 

@@ -185,7 +185,7 @@ class SampleStream:
         return self._iterator
 
     def _keeps_state(self) -> bool:
-        """A source with a state of its own goes on from it; the one it has before the first reading begins a pass."""
+        """A source with a state of its own resumes from it; the one it has before the first reading begins a pass."""
         source: Any = self._source
         if not (hasattr(source, "state_dict") and hasattr(source, "load_state_dict")):
             return False

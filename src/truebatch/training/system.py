@@ -85,12 +85,12 @@ class Task:
     commands: TaskCommands = field(default_factory=TaskCommands)
 
     def measured_data(self, limit: int | None = None) -> TrainData:
-        """The samples with their lengths, `limit` of them at most; a stream as it is. No weights are loaded."""
+        """The samples with their lengths, `limit` of them at most; a stream unchanged. No weights are loaded."""
         if is_stream(self.data.samples):
             return self.data
         data = first_samples(self.data, limit)
         if self.measure is not None:
-            # What has no length is refused by whoever measures it.
+            # Without a length it is refused when it is measured.
             return replace(data, measured=self.measure(cast("SizedDataset", data.samples)))
         return replace(data, measured=data.measured or measure_by_reading(data.samples, data.fields))
 
@@ -125,7 +125,7 @@ class System(Generic[ConfigT]):
     prepare: Callable[[ConfigT], Task]
     """Reads the data, once, and says what is trained on it. No weights are loaded."""
     settle: Callable[[ConfigT], ConfigT] | None = None
-    """Fill in settings that were left open and follow from the data; a settled configuration stays as it is."""
+    """Fill in settings that were left open and follow from the data; a settled configuration is returned unchanged."""
     restore_model: Callable[[ConfigT, Mapping[str, Tensor]], nn.Module] | None = None
     """The model that trained weights (by name) belong to, without reading the data; by default that of the task."""
     generate: Callable[[ConfigT, nn.Module, Sequence[str], Generation], Iterator[tuple[int, str]]] | None = None

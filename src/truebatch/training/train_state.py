@@ -40,7 +40,7 @@ class TrainState:
     nonfinite_in_row: int = 0
     rollbacks: int = 0
     skipped_steps: list[int] = field(default_factory=list)
-    """Steps that are passed over because their samples made the run roll back."""
+    """Steps that are skipped because their samples made the run roll back."""
     num_steps: int = 0
     """Steps the run is to have; another start may raise them. 0: not known."""
     end: EndReason | None = None

@@ -45,7 +45,7 @@ class Start:
     target: str = ""
     """What finds the system again (`find_system`), for `evaluate` and `generate`; by default its name."""
     fresh: bool = False
-    """Move an earlier run in `out` aside and begin anew."""
+    """Move an earlier run in `out` aside and start again."""
     is_layout_open: bool = False
     """Let the system choose the layout; else the one in the settings is used."""
     say: Callable[[str], None] = lambda _line: None

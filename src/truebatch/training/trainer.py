@@ -87,11 +87,11 @@ def train(
     callbacks: Sequence[Callback] = (),
     place: DeviceContext | None = None,
 ) -> TrainResult:
-    """Train a model; with `out`, as a run that can be killed at any moment and goes on when it is started again.
+    """Train a model; with `out`, as a run that can be killed at any moment and resumes when it is started again.
 
     Args:
         groups: parameters with optimisers of their own; by default AdamW over all trainable parameters.
-        out: the run's folder, or an open run. The same settings go on with it, others are refused by name.
+        out: the run's folder, or an open run. The same settings resume it; others are refused, naming what differs.
         say: gets one line now and then; by default nothing is printed.
         loggers: get every record, on rank 0.
         callbacks: called at every step on every rank, may stop the run, and have a state that is saved with it.

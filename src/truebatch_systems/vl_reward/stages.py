@@ -111,7 +111,7 @@ class EditBackend:
                 raise ConfigError(
                     "an editor has lost its GPU",
                     seen=f"at {asked.id!r}: {str(error)[:200]}",
-                    do="give the same command again: it goes on; a pair that does it again is recorded as failed",
+                    do="run the same command again to resume; a pair that does it again is recorded as failed",
                 ) from error
             return SampleError("model", "edit_failed", f"{type(error).__name__}: {error}")
         path = self.folder / name

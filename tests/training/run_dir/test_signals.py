@@ -1,4 +1,4 @@
-"""Being asked to stop sets a flag; a second Ctrl-C stops at once; handlers come back."""
+"""Being asked to stop sets a flag; a second Ctrl-C stops immediately; handlers come back."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class CudaGraphDecoder:
     is_recorded: bool = True
     """False where steps are not recorded: layers on several devices, or what cannot be recorded."""
     is_proven: bool = False
-    """The first recording gave what the step gives as written."""
+    """The first captured step gave what the eager step gives."""
     why: str = ""
 
     def begins(self, device: torch.device, steps: int) -> bool:
@@ -139,7 +139,7 @@ class FixedSteps:
         return self.length < self.is_seen.shape[-1]
 
     def advance(self, tokens: Tensor, capture: Record) -> Tensor:
-        """Append one token to every row that goes on; [B, V] logits of what follows."""
+        """Append one token to every row that continues; [B, V] logits of what follows."""
         self.ids[self.rows, 0] = tokens
         self.at.fill_(self.length)
         self.is_seen[..., self.length] = True
@@ -167,7 +167,7 @@ class FixedSteps:
             layer.keys[:, :, self.length - 1], layer.values[:, :, self.length - 1] = keys, values
 
     def select(self, rows: Tensor) -> bool:
-        """Go on with these rows where they are; False where they must be laid out anew: too few, or one twice."""
+        """Continue with these rows in place; False where they must be laid out again: too few, or one twice."""
         kept = self.rows[rows.to(self.rows.device)]
         if 2 * len(kept) < len(self.place) or len(set(kept.tolist())) < len(kept):
             return False
@@ -204,7 +204,7 @@ def capture(run: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], Tensor]]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """While open, the garbage collector stands still: it could let go of an older recording, which breaks a new one."""
+    """While open, garbage collection is off: it could free an older graph, which breaks the capture of a new one."""
     is_on = gc.isenabled()
     gc.disable()
     try:
@@ -227,7 +227,7 @@ def fix_rows(step: Step, cache: Any, is_real: Tensor, place: Tensor, *, config: 
     at = torch.zeros(1, dtype=torch.int64, device=is_real.device)
     fixed = DynamicCache(config=config)
     fixed.layers[:] = [FixedLayer(*pair, at) for pair in held if pair is not None]
-    for layer in fixed.layers:  # whatever lies there is multiplied by nought, and NaN would stay NaN
+    for layer in fixed.layers:  # whatever is there is multiplied by zero, and NaN would stay NaN
         layer.keys[:, :, length:] = 0
         layer.values[:, :, length:] = 0
     is_seen = torch.zeros((len(is_real), 1, 1, cells), dtype=torch.bool, device=is_real.device)

@@ -71,7 +71,7 @@ class HFDecoder:
         return logits, session
 
     def _check_padding(self, prompts: Sequence[Prompt], logits: Tensor) -> None:
-        """A model that is told no positions may count padding: a row with some is read alone too, until one shows
+        """A model that gets no positions may count padding: a row with some is read alone too, until one shows
         it."""
         if self.padding.is_equal is None:
             longest = max(len(prompt.ids) for prompt in prompts)
@@ -169,7 +169,7 @@ class HFSession:
     def _first_fixed(self, tokens: Tensor) -> Tensor:
         """Begin to replay, if the cache has room for it; the first time of a model, take the step both ways."""
         cuda_graph = self._decoder.cuda_graph
-        # Nothing here may refer to this session: a recording that waits for the garbage collector would be let go in
+        # Nothing here may refer to this session: a recording that waits for the garbage collector would be freed in
         # the middle of another one.
         step = partial(_fixed_step, self._decoder)
         fixed = fix_rows(step, self._cache, self._is_real, self._place, config=self._decoder.model.config)
@@ -181,7 +181,7 @@ class HFSession:
         return self._fixed.advance(tokens, self._decoder.cuda_graph.capture)
 
     def _tried(self, fixed: FixedSteps, tokens: Tensor) -> Tensor:
-        """The step both ways; the way that is gone on with has written the cell, and gives the logits: a session has
+        """The step both ways; the one that continues has written the cell, and gives the logits: a session has
         the same bits whether it was the first of its model or not."""
         cuda_graph = self._decoder.cuda_graph
         fixed.fill_room(LOUD)
@@ -277,7 +277,7 @@ def _cache_of(out: Any, model: nn.Module) -> Any:
 
 
 def beside_inputs(decoder: HFDecoder, prompts: Sequence[Prompt], ids: Tensor, is_real: Tensor) -> dict[str, Tensor]:
-    """Further inputs: one entry a token is padded with the tokens, everything else is laid end to end."""
+    """Further inputs: those with one entry per token are padded like the tokens, all others are laid end to end."""
     names = dict.fromkeys(name for prompt in prompts for name in prompt.inputs)
     out = {name: _laid(name, prompts, is_real) for name in names}
     if names:

@@ -80,7 +80,7 @@ class ImageDecoder(DecoderWrapper):
         def each(pixel_values: Tensor, image_grid_thw: Tensor | None = None, *more: Any, **named: Any) -> Any:
             parts = _split(pixel_values, image_grid_thw, prompts)
             named_by = hashes
-            if len(parts) != len(hashes):  # an image may come in several pieces: then a prompt is told apart, not each
+            if len(parts) != len(hashes):  # an image may come in several pieces: then a prompt is identified, not each
                 parts, named_by = _by_prompt(prompts, pixel_values)
             # Some versions of transformers hand the segment table of the text down to the tower.
             options = {name: value for name, value in named.items() if name not in TABLE_WORDS}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ROOM = 64
-"""Cells made at once. Each step reads the whole cache, so a copy every so many steps costs the same share at any length."""
+"""Cells allocated at a time. A step reads the whole cache, so a copy every so many steps costs the same share at any length."""
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +92,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def grow_in_place(cache: Any) -> Any:
-    """Let the full-attention layers of a `DynamicCache` grow in place; every other layer and cache stays as it is."""
+    """Let the full-attention layers of a `DynamicCache` grow in place; every other layer and cache is left unchanged."""
     if type(cache) is DynamicCache and not cache.offloading:
         cache.layers[:] = [_growing(layer) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache

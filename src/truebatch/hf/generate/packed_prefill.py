@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 def row_inputs(
     decoder: HFDecoder, prompts: Sequence[Prompt], alone: Sequence[Tensor], cells: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """Tokens [1, cells], their positions as in `alone` ([1, cells] or [3, 1, cells]), and what stands beside them.
+    """Tokens [1, cells], their positions as in `alone` ([1, cells] or [3, 1, cells]), and their further inputs.
 
     Cells behind the last prompt hold a token that is no image, at position 0.
     """
@@ -66,7 +66,7 @@ def row_inputs(
 
 
 def _beside(name: str, prompts: Sequence[Prompt], cells: int, device: torch.device) -> Tensor:
-    """One entry a token lies with the tokens, everything else end to end."""
+    """Inputs with one entry per token are laid out like the tokens, all others end to end."""
     values = [prompt.inputs.get(name) for prompt in prompts]
     given = send([value for value in values if value is not None], device)
     return pad(given[None], (0, cells - len(given))) if is_of_tokens(values, prompts) else given
@@ -116,7 +116,7 @@ class PackedDecoder(DecoderWrapper):
         return logits, HFSession(self.plain, send([is_real], device), place, cache)
 
     def logits(self, prompts: Sequence[Prompt]) -> Tensor:
-        """The same logits where nothing goes on from them: no cache is made."""
+        """The same logits without a cache, where nothing is generated from them."""
         if not self._packs(prompts):
             return self.decoder.start(prompts)[0]
         return self._read(prompts, keeps=False).logits
@@ -319,7 +319,7 @@ def _in_rows(config: PretrainedConfig, read: PrefillResult, is_real: Tensor, dev
 
 
 def _laid_out(kept: list[list[Pair]], place: Tensor) -> Iterator[Pair]:
-    """Keys and values [B, H, S, D] of every layer; what was read is let go."""
+    """Keys and values [B, H, S, D] of every layer; what was read is freed."""
     while kept[0]:
         keys, values = zip(*(layers.pop(0) for layers in kept), strict=True)
         yield _laid(keys, place), _laid(values, place)

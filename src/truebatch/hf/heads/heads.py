@@ -240,7 +240,7 @@ def _tensor(value: Any, model: nn.Module) -> Tensor:
 
 
 def _score_last(model: Any, batch: MicroBatch, given: dict[str, Any]) -> Tensor:
-    """[N, labels]: the classifier applied to the last token of every sample, wherever it lies."""
+    """[N, labels]: the classifier applied to the last token of every sample, at whatever cell."""
     hidden = inner_model(model)(**given)[0]
     last = torch.stack([cells[-1] for cells in batch.per_sample(hidden)])
     scores: Tensor = model.score(last)

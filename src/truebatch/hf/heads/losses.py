@@ -25,7 +25,7 @@ Outputs = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """One term of a loss: its sum over a micro-batch, and what it is divided by once a step."""
+    """One term of a loss: its sum over a micro-batch, and what it is divided by once per step."""
 
     term: str
     total: Callable[[Outputs, MicroBatch], Tensor]
@@ -47,7 +47,7 @@ def _token_nll(outputs: Outputs, batch: MicroBatch) -> Tensor:
 def token_nll_in_chunks(
     layer: OutputLayer, hidden: Tensor, labels: Tensor, *, cells: Tensor | None = None, compiled: bool = False
 ) -> Tensor:
-    """The same sum as the loss `token_nll`, from what goes into the output layer; all logits never exist at once.
+    """The same sum as the loss `token_nll`, from what goes into the output layer; the logits are never all in memory.
 
     `cells`: the flattened ones with a label, where they are known; no logits are made of the others.
     """

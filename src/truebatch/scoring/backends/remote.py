@@ -37,7 +37,7 @@ class Transport(Protocol):
 
 
 class RemoteBackend:
-    """A backend behind a transport: judged by a worker whose death or silence is told, never waited for."""
+    """A backend behind a transport: judged by a worker whose death or silence is reported, never waited for."""
 
     def __init__(self, transport: Transport, *, timeout: float, start: float) -> None:
         self.transport = transport

@@ -132,7 +132,7 @@ def _send(process: subprocess.Popen[bytes], value: Mapping[str, Any]) -> None:
     try:
         process.stdin.write(encode(value))
         process.stdin.flush()
-    except OSError:  # it has ended; what it left is told by whoever waits for its answer
+    except OSError:  # it has ended; whoever waits for its answer reports that
         pass
 
 

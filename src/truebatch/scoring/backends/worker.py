@@ -43,7 +43,7 @@ class BackendService:
         return {"refused": self._refused} if self._refused else {"ready": 1}
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to one request; what a batch raised is told to the run, which cuts it."""
+        """The answer to one request; what a batch raised is returned to the run, which cuts it."""
         backend = self.backend
         if request["do"] == "describe":
             return {"describe": dict(backend.describe())}

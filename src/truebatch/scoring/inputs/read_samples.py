@@ -80,7 +80,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any, bool]]:
         try:
             value, end = _DECODER.raw_decode(line) if line[0] == "{" else (None, 0)
             if not end or not line[end:].isspace():
-                value = _DECODER.decode(line)  # what stands behind it is refused, white space before it is not
+                value = _DECODER.decode(line)  # text after it is refused, white space before it is not
         except (ValueError, RecursionError) as error:
             yield place, Broken(id="", kind="invalid_json", message=f"{place}: {error}", raw=line), False
             continue

@@ -190,7 +190,7 @@ def make_row(one: InputSample, outcome: Outcome | None, level: str, *, damaged: 
 
 
 def _damage(journal: str) -> str:
-    return f"its record in {journal} is not what was written; the run judges it again when it goes on"
+    return f"its record in {journal} is not what was written; the run judges it again when it is resumed"
 
 
 class _Counted:

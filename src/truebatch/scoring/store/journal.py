@@ -338,5 +338,5 @@ def _cannot_write(path: Path, error: sqlite3.Error) -> RunError:
     return RunError(
         "the journal cannot be written; what was committed stays",
         seen=f"{path}: {error}",
-        do="free space or mend the disk, then give the same command again: it goes on",
+        do="free space or repair the disk, then run the same command again to resume",
     )

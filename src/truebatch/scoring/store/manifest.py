@@ -1,4 +1,4 @@
-"""What a run was made with: written once, compared each time the run goes on, refused by the name of what differs."""
+"""What a run was made with: written once, compared each time the run is resumed, which is refused, naming what differs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def settle_manifest(run: Path, fields: Mapping[str, Any]) -> ScoringManifest:
             raise RunError(
                 f"the run {run} was made with another configuration; scores of both must not be mixed",
                 seen="; ".join(f"{name}: was {old!r}, now {new!r}" for name, old, new in changed[:8]),
-                do="take the change back, name another run folder with --out, or begin anew with --fresh",
+                do="take the change back, name another run folder with --out, or start again with --fresh",
             )
         return known
     run.mkdir(parents=True, exist_ok=True)

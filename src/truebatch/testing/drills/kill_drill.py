@@ -1,4 +1,4 @@
-"""The fire drill: a small real run is killed, or finds the disk full, at every failpoint, and must recover by itself.
+"""The fire drill: a small real run is killed, or finds the disk full, at every failpoint, and must recover on its own.
 
 template run -> for every failpoint: copy, fail there, look, start again -> the end must be bit-equal to the quiet run's
 """
@@ -109,7 +109,7 @@ def list_trials(
 
 
 def make_fixture(folder: Path, *, keeps: Sequence[int] = (1, 3)) -> DrillFixture:
-    """Make the two folders every trial begins from: a run to go on with, and one to replace by a fresh start."""
+    """Make the two folders every trial begins from: a run to resume, and one to replace by a fresh start."""
     folder.mkdir(parents=True)
     _make_templates(folder)
     visits: dict[str, dict[str, dict[str, int]]] = {}

@@ -44,7 +44,7 @@ class Settings:
 def run_tiny_training(
     folder: Path, *, keep: int, fresh: bool = False, earlier: bool = False, saved: Path | None = None
 ) -> None:
-    """Begin the small run in `folder`, or go on with it; every save it has come past is noted in the file `saved`.
+    """Start the small run in `folder`, or resume it; every save it has come past is noted in the file `saved`.
 
     `earlier` is a run with another configuration, which ends when the other has begun.
     """

@@ -126,7 +126,7 @@ class _Packer:
 
     def keep(self, tensor: Tensor, path: tuple[str, ...]) -> str:
         self.check(tensor, path)
-        # Where it lies in memory says whether two names are one tensor (tied weights).
+        # Its place in memory says whether two names are one tensor (tied weights).
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
         if tensor.numel() and place in self.known:
             return self.known[place]

@@ -181,7 +181,7 @@ def _restore(folder: Path, name: str) -> bool:
 def prune_after(folder: Path, saved: SavedCheckpoint, *, keep: int) -> SavedCheckpoint:
     """Delete all but the newest `keep` good checkpoints, the best and the one marked as kept, after one was saved.
 
-    A failure here is told in the result and not raised, because the save itself holds.
+    A failure here is reported in the result and not raised, because the save itself holds.
     """
     try:
         for entry in _to_prune(folder, saved, keep=keep):
@@ -207,7 +207,7 @@ def _to_prune(folder: Path, saved: SavedCheckpoint, *, keep: int) -> list[SavedC
 
 
 def _remove(path: Path) -> None:
-    """Take a checkpoint off the list at once, then delete it."""
+    """Take a checkpoint off the list in one move, then delete it."""
     failpoint("prune.before_rename")
     gone = path.with_name(f".pruned-{path.name.removeprefix('.')}-{uuid.uuid4().hex[:12]}")
     path.rename(gone)

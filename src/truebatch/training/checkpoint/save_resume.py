@@ -1,6 +1,6 @@
 """A run as a checkpoint and back: weights, optimisers, loss scaling, random generators, position.
 
-Frozen parameters are not written: whoever builds the model brings them. A sum of each says whether they are the same.
+Frozen parameters are not written: the model is built with them. A sum of each says whether they are the same.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _is_saved(folder: Path, step: int, parts: Mapping[str, Any]) -> bool:
     try:
         return newest is not None and bool(load_checkpoint(newest.path).parts["progress"] == parts["progress"])
     except TruebatchError:
-        return False  # Damaged, and passed over when the run was resumed: it is written anew.
+        return False  # Corrupt, and skipped when the run was resumed: it is written again.
 
 
 def _parts(engine: StepEngine, state: TrainState) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _check_tensors(engine: StepEngine, saved: Any) -> None:
 
 
 def resume_run(folder: Path, engine: StepEngine) -> tuple[TrainState, tuple[str, ...]] | None:
-    """Bring the newest good checkpoint back into the engine; None if there is none. Also why newer ones were passed over.
+    """Bring the newest good checkpoint back into the engine; None if there is none. Also why newer ones were skipped.
 
     Rank 0 mends the mark of the best checkpoint, which a kill after the save may have left at an earlier one.
     """

@@ -102,7 +102,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = 3) -> S
 def load_newest(folder: Path, *, only_finite: bool = True) -> LoadedCheckpoint | None:
     """The newest checkpoint that is byte for byte what was written; None when none was ever saved.
 
-    Newer ones that are not are passed over and reported. When checkpoints are there and none can be used,
+    Newer ones that are corrupt are skipped and reported. When checkpoints are there and none can be used,
     `CheckpointError` says why for each: a run never silently begins again.
     """
     rejected: list[str] = []

@@ -1,4 +1,4 @@
-"""Add gradients up over ranks, once a step: a rank may cut its part as it likes, and none waits for another's cut."""
+"""Add gradients up over ranks, once per step: a rank may cut its part as it likes, and none waits for another's cut."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def find_place(config: TrainConfig) -> DeviceContext:
 
 
 def usable_gpus() -> int:
-    """GPUs that a run on this machine uses; none where Accelerate is told to use the CPU."""
+    """GPUs that a run on this machine uses; none where Accelerate is set to use the CPU."""
     is_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on", "y", "t")
     return 0 if is_cpu else torch.cuda.device_count()
 

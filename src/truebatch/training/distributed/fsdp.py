@@ -28,7 +28,7 @@ def gather_whole(value: Any, *, is_kept: bool) -> Any:
 
 
 def deal_out(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's shard of a whole tensor, laid out as `like` is; as it came where `like` is not sharded.
+    """This rank's shard of a whole tensor, laid out like `like`; the tensor itself where `like` is not sharded.
 
     Every rank has read the whole tensor, so nothing is sent. What has another shape than `like` (factored optimiser
     state) is held whole by every rank; a single number stays a plain one.

@@ -162,7 +162,7 @@ def _send(children: Sequence[Child], number: int) -> None:
 def _wait(children: Sequence[Child]) -> Child | None:
     """Until all have ended well or saved, or one has failed: that one.
 
-    A rank that left to be started again (75) decides, if others then fail for want of it or cannot end.
+    A rank that left to be started again (75) decides, if others then fail without it or cannot end.
     """
     left, since = None, 0.0
     while True:

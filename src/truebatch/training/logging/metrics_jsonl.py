@@ -102,7 +102,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             raise DataError(
                 f"{path} is damaged in line {number}",
                 seen=_shown(line),
-                do="bring it back from a copy; a run that goes on takes the line out, and keeps the file as it was",
+                do="restore it from a copy; a run that is resumed removes the line, and keeps the original file",
             )
     return [values for _, values in lines if values is not None]
 

@@ -1,4 +1,4 @@
-"""The gradients of a micro-batch added to those of the micro-batches before it, all at once.
+"""The gradients of a micro-batch added to those of the micro-batches before it, in one batched operation.
 
 autograd adds every parameter's as it comes, a kernel each, and a small model waits for its host to launch hundreds of them.
 Taken apart and added together they are a handful of launches. The sums are the same, bit by bit (but where reentrant
@@ -21,7 +21,7 @@ MOST_BYTES = 2**29
 
 
 def parameters_to_add(model: nn.Module, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Those whose gradients may be added together: on a GPU, and nothing reads each of them on its own. Asked once a step."""
+    """Those whose gradients may be added together: on a GPU, and nothing reads each of them on its own. Asked once per step."""
     trained = [p for p in parameters if p.requires_grad]
     if sum(p.numel() * p.element_size() for p in trained) > MOST_BYTES or _is_watched(model):
         return []

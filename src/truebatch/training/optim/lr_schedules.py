@@ -49,7 +49,7 @@ class Schedule:
 
 
 def _within(step: int, num_steps: int, parts: int) -> tuple[int, int]:
-    """Where a step lies in its part, and how long the part is: `num_steps` shared out, longer parts first."""
+    """The position of a step in its part, and the length of the part: `num_steps` shared out, longer parts first."""
     parts = max(min(parts, num_steps), 1)
     size, longer = divmod(num_steps, parts)
     step = min(step, num_steps - 1)

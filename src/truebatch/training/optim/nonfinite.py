@@ -48,7 +48,7 @@ def handle_nonfinite(
     raise NonFiniteError(
         f"step {state.step} is not finite; the model was not updated",
         seen=f"{', '.join(outcome.nonfinite)} from samples {ids[:16]}{' ...' if len(ids) > 16 else ''}",
-        do="look at these samples and at the learning rate; nonfinite='skip' or 'roll_back' would go on without them",
+        do="look at these samples and at the learning rate; nonfinite='skip' or 'roll_back' would continue without them",
     )
 
 
@@ -90,5 +90,5 @@ def _roll_back(job: Job, state: TrainState, log: MetricsLog | None) -> None:
         )
     if log is not None:
         log.cut_after(found[0].step)
-    job.say(f"rolled back to step {found[0].step}; step {state.step} will be passed over")
+    job.say(f"rolled back to step {found[0].step}; step {state.step} will be skipped")
     state.roll_back_to(found[0])

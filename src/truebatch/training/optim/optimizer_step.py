@@ -18,7 +18,7 @@ Versions = list[tuple[Tensor, int]]
 TRIES = 2
 COUNTED = ("torch", "transformers", "accelerate", "truebatch")
 """Packages whose optimisers write parameters so that torch counts it. What is written through `.data` goes uncounted: of an
-optimiser from elsewhere nobody can tell whether it has begun."""
+optimiser of another package there is no telling whether it has begun."""
 
 
 def optimizer_step_with_oom_retry(

@@ -47,7 +47,7 @@ MOST_LENGTHS = 50_000
 def opened_run(
     out: str | Path | RunFolder | None, config: object, *, fresh: bool = False
 ) -> Iterator[RunFolder | None]:
-    """The run in `out`, made or gone on with; a run that is open already is handed through, None stays None.
+    """The run in `out`, created or resumed; a run that is open already is passed on, None stays None.
 
     `config` is a `TrainConfig`, or the settings of a system with one under `train`.
     """
@@ -96,7 +96,7 @@ def _settled(config: object) -> object:
 def check_data(
     run: RunFolder, measured: Measured, *, content: str = "", say: Callable[[str], None] = lambda _line: None
 ) -> None:
-    """A run goes on with the samples it began with: steps of other samples would be another run.
+    """A run resumes with the samples it began with: steps of other samples would be another run.
 
     `content` is a hash of what samples hold; where there was or is none, it is not compared. `say` gets a line where a
     run that has steps no longer knows its data.
@@ -111,7 +111,9 @@ def check_data(
     file = run.plan / DATA
     if not file.exists():
         if list_checkpoints(run.checkpoints):
-            say(f"warning: {file} is gone: the run goes on with the data of now, which nothing was compared with")
+            say(
+                f"warning: {file} is missing: the run resumes with the present data, which was not compared with anything"
+            )
         _keep_data(run, measured, now)
         return
     then = _read_data(file)
@@ -122,7 +124,7 @@ def check_data(
         raise RunError(
             "the data is not what this run began with",
             seen=f"{now['samples']:,} samples now, {then['samples']:,} then, or other content or lengths",
-            do="bring the data (and its tokenizer) back, give another folder (--out), or begin anew (--fresh)",
+            do="bring the data (and its tokenizer) back, give another folder (--out), or start again (--fresh)",
         )
 
 

@@ -80,7 +80,7 @@ class RunFolder:
 def open_run(
     folder: Path, config: object, *, fresh: bool = False, may_change: Collection[str] = ()
 ) -> Iterator[RunFolder]:
-    """Own a run folder inside the `with` block: make it, or go on with it if its configuration is the same.
+    """Own a run folder inside the `with` block: create it, or resume it if its configuration is the same.
 
     `config` is a dataclass or a mapping. A changed field raises `RunError` with its name, its old and its new value,
     unless it is in `may_change` (dotted names). `fresh` moves an earlier run aside, to `<name>.previous-1`, and begins
@@ -205,7 +205,7 @@ def _acquire(folder: Path) -> FileLock:
 
 
 def _wait_for_dead_owner(folder: Path, lock: FileLock) -> None:
-    """Workers forked by a killed owner share its lock until they notice; a living owner is refused at once."""
+    """Workers forked by a killed owner share its lock until they notice; a living owner is refused immediately."""
     deadline = time.monotonic() + _RELEASE_SECONDS
     while True:
         owner = _owner(folder)
@@ -280,7 +280,7 @@ def _check_config(folder: Path, values: dict[str, Any], may_change: Collection[s
         raise RunError(
             f"this run was made with another configuration: {next(iter(refused))} is changed{more}",
             seen=f"{seen}, in {folder / CONFIG}",
-            do="set it back, give another folder (--out), or begin anew (--fresh), which moves the old run aside",
+            do="set it back, give another folder (--out), or start again (--fresh), which moves the old run aside",
         )
     if changes:
         write_text(folder / CONFIG, dump_config(values))

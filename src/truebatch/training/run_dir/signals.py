@@ -1,6 +1,6 @@
 """Being asked to stop: SIGTERM, SIGINT, SIGHUP and SIGUSR1 set a flag that the loop reads between micro-batches.
 
-signal -> flag -> the loop finishes the step, saves and ends with exit code 75; a second Ctrl-C stops at once
+signal -> flag -> the loop finishes the step, saves and ends with exit code 75; a second Ctrl-C stops immediately
 """
 
 from __future__ import annotations

@@ -55,12 +55,12 @@ class Watchdog:
 
 @contextmanager
 def _threads_may_lack(dog: Watchdog) -> Iterator[None]:
-    """A thread needs memory for its stack. A run that is short of it is not ended for want of somebody who watches."""
+    """A thread needs memory for its stack. A run that is short of memory is not ended because it cannot be watched."""
     try:
         yield
     except RuntimeError as error:
         if not dog.has_lacked:
-            _LOG.warning("no thread can be started to notice a run that is stuck (%s); the run goes on", error)
+            _LOG.warning("no thread can be started to detect a stuck run (%s); the run continues", error)
         dog.has_lacked = True
 
 
