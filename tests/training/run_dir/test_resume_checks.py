@@ -31,13 +31,13 @@ def test_a_run_whose_note_of_its_data_is_empty_or_damaged_does_not_take_any_data
         trained(tmp_path / "run", steps=4, samples=list(reversed(SAMPLES)))
 
 
-def test_a_note_that_is_gone_is_told_and_written_anew(tmp_path):
+def test_a_missing_data_file_is_reported_and_written_again(tmp_path):
     trained(tmp_path / "run")
     kept = (tmp_path / "run" / "plan" / "data.json").read_text()
     (tmp_path / "run" / "plan" / "data.json").unlink()
     said = []
     trained(tmp_path / "run", steps=4, said=said)
-    assert any("data.json is gone" in line for line in said)
+    assert any("data.json is missing" in line for line in said)
     assert (tmp_path / "run" / "plan" / "data.json").read_text() == kept
 
 

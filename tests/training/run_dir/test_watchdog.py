@@ -87,5 +87,5 @@ def test_a_run_goes_on_where_no_thread_can_watch_it(monkeypatch, caplog):
         monkeypatch.setattr(dog, "_armed_at", 0.0)
         dog.beat("working")
     assert [record.message for record in caplog.records] == [
-        "no thread can be started to notice a run that is stuck (can't start new thread); the run goes on"
+        "no thread can be started to detect a stuck run (can't start new thread); the run continues"
     ]
