@@ -38,10 +38,9 @@ from truebatch.planning.config import PlanConfig
 from truebatch.planning.keyed_rng import keyed_order
 from truebatch.planning.plan import build_plan
 from truebatch.training.distributed.device import find_place
-from truebatch.training.optim.param_groups import make_groups
+from truebatch.training.optim.param_groups import default_group, make_groups
 from truebatch.training.step import StepEngine, apply_update, step_counts, take_gradients
 from truebatch.training.train_system import Start, train_system
-from truebatch.training.trainer import default_group
 from truebatch_systems.chinese_gpt.config import ChineseGPTConfig, ChineseTrainConfig
 from truebatch_systems.chinese_gpt.data.dialogues import is_dialogue
 from truebatch_systems.chinese_gpt.data.prepare import best_weights, load_texts, prepare

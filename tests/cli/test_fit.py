@@ -122,7 +122,7 @@ def test_a_fit_that_errs_by_much_is_not_called_safe():
     assert "safe" not in line
     for cells, begun in ((9, 4), (5, 3), (40, 20)):  # half, and the longest sample at least
         found = Sizing(fit=fit, **{**known, "cells": {HERE: cells}})
-        said = _next("x", None, ["a=1", "train.cells=7"], {}, found, Path("runs"), layout="padded")
+        said = _next("x", None, ["a=1", "train.cells=7"], {}, found, Path("runs"), chosen={"layout": "padded"})
         assert said == f"truebatch train x --set a=1 --set train.layout=padded --set train.cells={begun} --out runs"
         assert "safe" not in str(sizes_table(found.to_dict()))
 

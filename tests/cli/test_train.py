@@ -232,7 +232,7 @@ def test_two_processes_are_stopped_together_go_on_together_and_give_the_run_of_o
 
 def test_a_reader_that_stops_early_does_not_stop_the_run(folder):
     process = start("--set", "sleep_seconds=0.01")
-    assert process.stdout.readline().startswith("run:")
+    assert process.stdout.readline().startswith("precision:")
     process.stdout.close()
     with process.stderr:
         assert process.stderr.read() == ""

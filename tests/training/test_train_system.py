@@ -108,10 +108,10 @@ def test_a_model_is_exported_again_if_the_export_was_lost(tmp_path):
 
 def test_the_layout_a_system_chooses_is_the_one_of_the_run(tmp_path):
     said = []
-    system = changed(commands=TaskCommands(choose_layout=lambda model: ("packed", "packed, because")))
+    system = changed(commands=TaskCommands(choose_layout=lambda model: ("packed", "layout: packed, because")))
     given = config_of(max_steps=2)
-    train_system(system, given, Start(out=tmp_path / "open", is_layout_open=True, say=said.append))
-    assert "packed, because" in said
+    train_system(system, config_of(max_steps=2, choose=("layout",)), Start(out=tmp_path / "open", say=said.append))
+    assert "layout: packed, because" in said
     assert "layout: packed" in (tmp_path / "open/config.yaml").read_text()
     train_system(system, given, Start(out=tmp_path / "given"))
     assert "layout: padded" in (tmp_path / "given/config.yaml").read_text()
@@ -121,14 +121,14 @@ def test_a_run_that_goes_on_keeps_its_layout_and_times_nothing(tmp_path):
     answers = iter([("packed", "first"), ("padded", "second")])
     system = changed(commands=TaskCommands(choose_layout=lambda model: next(answers)))
     said = []
-    start = Start(out=tmp_path / "run", is_layout_open=True, say=said.append)
-    train_system(system, config_of(max_steps=2), start)
+    start = Start(out=tmp_path / "run", say=said.append)
+    train_system(system, config_of(max_steps=2, choose=("layout",)), start)
     assert f"run: {tmp_path / 'run'} (packed rows, seed 0)" in said
     said.clear()
-    train_system(system, config_of(max_steps=4), start)
+    train_system(system, config_of(max_steps=4, choose=("layout",)), start)
     assert "layout: packed, as the run began" in said
     assert f"run: {tmp_path / 'run'} (packed rows, seed 0)" in said
-    train_system(system, config_of(max_steps=4), replace(start, fresh=True))
+    train_system(system, config_of(max_steps=4, choose=("layout",)), replace(start, fresh=True))
     assert "second" in said
 
 

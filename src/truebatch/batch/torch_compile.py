@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,6 +48,12 @@ def keep_compilations() -> None:
     named = Path(os.environ.get(COMPILED_FOLDER) or TORCHS_OWN)
     if named.name.startswith(TORCHS_OWN):
         os.environ[COMPILED_FOLDER] = str((cache_folder() / "compiled").absolute())
+
+
+def fall_back_to_eager() -> None:
+    """From now on a layer that the compiler cannot do runs in eager mode: nobody asked for it to be compiled."""
+    config = importlib.import_module("torch._dynamo").config  # loaded only where something is compiled
+    config.suppress_errors = True
 
 
 def uncompile_layers(model: nn.Module) -> None:

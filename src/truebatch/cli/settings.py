@@ -29,24 +29,18 @@ def read_settings(file: Path | None, overrides: list[str], given: dict[tuple[str
     return document
 
 
-def settle(document: Document, folder: Path, *, fresh: bool) -> bool:
-    """Fill in settings from the environment; returns True if the layout is still open."""
+def settle(document: Document) -> None:
+    """Fill in settings from the environment; those that nobody gave, and a run can choose, are left to it."""
+    from truebatch.training.config import CHOOSABLE
     from truebatch.training.distributed.launcher import ranks_around
-    from truebatch.training.run_dir.run_dir import kept_layout
 
     train = document.values.setdefault("train", {})
     if not isinstance(train, dict):
-        return False  # The settings check will report what is wrong.
+        return  # The settings check will report what is wrong.
     around = ranks_around()
     if around is not None:
         train.setdefault("devices", around)
-    if "layout" in train:
-        return False
-    kept = None if fresh else kept_layout(folder)
-    if kept is None:
-        return True
-    train["layout"] = kept
-    return False
+    train.setdefault("choose", [name for name in CHOOSABLE if name not in train])
 
 
 def checked(system: System[Any], document: Document) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from truebatch.errors import ConfigError
 from truebatch.planning.config import DEFAULT_SAMPLES_PER_STEP, PlanConfig
@@ -19,6 +19,8 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Switch = Literal["on", "off", "compare"]
 NonFinite = Literal["raise", "skip", "skip_then_raise", "roll_back"]
 WhenTooLarge = Literal["raise", "quarantine"]
+CHOOSABLE = ("precision", "layout", "cells", "compile", "workers")
+"""Settings that a run can choose itself, in that order."""
 ROWS: dict[str, str] = {"padded": "padded rows", "packed": "packed rows"}
 """Of each layout, in words."""
 
@@ -99,6 +101,9 @@ class TrainConfig:
     """Samples of a stream that are read and planned together, rounded up to whole steps; a stream needs max_steps."""
     limit: int | None = None
     """Train on the first samples only: a quick try."""
+    choose: tuple[str, ...] = ()
+    """Settings that the run chooses itself, of precision, layout, cells, compile and workers; commands let it choose those
+    that nobody gave. What was chosen is kept with the run."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -136,8 +141,19 @@ class TrainConfig:
                 raise ConfigError(
                     f"{name} is not known", seen=f"{name}={getattr(self, name)!r}", do=f"use one of {get_args(choices)}"
                 )
+        _check_choose(self)
         _check_rates(self)
         _check_compile(self)
+
+    @classmethod
+    def auto(cls, **settings: Any) -> TrainConfig:
+        """These settings; the run chooses all of `CHOOSABLE` that are not among them.
+
+        >>> from truebatch import TrainConfig
+        >>> TrainConfig.auto(samples_per_step=64, precision="fp32").choose
+        ('layout', 'cells', 'compile', 'workers')
+        """
+        return cls(**{"choose": tuple(name for name in CHOOSABLE if name not in settings), **settings})
 
     def lr_schedule(self) -> Schedule:
         """The learning rate as a function of the step."""
@@ -201,7 +217,18 @@ def _check(name: str, value: object, *, least: int) -> None:
         )
 
 
+def _check_choose(config: TrainConfig) -> None:
+    object.__setattr__(config, "choose", tuple(config.choose))
+    unknown = [name for name in config.choose if name not in CHOOSABLE]
+    if unknown:
+        raise ConfigError(
+            "a run cannot choose this setting itself", seen=f"choose={unknown[0]!r}", do=f"use some of {CHOOSABLE}"
+        )
+
+
 def _check_compile(config: TrainConfig) -> None:
+    if {"layout", "cells", "compile"} & set(config.choose):
+        return  # checked when nothing is left to choose
     if config.compile and (config.layout != "packed" or config.cells is None or config.true_batch == "off"):
         raise ConfigError(
             "compiled layers need rows of one shape",

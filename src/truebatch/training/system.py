@@ -40,6 +40,8 @@ class TaskCommands:
     """Lines for the start of a run: what was read, and what was done to it."""
     choose_layout: Callable[[nn.Module], tuple[Layout, str]] | None = None
     """The layout where none is asked for, and why in one line; by default padded."""
+    can_compile: bool = False
+    """The model's layers attend by `truebatch.attention.api.attend` and draw noise by sample, so that they may be compiled."""
     sketch: Callable[[], nn.Module] | None = None
     """A model of the same shapes, for estimates of memory where `build_model` first works for a while; default: that."""
     evaluate: Callable[[nn.Module, SizedDataset, Path], Mapping[str, Any]] | None = None
@@ -194,7 +196,7 @@ def train_settings(config: object) -> TrainConfig:
     return train
 
 
-def with_train(config: ConfigT, **changes: Any) -> ConfigT:
+def with_train(config: ConfigT, train: TrainConfig) -> ConfigT:
     """The same settings with others of training."""
     whole: Any = config
-    return cast("ConfigT", replace(whole, train=replace(train_settings(config), **changes)))
+    return cast("ConfigT", replace(whole, train=train))

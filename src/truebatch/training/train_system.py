@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -12,12 +12,12 @@ from torch import nn
 
 from truebatch.errors import RunError
 from truebatch.io.atomic_files import apply_umask, atomic_folder, read_json, storage_error, write_json
-from truebatch.planning.rows import Layout
 from truebatch.testing.failpoints import failpoint
 from truebatch.training.callbacks import Logger
 from truebatch.training.checkpoint.retention import best_step, list_checkpoints
 from truebatch.training.checkpoint.state_dict import seed_random
 from truebatch.training.checkpoint.store import load_checkpoint
+from truebatch.training.choices.run_choices import keep_choices, recall_choices, settle_choices, settle_precision
 from truebatch.training.config import ROWS, TrainConfig
 from truebatch.training.context import TrainResult
 from truebatch.training.distributed.collectives import num_ranks, rank
@@ -26,7 +26,7 @@ from truebatch.training.memory.fit import stale_fit_warnings
 from truebatch.training.memory.oom import free_memory
 from truebatch.training.registry import lasting_target
 from truebatch.training.run_dir.resume_checks import opened_run
-from truebatch.training.run_dir.run_dir import ABOUT, RunFolder, kept_layout
+from truebatch.training.run_dir.run_dir import ABOUT, RunFolder
 from truebatch.training.system import ConfigT, System, Task, settings_type, settled, train_settings, with_train
 from truebatch.training.trainer import train
 
@@ -46,8 +46,6 @@ class Start:
     """What finds the system again (`find_system`), for `evaluate` and `generate`; by default its name."""
     fresh: bool = False
     """Move an earlier run in `out` aside and start again."""
-    is_layout_open: bool = False
-    """Let the system choose the layout; else the one in the settings is used."""
     say: Callable[[str], None] = lambda _line: None
     loggers: Sequence[Logger] = ()
 
@@ -60,21 +58,24 @@ def train_system(system: System[ConfigT], config: ConfigT, start: Start) -> Trai
     config = settled(system, config)
     settings = train_settings(config)
     seed_random(settings.seed)  # the same on every rank, for what builds data and model
-    place = find_place(settings)
+    find_place(replace(settings, choose=()))
     say = start.say if rank() == 0 else (lambda _line: None)
+    settings = recall_choices(settings, None if start.fresh else start.out, say=say)
+    settings, choices = settle_precision(settings, say=say)
+    config = with_train(config, settings)
     task = system.prepare(config)
     data = task.measured_data(settings.limit)
     model = task.build_model()
     for line in task.commands.describe() if task.commands.describe is not None else ():
         say(line)
-    if start.is_layout_open and settings.true_batch != "off":
-        config = with_train(config, layout=_layout(task, model, start, say) or settings.layout)
-        settings = train_settings(config)
+    settings, more = settle_choices(task, model, data, settings, say=say)
+    config, place = with_train(config, settings), find_place(settings)
     groups = task.groups(model) if task.groups is not None else None
     with opened_run(start.out, config, fresh=start.fresh) as run:
         assert run is not None
         if rank() == 0:
             write_json(run.folder / ABOUT, {"system": lasting_target(start.target or system.name)})
+        keep_choices(run.folder, [*choices, *more])
         _say_where(run, settings, say)
         for line in stale_fit_warnings(run.folder, model, settings, device=place.device, fields=data.fields):
             say(line)
@@ -99,23 +100,6 @@ def train_system(system: System[ConfigT], config: ConfigT, start: Start) -> Trai
         if num_ranks() > 1:
             dist.barrier()
     return result
-
-
-def _layout(task: Task, model: nn.Module, start: Start, say: Callable[[str], None]) -> Layout | None:
-    """The layout rank 0 chooses, on every rank: a plan must be one plan. A run keeps the one it began with."""
-    choose = task.commands.choose_layout
-    if choose is None:
-        return None
-    chosen: list[tuple[Layout, str] | None] = [None]
-    if rank() == 0:
-        kept = None if start.fresh else kept_layout(start.out)
-        chosen = [choose(model) if kept is None else (kept, f"layout: {kept}, as the run began")]
-    if num_ranks() > 1:
-        dist.broadcast_object_list(chosen, 0)
-    assert chosen[0] is not None
-    layout, why = chosen[0]
-    say(why)
-    return layout
 
 
 def _say_where(run: RunFolder, config: TrainConfig, say: Callable[[str], None]) -> None:

@@ -23,7 +23,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from truebatch.attention.api import cache_device_capability
@@ -31,8 +30,9 @@ from truebatch.batch.keyed_random import name_purposes
 from truebatch.batch.segments import most_segments
 from truebatch.batch.torch_compile import compile_layers, force_eager
 from truebatch.data.loader import LoadedStep, LoaderConfig
-from truebatch.errors import ConfigError, MemoryLimitError, RestartError, TruebatchError, exit_code_of
+from truebatch.errors import MemoryLimitError, RestartError, TruebatchError, exit_code_of
 from truebatch.objective import Objective
+from truebatch.planning.lengths.measured_values import Measured
 from truebatch.training.after_step import finish_step
 from truebatch.training.callbacks import Callback, Logger
 from truebatch.training.checkpoint.save_resume import resume_run
@@ -40,6 +40,7 @@ from truebatch.training.checkpoint.state_dict import seed_random
 from truebatch.training.checks.batch_coupling import refuse_couplings, refused_if_seen
 from truebatch.training.checks.compare_one_by_one import compare_with_one_by_one
 from truebatch.training.checks.first_step import check_first_step, equality_record
+from truebatch.training.choices.run_choices import keep_choices, settle_open
 from truebatch.training.config import TrainConfig
 from truebatch.training.context import EpochPlans, Job, Record, TrainResult
 from truebatch.training.data import (
@@ -63,13 +64,13 @@ from truebatch.training.memory.oom import is_out_of_memory
 from truebatch.training.memory.oom_retry import Guard, load_steps_with_oom_retry
 from truebatch.training.memory.quarantine import open_guard, quarantine_record
 from truebatch.training.optim.nonfinite import handle_nonfinite, is_bad
-from truebatch.training.optim.param_groups import Group, check_terms, make_groups
+from truebatch.training.optim.param_groups import Group, check_terms, default_group, make_groups
 from truebatch.training.run_dir.resume_checks import check_data, opened_run
 from truebatch.training.run_dir.run_dir import RunFolder, RunState, write_status
 from truebatch.training.run_dir.signals import EXIT_INTERRUPTED, catch_signals
 from truebatch.training.run_dir.watchdog import Watchdog, watch_progress
 from truebatch.training.step import StepEngine, StepOutcome, apply_update, check_moved, step_counts, take_gradients
-from truebatch.training.stream import WindowPlans, open_data
+from truebatch.training.stream import SampleStream, WindowPlans, open_data
 from truebatch.training.train_state import EndReason, TrainState
 from truebatch.training.validation import ValidationSet
 
@@ -78,7 +79,7 @@ def train(
     model: nn.Module,
     objective: Objective,
     data: TrainData,
-    config: TrainConfig,
+    config: TrainConfig | None = None,
     *,
     groups: Sequence[Group] | None = None,
     out: str | Path | RunFolder | None = None,
@@ -90,6 +91,7 @@ def train(
     """Train a model; with `out`, as a run that can be killed at any moment and resumes when it is started again.
 
     Args:
+        config: by default the run chooses precision, budget and workers itself (`TrainConfig.auto()`), and says why.
         groups: parameters with optimisers of their own; by default AdamW over all trainable parameters.
         out: the run's folder, or an open run. The same settings resume it; others are refused, naming what differs.
         say: gets one line now and then; by default nothing is printed.
@@ -97,11 +99,12 @@ def train(
         callbacks: called at every step on every rank, may stop the run, and have a state that is saved with it.
         place: the device to run on, if it has been found already.
     """
+    config, say = config or TrainConfig.auto(), say or (lambda _line: None)
     couplings = refuse_couplings(model.train(), config.allow)
+    config, choices = settle_open(model, objective, data, config, groups=groups, out=out, say=say)
     place = place or find_place(config)
     _prepare_model(model, place, config)
     data, stream = open_data(data, config)
-    say = say or (lambda _line: None)
     known = data if stream is None else replace(data, samples=stream.window(0).samples)
     content = ContentHash(known) if out is not None and rank() == 0 else None
     measured = known.measured or measure_by_reading(known.samples, data.fields, content=content)
@@ -119,13 +122,11 @@ def train(
         callbacks=(*callbacks, *((stream,) if stream is not None else ())),
         changes_buffers=bool(config.allow),
     )
-    planned = config.plan_config(measured.lengths)
-    plans = EpochPlans(measured, planned) if stream is None else WindowPlans(stream, planned)
-    most_steps = config.epochs * plans.of(0).num_steps if stream is None else sys.maxsize
-    num_steps = min(config.max_steps or most_steps, most_steps)
+    plans, num_steps = _plans(config, measured, stream)
     with opened_run(out, config) as run, catch_signals() as stop, _watched(config) as watchdog:
         if run is not None and rank() == 0:
             check_data(run, measured, content=content_of(known, read=content, say=say), say=say)
+            keep_choices(run.folder, choices)
         open_guard(guard, None if run is None else run.folder, is_sharded=is_sharded(model))
         job = Job(
             engine=engine, data=data, plans=plans, config=config, num_steps=num_steps, couplings=couplings, run=run,
@@ -133,6 +134,16 @@ def train(
             loggers=loggers if rank() == 0 else (), watchdog=watchdog,
         )  # fmt: skip
         return _run(job)
+
+
+def _plans(
+    config: TrainConfig, measured: Measured, stream: SampleStream | None
+) -> tuple[EpochPlans | WindowPlans, int]:
+    """The plans of all epochs, or of the windows of a stream, and how many steps the run has."""
+    planned = config.plan_config(measured.lengths)
+    plans = EpochPlans(measured, planned) if stream is None else WindowPlans(stream, planned)
+    most_steps = config.epochs * plans.of(0).num_steps if stream is None else sys.maxsize
+    return plans, min(config.max_steps or most_steps, most_steps)
 
 
 def _prepare_model(model: nn.Module, place: DeviceContext, config: TrainConfig) -> None:
@@ -155,18 +166,6 @@ def _watched(config: TrainConfig) -> AbstractContextManager[Watchdog | None]:
     if config.stuck_seconds is None:
         return nullcontext()
     return watch_progress(config.stuck_seconds, who=f"rank {rank()}")
-
-
-def default_group(model: nn.Module, config: TrainConfig) -> Group:
-    """AdamW over all trainable parameters."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if not trained:
-        raise ConfigError(
-            "nothing can be trained", seen="no parameter has requires_grad", do="unfreeze some parameters"
-        )
-    fused = all(p.is_cuda for p in trained)  # one kernel instead of many, where there is one
-    optimiser = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=config.weight_decay, fused=fused)
-    return Group(optimiser=optimiser, max_grad_norm=config.max_grad_norm, schedule=config.lr_schedule())
 
 
 def _run(job: Job) -> TrainResult:

@@ -135,6 +135,7 @@ def prepare_task(config: ChineseGPTConfig) -> Task:
         commands=TaskCommands(
             describe=partial(_describe, config, ready),
             choose_layout=lambda model: choose_layout(model, ready.train, config.train),
+            can_compile=True,
             evaluate=partial(evaluate, config, ready),
         ),
     )

@@ -18,9 +18,8 @@ from truebatch.planning.lengths.measured_values import Measured
 from truebatch.training.callbacks import Callback
 from truebatch.training.checkpoint.tensor_files import write_tensors
 from truebatch.training.data import TrainData
-from truebatch.training.optim.param_groups import Group
+from truebatch.training.optim.param_groups import Group, default_group
 from truebatch.training.system import System, Task, TaskCommands
-from truebatch.training.trainer import default_group
 from truebatch_systems.vlm_pruning.backbones.load import encoder_of, load_backbone
 from truebatch_systems.vlm_pruning.config import PruningConfig
 from truebatch_systems.vlm_pruning.data.datasets import load_split

@@ -205,8 +205,8 @@ def test_the_learning_rate_is_the_closed_form_and_ends_with_the_least():
 
 
 def test_ten_lines_of_python_train_evaluate_and_answer(corpus, tmp_path):
-    config = config_of(corpus, train={"epochs": 4, "batch_size": 4, "warmup_steps": 5})
-    train_system(CHINESE_GPT, config, Start(out=tmp_path / "run", is_layout_open=True))
+    config = config_of(corpus, train={"epochs": 4, "batch_size": 4, "warmup_steps": 5, "choose": ("layout",)})
+    train_system(CHINESE_GPT, config, Start(out=tmp_path / "run"))
     task = CHINESE_GPT.prepare(config)
     model = task.build_model()
     model.load_state_dict(dict(best_weights(tmp_path / "run")))

@@ -17,9 +17,8 @@ from truebatch.training.data import TrainData
 from truebatch.training.memory.fake_tensor_estimate import estimate_added
 from truebatch.training.memory.fit import fit_memory, make_batch, run_batch, untouched
 from truebatch.training.memory.measure import added_bytes
-from truebatch.training.optim.param_groups import make_groups
+from truebatch.training.optim.param_groups import default_group, make_groups
 from truebatch.training.step import StepEngine
-from truebatch.training.trainer import default_group
 
 CPU = torch.device("cpu")
 LENGTHS = np.random.default_rng(0).integers(5, 60, 24)

@@ -48,9 +48,8 @@ from truebatch.training.memory.fit import (
     untouched,
 )
 from truebatch.training.memory.measure import added_bytes
-from truebatch.training.optim.param_groups import Group, make_groups
+from truebatch.training.optim.param_groups import Group, default_group, make_groups
 from truebatch.training.step import StepEngine
-from truebatch.training.trainer import default_group
 
 CPU = torch.device("cpu")
 LENGTHS = np.clip(np.random.default_rng(0).lognormal(3, 0.8, 200).astype(int), 2, 120).tolist()

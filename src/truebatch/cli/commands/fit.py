@@ -6,7 +6,9 @@ import json
 import math
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 DEFAULT_GIB = (15.0, 32.0, 80.0)
-MOST_UNCERTAINTY = 0.3
-"""A fit that errs by more is not called safe."""
 RATE = (
     "a larger budget never changes the result of a step; more samples_per_step does: fewer, less noisy updates, for "
     "which the learning rate is usually raised (by the square root of the factor with AdamW, by the factor with SGD)"
@@ -64,23 +64,29 @@ def show_fit(
 
       truebatch fit task.py:system --config run.yaml --set train.precision=bf16 --json
     """
+    from truebatch.training.choices.choose import shown, time_and_keep
+    from truebatch.training.choices.run_choices import settle_precision
     from truebatch.training.memory.batch_size_table import HERE, save_sizing, size_task
     from truebatch.training.registry import find_system
+    from truebatch.training.system import train_settings, with_train
 
     limits = _limits(options.memory or DEFAULT_GIB)
     system = find_system(target)
     document = read_settings(config, set_ or [], hf.settings())
     folder = options.out or RUNS / system.name
-    is_layout_open = settle(document, folder, fresh=False)
+    settle(document)
     settings = checked(system, document)
     lines: list[str] = []
+    tell = lines.append if options.as_json else say
+    train, _ = settle_precision(train_settings(settings), say=tell)
     sizing = size_task(
-        system.prepare(settings), settings.train, memory=limits, is_layout_open=is_layout_open,
-        is_estimate=options.estimate, say=lines.append,
+        system.prepare(with_train(settings, train)), train, memory=limits, is_estimate=options.estimate,
+        timer=partial(time_and_keep, say=tell), say=tell,
     )  # fmt: skip
     written = save_sizing(sizing, folder)
-    layout = None if options.estimate and is_layout_open else sizing.layout
-    following = _next(target, config, set_ or [], hf.settings(), sizing, folder, layout=layout)
+    chosen = {name: shown(getattr(train, name)) for name in ("precision",) if name in train_settings(settings).choose}
+    chosen |= {} if options.estimate and "layout" in train.choose else {"layout": sizing.layout}
+    following = _next(target, config, set_ or [], hf.settings(), sizing, folder, chosen=chosen)
     if options.as_json:
         sys.stdout.write(json.dumps({**_plain(sizing), "lines": lines, "next": following}) + "\n")
     else:
@@ -105,17 +111,19 @@ def _next(
     sizing: Sizing,
     folder: Path,
     *,
-    layout: str | None,
+    chosen: Mapping[str, str],
 ) -> str:
+    from truebatch.training.choices.measured_speed import UNSURE
     from truebatch.training.memory.batch_size_table import HERE
 
     cells = sizing.cells[HERE]
     if cells < sizing.longest:
         return "a smaller model, train.gradient_checkpointing=true, train.precision=bf16, or --lora with hf"
     parts = ["truebatch", "train", target, *(["--config", str(file)] if file is not None else [])]
-    if sizing.fit.uncertainty > MOST_UNCERTAINTY:
+    if sizing.fit.uncertainty > UNSURE:
         cells = max(cells // 2, sizing.longest)
-    found = [*([] if layout is None else [f"train.layout={layout}"]), f"train.cells={cells}"]
+    cells = min(cells, sizing.fastest or cells)
+    found = [*(f"train.{name}={value}" for name, value in chosen.items()), f"train.cells={cells}"]
     names = tuple(one.partition("=")[0] + "=" for one in found)
     settings = [*(one for one in overrides if not one.startswith(names)), *found]
     parts += [part for override in settings for part in ("--set", override)]
@@ -157,6 +165,7 @@ def _said_estimated(sizing: Sizing) -> str:
 
 
 def _advice(sizing: Sizing) -> list[str]:
+    from truebatch.training.choices.measured_speed import UNSURE
     from truebatch.training.memory.batch_size_table import HERE, PAYS
 
     lines = []
@@ -171,7 +180,7 @@ def _advice(sizing: Sizing) -> list[str]:
     cells = sizing.cells[HERE]
     if cells < sizing.longest:
         lines.append(f"the longest sample ({sizing.longest:,} tokens) does not fit on this machine")
-    elif sizing.fit.uncertainty > MOST_UNCERTAINTY:
+    elif sizing.fit.uncertainty > UNSURE:
         lines.append(
             f"largest budget by this fit: train.cells={cells}; it errs by up to {sizing.fit.uncertainty:.0%}, so do not rely "
             "on it: what these samples take is not a line through cells and pairs; begin with half of it"
@@ -180,5 +189,10 @@ def _advice(sizing: Sizing) -> list[str]:
         lines.append(
             f"largest safe budget here: train.cells={cells}, with a margin of {sizing.fit.uncertainty:.1%} for the "
             "error of the fit; it holds for this model, layout and precision"
+        )
+    if sizing.fastest is not None:
+        speed = sizing.speeds[sizing.fastest]
+        lines.append(
+            f"fastest budget here: train.cells={sizing.fastest}, {speed:,.0f} tokens/s; larger ones gain nothing"
         )
     return lines

@@ -103,17 +103,12 @@ def _run(
     system = find_system(target)
     document = read_settings(file, overrides, given)
     folder = options.out or RUNS / system.name
-    is_layout_open = settle(document, folder, fresh=options.fresh)
+    settle(document)
     config = checked(system, document)
     check_trackers(config.train.track)
     if options.dry_run:
-        return _dry_run(
-            system.prepare(config),
-            config.train,
-            folder,
-            is_layout_open=is_layout_open,
-            as_json=options.log_format == "json",
-        )
+        kept = None if options.fresh else folder
+        return _dry_run(system, config, kept, folder, as_json=options.log_format == "json")
     if options.resume == "required" and not (folder / "config.yaml").exists():
         raise ConfigError("there is no run to resume", seen=f"{folder} holds none", do="run it without --resume")
     check_ranks(config.train.devices)
@@ -122,7 +117,7 @@ def _run(
         _preflight(system.prepare(config), config.train)
         return launch(_arguments(target, file, overrides, given, options, folder), config.train.devices, folder=folder)
     stop_with_parent()
-    return _train(system, config, folder, options, is_layout_open=is_layout_open, again=target)
+    return _train(system, config, folder, options, again=target)
 
 
 def _check_room(devices: int) -> None:
@@ -155,10 +150,16 @@ def _arguments(
     return parts + (["--fresh"] if options.fresh else [])
 
 
-def _dry_run(task: Task, config: TrainConfig, folder: Path, *, is_layout_open: bool, as_json: bool) -> int:
+def _dry_run(
+    system: System[ConfigT], settings: ConfigT, kept: Path | None, folder: Path, *, as_json: bool
+) -> int:  # fmt: skip
     from truebatch.reports.plan_tables import plan_and_count
+    from truebatch.training.choices.run_choices import foresee_choices
     from truebatch.training.memory.run_estimate import estimate_run
+    from truebatch.training.system import train_settings, with_train
 
+    config, chosen = foresee_choices(train_settings(settings), kept)
+    task = system.prepare(with_train(settings, config))
     data = task.measured_data(config.limit)
     if data.measured is None:
         raise ConfigError(
@@ -166,7 +167,8 @@ def _dry_run(task: Task, config: TrainConfig, folder: Path, *, is_layout_open: b
             seen=f"a {type(data.samples).__name__}",
             do="run it for a moment: --set train.max_steps=2 --out runs/try",
         )
-    is_open = is_layout_open and task.commands.choose_layout is not None and config.true_batch != "off"
+    is_open = "layout" in config.choose and task.commands.choose_layout is not None and config.true_batch != "off"
+    config = replace(config, choose=())
     layouts: tuple[Layout, ...] = ("packed", "padded") if is_open else (config.layout,)
     rows: dict[str, dict[str, Any]] = {}
     for layout in layouts:
@@ -174,6 +176,7 @@ def _dry_run(task: Task, config: TrainConfig, folder: Path, *, is_layout_open: b
         rows[layout] = _figures(plan_and_count(data.measured, plan_config, epoch=0, ranks=config.devices)[1], config)
     lines = list(task.commands.describe()) if task.commands.describe is not None else []
     lines.append(config.describe_step(is_layout_open=is_open))
+    lines += chosen
     if is_open:
         lines.append("the layout, packed or padded, is chosen when the model is there; the result is the same")
     lines += _add_outlook(rows, estimate_run(task, config, layouts=layouts, folder=folder), config)
@@ -247,9 +250,7 @@ def _text(name: str, value: Any) -> str:
     return f"{value:.1%}" if isinstance(value, float) else f"{value:,}"
 
 
-def _train(
-    system: System[ConfigT], config: ConfigT, folder: Path, options: TrainOptions, *, is_layout_open: bool, again: str
-) -> int:
+def _train(system: System[ConfigT], config: ConfigT, folder: Path, options: TrainOptions, *, again: str) -> int:
     from truebatch.reports.progress_display import make_console_logger
     from truebatch.training.logging.trackers import Trackers
     from truebatch.training.run_dir.run_dir import plain_config
@@ -262,7 +263,6 @@ def _train(
         out=folder,
         target=again,
         fresh=options.fresh,
-        is_layout_open=is_layout_open,
         say=show.say,
         loggers=(show, trackers),
     )

@@ -255,6 +255,7 @@ def prepare_task(config: FinetuneConfig) -> Task:
         commands=TaskCommands(
             describe=partial(_describe, ready),
             choose_layout=_choose_layout,
+            can_compile=not config.load_in_4bit,
             sketch=None if config.load_in_4bit else partial(_sketch, config, ready),
             evaluate=partial(evaluate, config, ready.head, ready.train.label_names),
         ),

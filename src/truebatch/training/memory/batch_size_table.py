@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,9 @@ from truebatch.training.memory.cost_model import FIT, MemoryFit, Sizes, largest_
 from truebatch.training.memory.fit import fit_memory, make_batch, run_batch, sizes_of, untouched
 from truebatch.training.memory.measure import free_bytes_of, usable_bytes
 from truebatch.training.memory.oom import free_memory, is_out_of_memory
-from truebatch.training.optim.param_groups import make_groups
+from truebatch.training.optim.param_groups import default_group, make_groups
 from truebatch.training.step import StepEngine
 from truebatch.training.system import Task
-from truebatch.training.trainer import default_group
 
 _LOG = logging.getLogger(__name__)
 HERE = "this machine"
@@ -38,6 +37,10 @@ PAYS = 1.1
 LARGEST_SIZE, LARGEST_POOL, PASSES = 1024, 64, 3
 POOL_SECONDS = 3.0
 """Time for one pass over the samples every batch size is timed with."""
+
+
+Timer = Callable[[StepEngine, TrainData, TrainConfig, MemoryFit, int], tuple[Mapping[int, float], int]]
+"""Engine, data, settings, what memory is taken, and the largest safe budget -> the speed of budgets, and the one to take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,10 @@ class Sizing:
     sizes: Sequence[BatchSize]
     longest: int
     shortest: int
+    speeds: Mapping[int, float] = field(default_factory=dict)
+    """Budget of cells -> tokens a second, where it was timed."""
+    fastest: int | None = None
+    """The smallest budget that is safe here and nearly as fast as the fastest."""
 
     @property
     def speedup(self) -> tuple[float, float] | None:
@@ -87,6 +94,8 @@ class Sizing:
             "cells": dict(self.cells),
             "longest": self.longest,
             "shortest": self.shortest,
+            "speeds": {str(cells): speed for cells, speed in self.speeds.items()},
+            "fastest": self.fastest,
             "speedup": self.speedup,
             "sizes": [
                 {**asdict(s), "fits": {name: s.worst_bytes <= limit for name, limit in self.limits.items()}}
@@ -112,17 +121,19 @@ def size_task(
     config: TrainConfig,
     *,
     memory: Mapping[str, int],
-    is_layout_open: bool = False,
     is_estimate: bool = False,
+    timer: Timer | None = None,
     say: Callable[[str], None] = lambda _line: None,
 ) -> Sizing:
     """Measure a task on this machine, on one device: its memory fit, and the table of batch sizes.
 
-    `memory` names further sizes in bytes. With `is_layout_open` the system chooses the layout, as in training. With
-    `is_estimate` no sample is run: memory is estimated, nothing is timed, and the layout is the one that is set.
+    `memory` names further sizes in bytes. A layout that is left open (`config.choose`) is chosen by the system, as in
+    training. With `is_estimate` no sample is run: memory is estimated, nothing is timed, and the layout is the one that is
+    set. A `timer` times budgets of cells, none above the largest safe one.
     """
     _check(config)
-    config = replace(config, devices=1, compile=False)
+    is_layout_open = "layout" in config.choose
+    config = replace(config, devices=1, compile=False, choose=())
     device = find_place(config).device
     free = free_bytes_of(device)
     data = task.measured_data(config.limit)
@@ -141,18 +152,23 @@ def size_task(
     measured = sizes_of(data)
     if len(measured) < len(data.measured.lengths):
         say(f"cells along other axes: {len(measured):,} of {len(data.measured.lengths):,} samples were looked at")
-    fit = fit_memory(engine, data, config, limit_bytes=reach, is_estimate=is_estimate, sizes=measured)
+    fit = fit_memory(engine, data, config, limit_bytes=reach, is_estimate=is_estimate, sizes=measured, say=say)
     lengths, layout = data.measured.lengths, config.layout
     run = None if is_estimate else limits[HERE]
     sizes = measure_sizes(engine, data, fit, layout=layout, limit_bytes=run, sizes=measured)
+    cells = cells_by_limit(fit, measured, layout, limits)
+    is_timed = timer is not None and not is_estimate and cells[HERE] >= int(lengths.max())
+    speeds, fastest = timer(engine, data, config, fit, cells[HERE]) if is_timed and timer is not None else ({}, None)
     return Sizing(
         fit=replace(fit, samples_per_second=max((s.samples_per_second or 0.0 for s in sizes), default=0.0) or None),
         layout=layout,
         limits=limits,
-        cells=cells_by_limit(fit, measured, layout, limits),
+        cells=cells,
         sizes=sizes,
         longest=int(lengths.max()),
         shortest=max(1, int(lengths.min())),
+        speeds=speeds,
+        fastest=fastest,
     )
 
 
@@ -241,7 +257,7 @@ def _speeds(
     for _ in range(PASSES):
         for number in sorted(passes):
             cuts = [pool[at : at + number] for at in range(0, len(pool), number)]
-            seconds = _seconds_that_fit(engine, data, cuts, layout)
+            seconds = seconds_that_fit(engine, data, cuts, layout)
             if seconds is None:
                 passes = {n: speeds for n, speeds in passes.items() if n < number}
                 break
@@ -249,7 +265,7 @@ def _speeds(
     return {n: (max(speeds), min(speeds)) for n, speeds in passes.items()}
 
 
-def _seconds_that_fit(engine: StepEngine, data: TrainData, cuts: Sequence[Ints], layout: Layout) -> float | None:
+def seconds_that_fit(engine: StepEngine, data: TrainData, cuts: Sequence[Ints], layout: Layout) -> float | None:
     """None if memory runs out all the same: gaps between tensors are not predicted."""
     try:
         return _seconds(engine, data, cuts, layout)

@@ -238,11 +238,7 @@ def load_fit(folder: Path) -> MemoryFit | None:
     if not (folder / FIT).is_file():
         return None
     try:
-        values = read_json(folder / FIT, max_bytes=1 << 20)
-        optional = {"is_estimate", "samples_per_second", "most_cells", "per_other", "per_other_pair", "per_cross_pair"}
-        kept = {name: values[name] for name in MemoryFit.__dataclass_fields__ if name not in optional - set(values)}
-        fit = MemoryFit(**{**kept, "points": tuple(Point(**point) for point in kept["points"])})
-        return _with_numbers(fit)
+        return fit_of_values(read_json(folder / FIT, max_bytes=1 << 20))
     except (KeyError, TypeError, CheckpointError) as error:
         said = error.seen if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         raise DataError(
@@ -250,6 +246,13 @@ def load_fit(folder: Path) -> MemoryFit | None:
             seen=f"{folder / FIT}: {said}",
             do="delete the file, or measure again with `truebatch fit`",
         ) from error
+
+
+def fit_of_values(values: Mapping[str, Any]) -> MemoryFit:
+    """The fit that `to_dict` gave; KeyError or TypeError for anything else."""
+    optional = {"is_estimate", "samples_per_second", "most_cells", "per_other", "per_other_pair", "per_cross_pair"}
+    kept = {name: values[name] for name in MemoryFit.__dataclass_fields__ if name not in optional - set(values)}
+    return _with_numbers(MemoryFit(**{**kept, "points": tuple(Point(**point) for point in kept["points"])}))
 
 
 def _with_numbers(fit: MemoryFit) -> MemoryFit:

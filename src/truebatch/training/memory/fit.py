@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +71,8 @@ def fit_memory(
     limit_bytes: int | None = None,
     is_estimate: bool = False,
     sizes: Sizes | None = None,
+    enough_cells: int | None = None,
+    say: Callable[[str], None] = lambda _line: None,
 ) -> MemoryFit:
     """What micro-batches of these samples take on the engine's device, in the layout and precision of `config`.
 
@@ -82,6 +84,8 @@ def fit_memory(
             reach as far.
         is_estimate: run nothing; every probe is estimated from shapes (see `estimate_added`).
         sizes: what `sizes_of` gives for the data, where somebody has it.
+        enough_cells: no probe is larger: nobody will want a larger budget.
+        say: told what is probed, before it is.
     """
     _refuse_sharded(engine.model)
     sizes = sizes_of(data) if sizes is None else sizes
@@ -96,7 +100,9 @@ def fit_memory(
         with _generators_kept():
             return fitted(_estimate_all(engine, data, choose_probes(sizes), config.layout))
     with untouched(engine):
-        points, failed = _probe_all(engine, data, choose_probes(sizes), config.layout)
+        probes = choose_probes(sizes)
+        say(f"measuring memory: {len(probes)} micro-batches of {int(sizes.lengths.min()):,} cells and more")
+        points, failed = _probe_all(engine, data, probes, config.layout)
         fit = fitted(points, _below(failed, sizes))
         room = 0 if limit_bytes is None else limit_bytes - fit.constant_bytes
         near = () if engine.device.type == "cpu" else (*NEAR_SHARES, *MORE_SHARES)
@@ -104,7 +110,9 @@ def fit_memory(
             if share in MORE_SHARES and fit.uncertainty <= BENT:
                 continue
             limit = fit.constant_bytes + int(share * room)
-            further = _further(fit, sizes, config.layout, limit)
+            further = _further(fit, sizes, config.layout, limit, enough_cells)
+            if further:
+                say(f"measuring memory: {len(further)} micro-batches that take about {share:.0%} of it")
             more, failed = _probe_all(engine, data, further, config.layout, is_first=False)
             points += more
             most = [n for n in (fit.most_cells, _below(failed, sizes)) if n is not None]
@@ -206,10 +214,13 @@ def samples_near(order: Ints, place: int, number: int) -> Ints:
     return chosen
 
 
-def _further(fit: MemoryFit, sizes: Sizes, layout: Layout, limit_bytes: int) -> list[Ints]:
+def _further(
+    fit: MemoryFit, sizes: Sizes, layout: Layout, limit_bytes: int, enough_cells: int | None = None
+) -> list[Ints]:
     """As much as this limit allows: of middling samples, of the longest and of all kinds. None if that is little."""
     lengths = sizes.lengths
     cells = largest_cells(fit, sizes, layout=layout, limit_bytes=limit_bytes)
+    cells = cells if enough_cells is None else min(cells, enough_cells)
     if 2 * cells <= max(point.cells for point in fit.points):
         return []
     order = np.argsort(lengths, kind="stable")

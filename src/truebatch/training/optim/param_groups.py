@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from truebatch.errors import CheckpointError, ConfigError
+from truebatch.training.config import TrainConfig
 from truebatch.training.optim.lr_schedules import Schedule
 
 
@@ -166,3 +167,15 @@ def clip_group(group: Group, norm: Tensor) -> None:
     """Scale the gradient of a group down to its largest allowed norm."""
     if group.max_grad_norm is not None:
         nn.utils.clip_grads_with_norm_(group.parameters, group.max_grad_norm, norm)
+
+
+def default_group(model: nn.Module, config: TrainConfig) -> Group:
+    """AdamW over all trainable parameters."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ConfigError(
+            "nothing can be trained", seen="no parameter has requires_grad", do="unfreeze some parameters"
+        )
+    fused = all(p.is_cuda for p in trained)  # one kernel instead of many, where there is one
+    optimiser = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=config.weight_decay, fused=fused)
+    return Group(optimiser=optimiser, max_grad_norm=config.max_grad_norm, schedule=config.lr_schedule())

@@ -33,6 +33,7 @@ MAY_CHANGE = (
     "save_every",
     "stuck_seconds",
     "check_samples",
+    "choose",
 )
 """Settings of `TrainConfig` that another start of the same run may have: none of them changes the samples of a step.
 

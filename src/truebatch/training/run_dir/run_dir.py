@@ -112,14 +112,6 @@ def plain_config(config: object) -> dict[str, Any]:
     return parse_yaml(dump_config(config), name=CONFIG).values
 
 
-def kept_layout(folder: Path) -> Any:
-    """The layout a run began with, and keeps; None where there is no run."""
-    if not (folder / CONFIG).is_file():
-        return None
-    train = read_yaml(folder / CONFIG).values.get("train", {})
-    return train.get("layout") if isinstance(train, dict) else None
-
-
 def config_fingerprint(config: object) -> str:
     """A hash that changes with every value of a configuration, and with nothing else; None is as good as absent."""
     values = _flat(config if isinstance(config, Mapping) else plain_config(config))

@@ -1,0 +1,1 @@
+"""Settings that a run chooses itself."""
