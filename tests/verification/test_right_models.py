@@ -113,10 +113,11 @@ def test_a_right_hugging_face_model_raises_no_alarm(name, head):
     [
         ("llama", "causal_lm", "packed"),
         ("bert", "masked_lm", "packed"),
-        ("falcon", "causal_lm", "padded"),
-        ("mamba", "causal_lm", "padded"),
-        ("bart", "seq2seq", "padded"),
-        ("fnet", "masked_lm", "grouped"),
+        ("falcon", "causal_lm", "packed"),
+        ("mamba", "causal_lm", "packed"),
+        ("bart", "seq2seq", "packed"),
+        ("fnet", "masked_lm", "packed"),
+        ("prophetnet", "causal_lm", "grouped"),
     ],
 )
 def test_the_fastest_right_layout_is_chosen(name, head, layout):

@@ -17,9 +17,11 @@ from truebatch.batch.microbatch import MicroBatch, RowAxis
 from truebatch.batch.torch_compile import has_compiled_layers
 from truebatch.errors import BatchError
 from truebatch.hf.attention.block_mask import block_mask_inputs
-from truebatch.hf.attention.model_hooks import first_position
+from truebatch.hf.attention.forward_context import is_packing
 from truebatch.hf.attention.packed import packed_inputs
 from truebatch.hf.attention.rope import begin_call
+from truebatch.hf.mixers.row_calls import TARGET_TABLE
+from truebatch.hf.mixers.trial_rows import first_position
 
 ONE_AT_A_TIME = RLock()
 """Held while a model is called: attention, masks and kernels are chosen for the process, and judges may run in
@@ -98,7 +100,8 @@ def row_inputs(model: nn.Module, border: ForwardSignature, batch: MicroBatch, ro
         out |= _segment_types(model, axis)
     if border.has_grid_positions:
         out.pop("position_ids", None)  # derived from the images, see `images.py`
-    return {name: value for name, value in out.items() if name in border.accepts or name in _TABLE}
+    passed_on = {*_TABLE, *(("use_cache",) if "kwargs" in border.accepts else ())}
+    return {name: value for name, value in out.items() if name in border.accepts or name in passed_on}
 
 
 _TABLE = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -108,8 +111,11 @@ def target_inputs(border: ForwardSignature, axis: RowAxis, route: Route) -> dict
     """The same for the decoder of an encoder-decoder."""
     if route == "alone":
         return {}
-    out = {"decoder_attention_mask": axis.is_real.long(), "decoder_position_ids": axis.positions}
-    return {name: value for name, value in out.items() if name in border.accepts}
+    out: dict[str, Any] = {"decoder_position_ids": axis.positions}
+    if route == "padded":
+        out["decoder_attention_mask"] = axis.is_real.long()
+    found = {name: value for name, value in out.items() if name in border.accepts}
+    return {**found, TARGET_TABLE: axis.segments} if route == "packed" else found
 
 
 def check_route(batch: MicroBatch, route: Route) -> None:
@@ -130,7 +136,8 @@ def check_route(batch: MicroBatch, route: Route) -> None:
 
 
 def _refuse_own_positions(model: nn.Module, border: ForwardSignature) -> None:
-    if "position_ids" not in border.accepts:
+    is_proven = is_packing(model) or is_packing(inner_model(model)) or is_packing(language_model(model))
+    if "position_ids" not in border.accepts and not is_proven:
         raise BatchError(
             "this model counts positions from the start of a row, so packed samples would not begin at 0",
             seen=f"{type(model).__name__} takes no position_ids",

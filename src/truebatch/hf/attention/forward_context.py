@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +28,18 @@ class ForwardContext:
     masks: int = 0
     windows: set[int] = field(default_factory=set)
     """Windows of the masks that were asked for; the masks themselves are not made."""
+    is_sample: tuple[bool, ...] | None = None
+    """Which of its segments are samples and no padding, where the table alone does not say so."""
+    targets: Segments | None = None
+    """The rows of the decoder in an encoder-decoder."""
+    groups: dict[bool, Any] = field(default_factory=dict)
+    """Its samples as groups of rows, by whether their lengths are equal; made when a module asks."""
 
 
 # A plain list and no context variable: backward runs in threads of its own, and recomputes layers there.
 _runs: list[ForwardContext] = []
 _lengths_of_table: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_samples_of_table: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _served_by_run: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -48,6 +56,24 @@ def open_run(run: ForwardContext) -> None:
 def close_run() -> ForwardContext:
     """End the current run and give it back."""
     return _runs.pop()
+
+
+_packing: list[nn.Module] = []
+
+
+@contextmanager
+def packing(model: nn.Module) -> Iterator[None]:
+    """While open, packed rows of `model` were found to be right, or are being tried."""
+    _packing.append(model)
+    try:
+        yield
+    finally:
+        _packing.remove(model)
+
+
+def is_packing(model: nn.Module) -> bool:
+    """Whether `use_packed_attention` is open for this model."""
+    return any(one is model for one in _packing)
 
 
 _hooked_alone: list[nn.Module] = []
@@ -72,13 +98,15 @@ def may_be_hooked(model: nn.Module) -> bool:
 
 
 @contextmanager
-def packed_rows(segments: Segments) -> Iterator[None]:
+def packed_rows(segments: Segments, targets: Segments | None = None) -> Iterator[None]:
     """While open, attention serves the rows of `segments`, for models that do not pass keyword arguments down.
+
+    `targets`: the rows of the decoder in an encoder-decoder.
 
     Keep it open around backward when such a model uses gradient checkpointing: layers are then run again.
     """
     depth = len(_runs)
-    open_run(ForwardContext(segments=segments, is_packed=True, explicit=True))
+    open_run(ForwardContext(segments=segments, is_packed=True, explicit=True, targets=targets))
     try:
         yield
     finally:
@@ -112,11 +140,19 @@ def remember_lengths(segments: Segments) -> None:
     """Keep the host lengths of a table as long as its tensor lives, so that attention need not read it back."""
     lengths = tuple(length for length in segments.lengths if length)
     _lengths_of_table[segments.starts] = (_version(segments.starts), lengths)
+    kinds = zip(segments.is_sample, segments.lengths, strict=True)
+    _samples_of_table[segments.starts] = tuple(is_sample for is_sample, length in kinds if length)
 
 
 def _version(starts: Tensor) -> int | None:
     """Changes with the tensor; of tensors of inference mode nothing tells."""
     return None if starts.is_inference() else starts._version
+
+
+def samples_of_table(starts: Tensor) -> tuple[bool, ...] | None:
+    """Which segments of a table are samples, as long as somebody remembered it."""
+    found: tuple[bool, ...] | None = _samples_of_table.get(starts)  # type: ignore[no-untyped-call]
+    return found
 
 
 def segments_of_table(starts: Tensor, *, shape: tuple[int, int], max_length: int) -> Segments:

@@ -25,15 +25,18 @@ from truebatch.hf.attention.forward_context import (
     ForwardContext,
     close_run,
     current_run,
+    is_packing,
     is_remembered,
     may_be_hooked,
     open_run,
+    samples_of_table,
     segments_of_table,
 )
 from truebatch.hf.attention.packed import TABLE_WORDS, longest_of, packed_inputs, register_functions
 from truebatch.hf.attention.read_rows import RowWords, read_rows
 from truebatch.hf.attention.registration import NAME
 from truebatch.hf.attention.unsupported import refuse_model
+from truebatch.hf.mixers.trial_rows import first_position
 
 MEDIA = frozenset({"pixel_values", "input_features", "input_values", "pixel_values_videos"})
 """Arguments of models that put something else than text into their rows, and make positions for it themselves."""
@@ -148,6 +151,7 @@ def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     open_run(run)  # first of all: `_end` closes it whatever happens
     if outer is not None and outer.explicit and kwargs.get("cu_seq_lens_q") is None:
         run.segments, run.is_packed, run.explicit = outer.segments, True, True
+        run.targets, run.groups = outer.targets, outer.groups
         return args, kwargs
     names = _argument_names(model)
     if args and "*" in names.accepts:
@@ -157,6 +161,7 @@ def _begin(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
         words = _compiled_words(call, outer)
     else:
         run.segments = _segments_of(call, outer)
+        run.is_sample = None if run.segments is None else samples_of_table(run.segments.starts)
         words = None if run.segments is None else _table_words(call, run.segments)
     run.is_packed = words is not None
     if words is None:
@@ -300,10 +305,11 @@ def _refuse_packed_call(call: ModelCall) -> None:
         )
     if cache is not None:
         _packed_caches[cache] = True
-    if not call.hooks.is_allowed and not call.has_media:
+    is_tried = is_packing(call.model)
+    if not call.hooks.is_allowed and not call.has_media and not is_tried:
         refuse_model(call.model)
         call.hooks.is_allowed = True
-    if "position_ids" in call.named and call.named["position_ids"] is not None:
+    if is_tried or call.named.get("position_ids") is not None:
         return
     if call.has_media or not (call.takes_any or "position_ids" in call.accepts):
         raise AttentionError(
@@ -389,11 +395,3 @@ def _first_position(call: ModelCall) -> int:
     if hooks.first_position is None:
         hooks.first_position = first_position(call.model)
     return hooks.first_position
-
-
-def first_position(model: nn.Module) -> int:
-    """The position of a sample's first token; RoBERTa and its kin count from `padding_idx + 1`."""
-    for name, module in model.named_modules():
-        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            return int(module.padding_idx) + 1
-    return 0

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -20,6 +21,7 @@ from truebatch.attention.api import attend_by, attend_table
 from truebatch.attention.score_rule import Rule, band_of, written_out_attention
 from truebatch.attention.varlen_static import read_bounds
 from truebatch.batch.segments import Segments, cell_positions
+from truebatch.batch.torch_compile import force_eager, has_compiled_layers
 from truebatch.errors import AttentionError
 from truebatch.hf.attention.block_mask import block_mask_inputs
 from truebatch.hf.attention.forward_context import (
@@ -29,13 +31,22 @@ from truebatch.hf.attention.forward_context import (
     hooked_alone,
     note_service,
     packed_rows,
+    packing,
     positions_unread,
     refuse_lost_table,
     remember_lengths,
     segments_of_table,
 )
 from truebatch.hf.attention.registration import NAME, register
-from truebatch.hf.attention.unsupported import refuse_call, refuse_model, refuse_packed_outside, refuse_unknown_window
+from truebatch.hf.attention.unsupported import (
+    needs_search,
+    refuse_call,
+    refuse_packed_outside,
+    refuse_unknown_window,
+    takes_attention,
+)
+from truebatch.hf.mixers.packing_plan import PackingPlan, find_plan, plan_opened
+from truebatch.hf.mixers.row_calls import called_in_rows
 
 __all__ = [
     "NAME",
@@ -60,18 +71,37 @@ KNOWN_MASKS = {
 
 @contextmanager
 def use_packed_attention(model: PreTrainedModel) -> Iterator[None]:
-    """While open, `model` attends inside segments when called with `packed_inputs`, and as with sdpa otherwise.
+    """While open, `model` keeps samples apart when called with `packed_inputs`, and attends as with sdpa otherwise.
 
-    Refuses by name what it cannot do exactly: models that ignore the attention interface, keep a state along the row,
-    or mix two kinds of rows. For a vision-language model, pass its language model.
+    Where more than attention reaches from cell to cell, or attention ignores the interface of transformers, a trial on
+    a few short samples finds the modules that must see every sample as a row of its own; once for each model. Raises
+    AttentionError with the reasons where none is enough. For a vision-language model, pass its language model.
     """
+    plan = packing_plan_of(model)
+    in_rows = nullcontext() if plan.way == "table" else called_in_rows(model)
+    with packing(model), plan_opened(model, plan, _table_attention), in_rows:
+        yield
+
+
+def packing_plan_of(model: PreTrainedModel) -> PackingPlan:
+    """How packed rows of this model are made right, found by a trial once for each model."""
+    if any(weight.is_meta for weight in model.parameters()) or detect_fake_mode(list(model.parameters())) is not None:
+        is_plain = takes_attention(model) and not model.config.is_encoder_decoder
+        return PackingPlan("table" if is_plain else "rows")  # nothing can be tried; shapes are all that is asked for
+    with force_eager() if has_compiled_layers(model) else nullcontext(), packing(model):
+        return find_plan(model, _table_attention, is_plain=not needs_search(model))
+
+
+@contextmanager
+def _table_attention(model: Any) -> Iterator[None]:
+    """While open, the attention of `model` reads the segment table of packed rows."""
     register_functions()
-    refuse_model(model)
     before = {"": model.config._attn_implementation}
     parts = {name: part._attn_implementation for name, part in _sub_configs(model).items()}
     before |= {name: attention for name, attention in parts.items() if attention is not None}
-    with hooked_alone(model):
-        model.set_attn_implementation(NAME)
+    if takes_attention(model):
+        with hooked_alone(model):
+            model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
         raise AttentionError(
             "this architecture does not take its attention from the interface of transformers",

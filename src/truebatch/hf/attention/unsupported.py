@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -12,6 +13,23 @@ from truebatch.errors import AttentionError
 from truebatch.hf.attention.forward_context import ForwardContext
 
 
+def needs_search(model: PreTrainedModel) -> bool:
+    """Whether more than self-attention that takes its segment table may reach from cell to cell."""
+    named = inspect.signature(type(model).forward).parameters
+    return bool(
+        _state_along_the_row(model)
+        or getattr(model.config, "is_encoder_decoder", False)
+        or "position_ids" not in named
+        or not takes_attention(model)
+    )
+
+
+def takes_attention(model: PreTrainedModel) -> bool:
+    """Whether its attention can be another than the one it was written with."""
+    asked = getattr(model, "_can_set_attn_implementation", None)
+    return asked is None or bool(asked())
+
+
 def refuse_model(model: PreTrainedModel) -> None:
     """Raise for a model in which more than self-attention reaches from cell to cell."""
     reason = _state_along_the_row(model)
@@ -19,13 +37,13 @@ def refuse_model(model: PreTrainedModel) -> None:
         raise AttentionError(
             "this model carries a state along the row, past the end of a sample",
             seen=reason,
-            do="plan the padded layout with right padding, or groups of equal length",
+            do="open `use_packed_attention(model)` around its calls, or plan the padded layout with right padding",
         )
     if getattr(model.config, "is_encoder_decoder", False):
         raise AttentionError(
             "packed rows of an encoder and of a decoder need two tables",
             seen=f"{type(model).__name__} is an encoder-decoder",
-            do="pack its encoder alone, or plan the padded layout",
+            do="open `use_packed_attention(model)` around its calls, or plan the padded layout with right padding",
         )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from truebatch.errors import ConfigError
+from truebatch.hf.attention.packed import packing_plan_of
 from truebatch.hf.finetune.config import FinetuneConfig
 from truebatch.hf.finetune.evaluate import evaluate
 from truebatch.hf.finetune.generate import generate
@@ -22,6 +23,7 @@ from truebatch.hf.finetune.quantize import nf4_config, without_inference_kernels
 from truebatch.hf.finetune.token_store import TokenStore
 from truebatch.hf.finetune.token_stream import HeadStream, TokenStream
 from truebatch.hf.finetune.tokenize import FileTokenizer, encode_file
+from truebatch.hf.forward_inputs import language_model
 from truebatch.hf.heads.heads import ModelHead, head_of
 from truebatch.hf.heads.losses import IGNORE
 from truebatch.hf.heads.objective import HeadObjective
@@ -216,7 +218,10 @@ def _choose_layout(model: nn.Module) -> tuple[Layout, str]:
             do="train it one sample at a time: --set train.true_batch=off",
         )
     layout: Layout = "packed" if choice.layout == "packed" else "padded"
-    return layout, f"layout: {layout}, proven equal to one by one" + (f" ({reasons})" if reasons else "")
+    part: Any = language_model(model)
+    words = [reasons, str(packing_plan_of(part)) if layout == "packed" else ""]
+    why = "; ".join(word for word in words if word)
+    return layout, f"layout: {layout}, proven equal to one by one" + (f" ({why})" if why else "")
 
 
 def _describe(ready: PreparedRun) -> list[str]:

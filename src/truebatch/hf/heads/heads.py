@@ -18,7 +18,8 @@ from transformers.models.auto import modeling_auto
 from truebatch.batch.fields import Field
 from truebatch.batch.microbatch import SAMPLES, MicroBatch
 from truebatch.errors import BatchError, ConfigError
-from truebatch.hf.attention.packed import NAME, use_packed_attention
+from truebatch.hf.attention.forward_context import is_packing
+from truebatch.hf.attention.packed import NAME, packed_rows, packing_plan_of, use_packed_attention
 from truebatch.hf.forward_inputs import (
     TARGETS,
     ForwardSignature,
@@ -99,12 +100,37 @@ def head_of(model: nn.Module, sample: Mapping[str, Any] | None = None) -> ModelH
 @contextmanager
 def packed_attention_on(head: ModelHead, model: nn.Module, route: Route) -> Iterator[None]:
     """While open, packed rows may go through the model. Keep it open around backward with gradient checkpointing."""
-    part: Any = inner_model(model) if head.pools_last else language_model(model)
-    if route != "packed" or part.config._attn_implementation == NAME:
+    part = _packed_part(head, model)
+    is_on = part.config._attn_implementation == NAME
+    if route != "packed" or is_packing(part) or (is_on and packing_plan_of(part).is_plain):
         yield
         return
     with use_packed_attention(part):
         yield
+
+
+def settle_packing(head: ModelHead, model: nn.Module, route: Route) -> None:
+    """Find out how packed rows of this model are made right, if that is not known: its modules are called for it."""
+    if route == "packed":
+        packing_plan_of(_packed_part(head, model))
+
+
+def _packed_part(head: ModelHead, model: nn.Module) -> Any:
+    return inner_model(model) if head.pools_last else language_model(model)
+
+
+@contextmanager
+def packed_rows_held(head: ModelHead, model: nn.Module, batch: MicroBatch, route: Route) -> Iterator[None]:
+    """The same around forward and backward; layers that are run again there find the rows of this micro-batch."""
+    part = _packed_part(head, model)
+    with packed_attention_on(head, model, route):
+        is_run_again = getattr(model, "is_gradient_checkpointing", False) and part in (model, inner_model(model))
+        if route != "packed" or not is_run_again or packing_plan_of(part).is_plain:
+            yield
+            return
+        targets = batch.rows(TARGETS).segments if head.kind.axis == TARGETS else None
+        with packed_rows(batch.segments, targets):
+            yield
 
 
 def _kind_of(model: nn.Module) -> HeadKind:
@@ -187,10 +213,10 @@ def _given(sample: Mapping[str, Any], name: str, head: ModelHead) -> Any:
 
 
 def _inputs(head: ModelHead, model: nn.Module, batch: MicroBatch, route: Route) -> dict[str, Any]:
-    if head.kind.axis == TARGETS and route in ("packed", "block"):
+    if head.kind.axis == TARGETS and route == "block":
         raise BatchError(
             "packed rows of an encoder and of a decoder need two tables",
-            seen=f"{type(model).__name__} with packed rows",
+            seen=f"{type(model).__name__} with packed rows under a mask",
             do="plan the padded layout for it",
         )
     out = {"input_ids": batch["input_ids"], **row_inputs(model, head.border, batch, route)}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from truebatch.batch.microbatch import MicroBatch
 from truebatch.batch.torch_compile import force_eager, has_compiled_layers
 from truebatch.hf.forward_inputs import Route
-from truebatch.hf.heads.heads import ModelHead, packed_attention_on
+from truebatch.hf.heads.heads import ModelHead, packed_rows_held, settle_packing
 from truebatch.hf.heads.lm_head import OutputLayer, hidden_states_of, output_layer_of
 from truebatch.hf.heads.losses import IGNORE, token_nll_in_chunks
 from truebatch.hf.image_fields import image_token_id
@@ -50,7 +50,7 @@ class HeadObjective:
 
     def hold(self, model: nn.Module, batch: MicroBatch) -> AbstractContextManager[None]:
         """Packed attention kept on through backward, where gradient checkpointing runs layers again."""
-        return packed_attention_on(self.head, model, self.route(batch))
+        return packed_rows_held(self.head, model, batch, self.route(batch))
 
     def counts(self, batch: MicroBatch) -> dict[str, int]:
         """What the loss is divided by: labels, or what else the head counts."""
@@ -63,6 +63,7 @@ class HeadObjective:
         """
         if not batch.num_samples:
             return {self.head.loss.term: next(model.parameters()).sum() * 0.0}
+        settle_packing(self.head, model, self.route(batch))
         self._try_as_written(model, batch)
         layer = self._output_layer(model, batch)
         if layer is not None:

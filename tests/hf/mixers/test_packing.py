@@ -1,0 +1,182 @@
+"""Models in which more than attention reaches from cell to cell, packed: equal to a plain loop over their samples."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from truebatch.batch.collate import collate
+from truebatch.batch.segments import packed_segments
+from truebatch.errors import AttentionError
+from truebatch.hf.attention.packed import packed_inputs, packing_plan_of, use_packed_attention
+from truebatch.hf.heads.heads import head_of
+from truebatch.hf.heads.objective import HeadObjective
+from truebatch.planning.rows import packed_row
+from truebatch.testing.tiny_hf.model import tiny_model
+from truebatch.testing.tiny_hf.random_samples import make_samples
+
+LENGTHS = [4, 70, 11, 23, 37, 2, 18, 9]
+
+FEW = [
+    ("qwen3_next", "causal_lm"),
+    ("falcon_h1", "causal_lm"),
+    ("rwkv", "causal_lm"),
+    ("bloom", "causal_lm"),
+    ("llama4_text", "causal_lm"),
+    ("deepseek_v32", "causal_lm"),
+    ("deberta", "masked_lm"),
+    ("bart", "seq2seq"),
+    ("t5", "seq2seq"),
+]
+MANY = [
+    *[(name, "causal_lm") for name in (
+        "bamba", "codegen", "deepseek_v4", "doge", "falcon", "falcon_mamba", "glm_moe_dsa", "gpt_neo", "gptj",
+        "gpt_neox_japanese", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2",
+        "minimax", "mpt", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen4_exp_text", "recurrent_gemma", "xlstm",
+        "zamba", "zamba2",
+    )],
+    *[(name, "masked_lm") for name in ("convbert", "fnet", "mobilebert", "mpnet", "squeezebert", "xlm")],
+    *[(name, "seq2seq") for name in ("led", "longt5", "marian", "mvp", "pegasus", "switch_transformers", "umt5")],
+]  # fmt: skip
+
+
+def alone(model, samples):
+    """A plain loop, written without anything of the library: logits, and the gradient of a weighted sum of squares."""
+    logits, loss = [], 0
+    for at, sample in enumerate(samples):
+        given = {
+            name: torch.as_tensor(sample[name])[None] for name in ("input_ids", "decoder_input_ids") if name in sample
+        }
+        given["attention_mask"] = torch.ones_like(given["input_ids"])
+        found = model(**given).logits[0]
+        logits.append(found.detach())
+        loss = loss + (at + 1) * found.square().mean()
+    return logits, gradient(model, loss)
+
+
+def packed(model, samples, *, cells):
+    head = head_of(model)
+    rows = packed_row(np.arange(len(samples))[::-1], cells)
+    batch = collate([samples[i] for i in rows.ids], rows, head.fields)
+    found = HeadObjective(head=head).outputs(model, batch)["logits"]
+    logits = dict(zip(batch.sample_ids, found, strict=True))
+    loss = sum((at + 1) * logits[at].square().mean() for at in range(len(samples)))
+    return [logits[at].detach() for at in range(len(samples))], gradient(model, loss)
+
+
+def gradient(model: nn.Module, loss):
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
+
+
+def assert_equal(model):
+    model.train()  # dropout is 0; some have no backward in evaluation mode
+    samples = make_samples(model, LENGTHS, seed=3)
+    expected, wanted = alone(model, samples)
+    found, grown = packed(model, samples, cells=sum(LENGTHS) + 7)
+    far = max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
+    assert far < 1e-5
+    assert float((grown - wanted).norm() / wanted.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("case", FEW, ids="-".join)
+def test_a_packed_row_gives_every_sample_what_it_gets_alone(case):
+    assert_equal(tiny_model(*case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MANY, ids="-".join)
+def test_so_do_many_more_architectures(case):
+    assert_equal(tiny_model(*case))
+
+
+def test_only_what_mixes_samples_is_called_by_group():
+    model = tiny_model("qwen3_next")
+    plan = packing_plan_of(model)
+    kinds = {type(model.get_submodule(name)).__name__ for name in plan.mixers.modules}
+    assert (plan.way, kinds, plan.mixers.equal) == ("table", {"Qwen3NextGatedDeltaNet"}, False)
+    assert packing_plan_of(tiny_model("llama")).is_plain
+
+
+def test_a_mixer_is_found_whatever_it_is_called():
+    class Shuffle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Conv1d(64, 64, 3)
+
+        def forward(self, hidden_states, **kwargs):
+            return self.inner(nn.functional.pad(hidden_states.mT, (2, 0))).mT
+
+    class Beside(nn.Module):
+        def __init__(self, attention, mixer):
+            super().__init__()
+            self.attention, self.mixer = attention, mixer
+
+        def forward(self, hidden_states, **kwargs):
+            out, weights = self.attention(hidden_states=hidden_states, **kwargs)
+            return out + self.mixer(hidden_states), weights
+
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        width = model.config.hidden_size
+        mixer = Shuffle()
+        mixer.inner = nn.Conv1d(width, width, 3)
+        layer.self_attn = Beside(layer.self_attn, mixer)
+    assert {name.rpartition(".")[2] for name in packing_plan_of(model).mixers.modules} == {"mixer"}
+    assert_equal(model)
+
+
+def test_what_mixes_samples_between_modules_is_refused_with_the_reason():
+    class Averaging(transformers.LlamaForCausalLM):
+        def forward(self, input_ids=None, position_ids=None, use_cache=None, **kwargs):
+            output = super().forward(input_ids, position_ids=position_ids, use_cache=use_cache, **kwargs)
+            return output.__class__(logits=output.logits + output.logits.mean(1, keepdim=True))
+
+    model = Averaging(tiny_model("llama").config)
+    with pytest.raises(AttentionError, match="no way to pack"), use_packed_attention(model):
+        pass
+
+
+def test_a_neighbour_moves_no_bit_of_a_sample():
+    model, lengths = tiny_model("falcon_h1"), [7, 30, 4]
+    ids = torch.arange(40, 40 + 41)[None]
+    other = ids.clone()
+    other[0, :7] += 9
+    with use_packed_attention(model), torch.no_grad():
+        first = model(input_ids=ids, use_cache=False, **packed_inputs(packed_segments(lengths))).logits
+        second = model(input_ids=other, use_cache=False, **packed_inputs(packed_segments(lengths))).logits
+    assert not torch.equal(first[:, :7], second[:, :7])
+    assert torch.equal(first[:, 7:], second[:, 7:])
+
+
+def test_modules_and_masks_are_as_they_were_afterwards():
+    model = tiny_model("bloom")
+    ids = torch.arange(40, 60)[None]
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        with use_packed_attention(model):
+            model(input_ids=ids, use_cache=False, **packed_inputs(packed_segments([9, 11])))
+            inside = model(input_ids=ids).logits
+        after = model(input_ids=ids).logits
+    assert torch.equal(before, inside)
+    assert torch.equal(before, after)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_layers_that_are_run_again_in_backward_find_their_rows():
+    model = tiny_model("falcon_h1").train()
+    head, samples = head_of(model), make_samples(model, LENGTHS[:4], seed=3)
+    rows = packed_row(np.arange(4), sum(LENGTHS[:4]))
+    batch = collate(samples, rows, head.fields)
+    objective = HeadObjective(head=head)
+    found = []
+    for again in (False, True):
+        if again:
+            model.gradient_checkpointing_enable()
+        with objective.hold(model, batch):
+            found.append(gradient(model, objective.sums(model, batch)["nll"]))
+    assert float((found[0] - found[1]).norm() / found[0].norm()) < 1e-6
