@@ -42,8 +42,9 @@ from truebatch.training.memory.quarantine import (
     note_quarantined,
 )
 from truebatch.training.optim.grad_accumulation import batched_grad_accumulation, parameters_to_add
+from truebatch.training.optim.grad_clip import clip_group, grad_norm
 from truebatch.training.optim.optimizer_step import optimizer_step_with_oom_retry
-from truebatch.training.optim.param_groups import Group, clip_group, group_norm
+from truebatch.training.optim.param_groups import Group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -312,7 +313,7 @@ def _backward(engine: StepEngine, sums: Mapping[str, Tensor], counts: Mapping[st
 def _outcome(engine: StepEngine, sums: Mapping[str, Tensor], counts: Mapping[str, int]) -> StepOutcome:
     """One device sync per step: loss and gradient norms are fetched together."""
     names = sorted(sums)
-    norms = torch.stack([group_norm(g.parameters).to(engine.device, torch.float64) for g in engine.groups])
+    norms = torch.stack([grad_norm(g.parameters).to(engine.device, torch.float64) for g in engine.groups])
     losses = torch.stack([sums[n].to(torch.float64) for n in names]) if names else norms.new_zeros(0)
     numbers = torch.cat([sum_over_ranks(losses), norms]).tolist()
     loss = {n: x / max(counts[n], 1) for n, x in zip(names, numbers[: len(names)], strict=True)}

@@ -15,7 +15,6 @@ from truebatch.io.atomic_files import apply_umask, atomic_folder, read_json, sto
 from truebatch.testing.failpoints import failpoint
 from truebatch.training.callbacks import Logger
 from truebatch.training.checkpoint.retention import best_step, list_checkpoints
-from truebatch.training.checkpoint.state_dict import seed_random
 from truebatch.training.checkpoint.store import load_checkpoint
 from truebatch.training.choices.run_choices import keep_choices, recall_choices, settle_choices, settle_precision
 from truebatch.training.config import ROWS, TrainConfig
@@ -24,6 +23,7 @@ from truebatch.training.distributed.collectives import num_ranks, rank
 from truebatch.training.distributed.device import find_place
 from truebatch.training.memory.fit import stale_fit_warnings
 from truebatch.training.memory.oom import free_memory
+from truebatch.training.random_state import seed_random
 from truebatch.training.registry import lasting_target
 from truebatch.training.run_dir.resume_checks import opened_run
 from truebatch.training.run_dir.run_dir import ABOUT, RunFolder

@@ -36,7 +36,6 @@ from truebatch.planning.lengths.measured_values import Measured
 from truebatch.training.after_step import finish_step
 from truebatch.training.callbacks import Callback, Logger
 from truebatch.training.checkpoint.save_resume import resume_run
-from truebatch.training.checkpoint.state_dict import seed_random
 from truebatch.training.checks.batch_coupling import refuse_couplings, refused_if_seen
 from truebatch.training.checks.compare_one_by_one import compare_with_one_by_one
 from truebatch.training.checks.first_step import check_first_step, equality_record
@@ -65,6 +64,7 @@ from truebatch.training.memory.oom_retry import Guard, load_steps_with_oom_retry
 from truebatch.training.memory.quarantine import open_guard, quarantine_record
 from truebatch.training.optim.nonfinite import handle_nonfinite, is_bad
 from truebatch.training.optim.param_groups import Group, check_terms, default_group, make_groups
+from truebatch.training.random_state import seed_random
 from truebatch.training.run_dir.resume_checks import check_data, opened_run
 from truebatch.training.run_dir.run_dir import RunFolder, RunState, write_status
 from truebatch.training.run_dir.signals import EXIT_INTERRUPTED, catch_signals

@@ -20,6 +20,7 @@ from truebatch.objective import add_counts
 from truebatch.training.memory.oom import is_out_of_memory
 from truebatch.verification.align import Alignment, own_cells, place_of, without_leading
 from truebatch.verification.arrangements import ArrangedBatch, Arrangement
+from truebatch.verification.config import TOLERANCES
 from truebatch.verification.gradients import (
     GradientRounding,
     gradient_gap,
@@ -32,8 +33,6 @@ from truebatch.verification.outputs import PerSample
 from truebatch.verification.subjects.subject import ForwardResult
 
 PARTS = ("outputs", "loss", "gradient")
-PROMISED = {torch.float64: 1e-10, torch.float32: 1e-5}
-"""How far a micro-batch may be from one by one. Half precision is measured against fp32 instead."""
 
 
 PROJECTION = "(projection)"
@@ -298,9 +297,9 @@ def make_reference(subject: Runnable, one_by_one: Whole, alone: Arrangement, tol
     In half precision a micro-batch may be at most twice as far from fp32 as one by one is.
     """
     dtype = floating_dtype(subject.model)
-    if tolerance is not None or dtype in PROMISED:
-        limit = PROMISED.get(dtype, 1e-5) if tolerance is None else tolerance
-        rounding = _rounding_of(subject, alone) if dtype in PROMISED else None
+    if tolerance is not None or dtype in TOLERANCES:
+        limit = TOLERANCES.get(dtype, 1e-5) if tolerance is None else tolerance
+        rounding = _rounding_of(subject, alone) if dtype in TOLERANCES else None
         return Reference(one_by_one, dict.fromkeys(PARTS, limit), rounding)
     try:
         return _exact_reference(subject, one_by_one, alone, torch.float32, least=torch.finfo(dtype).eps)
@@ -321,7 +320,7 @@ def sharper_reference(subject: Runnable, one_by_one: Whole, alone: Arrangement) 
     if subject.model is None or floating_dtype(subject.model) != torch.float32:
         return None
     try:
-        found = _exact_reference(subject, one_by_one, alone, torch.float64, least=PROMISED[torch.float32] / 2)
+        found = _exact_reference(subject, one_by_one, alone, torch.float64, least=TOLERANCES[torch.float32] / 2)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         # as a model does with fp32 written into its code
         if is_out_of_memory(error):

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from truebatch.errors import ConfigError
 from truebatch.verification.arrangements import LAYOUTS, Arrangement
 
@@ -13,6 +15,8 @@ LayoutsAsked = Literal["used", "all", "right", "left", "packed", "padded"]
 NAMES = ("used", "all", "padded", *LAYOUTS)
 USED = ("right", "packed")
 """The layouts that planned batches have; left padding only on request."""
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
+"""How far a micro-batch may be from one by one by default. Half precision is measured against fp32 instead."""
 QUICK = ("right padded", "cut in pairs", "left padded", "packed", "groups of equal length")
 
 

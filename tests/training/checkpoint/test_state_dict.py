@@ -16,14 +16,13 @@ from truebatch.errors import CheckpointError
 from truebatch.training.checkpoint.state_dict import (
     optimiser_state,
     optimisers_state,
-    random_state,
     restore_optimiser,
     restore_optimisers,
-    restore_random,
     restore_schedule,
     schedule_state,
 )  # fmt: skip
 from truebatch.training.checkpoint.store import Checkpoint, load_newest, save_checkpoint
+from truebatch.training.random_state import random_state, restore_random
 
 
 class Nested(torch.optim.Optimizer):

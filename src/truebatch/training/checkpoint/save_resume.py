@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from truebatch.errors import CheckpointError, TruebatchError
 from truebatch.training.checkpoint.retention import list_checkpoints, mark_best, mark_kept, mend_best
-from truebatch.training.checkpoint.state_dict import optimisers_state, random_state, restore_optimisers, restore_random
+from truebatch.training.checkpoint.state_dict import optimisers_state, restore_optimisers
 from truebatch.training.checkpoint.store import Checkpoint, load_checkpoint, load_newest, save_checkpoint
 from truebatch.training.distributed.collectives import all_gather_list, broadcast_from_rank0, rank
 from truebatch.training.distributed.fsdp import deal_out, gather_whole, whole_sum
 from truebatch.training.optim.param_groups import check_settings
+from truebatch.training.random_state import random_state, restore_random
 from truebatch.training.step import StepEngine
 from truebatch.training.train_state import TrainState
 

@@ -24,7 +24,7 @@ from truebatch.batch.split import leave_out
 from truebatch.data.loader import LoadedStep
 from truebatch.errors import LawError, TruebatchError
 from truebatch.io.atomic_files import read_json, write_json
-from truebatch.training.checkpoint.state_dict import copy_buffers, random_state, restore_buffers, restore_random
+from truebatch.training.checkpoint.state_dict import copy_buffers, restore_buffers
 from truebatch.training.checks.batch_coupling import Coupling, random_generators, refused_if_seen
 from truebatch.training.checks.checked_samples import CheckedSamples
 from truebatch.training.checks.equality import (
@@ -46,6 +46,7 @@ from truebatch.training.distributed.collectives import (
     rank,
 )
 from truebatch.training.memory.oom import free_memory, is_out_of_memory
+from truebatch.training.random_state import random_state, restore_random
 from truebatch.training.run_dir.run_dir import ABOUT, CONFIG, EQUALITY, RunFolder
 from truebatch.training.step import StepEngine
 from truebatch.training.train_state import TrainState

@@ -23,7 +23,7 @@ from truebatch.batch.microbatch import MicroBatch
 from truebatch.batch.split import cells_of
 from truebatch.errors import ConfigError, MemoryLimitError
 from truebatch.planning.rows import Ints, Layout, Rows, packed_row, padded_rows
-from truebatch.training.checkpoint.state_dict import copy_buffers, random_state, restore_buffers, restore_random
+from truebatch.training.checkpoint.state_dict import copy_buffers, restore_buffers
 from truebatch.training.config import TrainConfig
 from truebatch.training.data import TrainData, length_of, measure_by_reading, planned_field, read_sample
 from truebatch.training.distributed.collectives import is_sharded
@@ -41,6 +41,7 @@ from truebatch.training.memory.cost_model import (
 from truebatch.training.memory.fake_tensor_estimate import estimate_added
 from truebatch.training.memory.measure import added_bytes, held_bytes
 from truebatch.training.memory.oom import free_memory, is_out_of_memory
+from truebatch.training.random_state import random_state, restore_random
 from truebatch.training.step import StepEngine, accumulate
 
 _LOG = logging.getLogger(__name__)

@@ -28,10 +28,10 @@ from truebatch.io.atomic_files import corrupt_file_errors, read_json, write_json
 from truebatch.planning.plan import Plan
 from truebatch.planning.rows import padded_rows
 from truebatch.testing.failpoints import failpoint
-from truebatch.training.checkpoint.state_dict import random_state, restore_random
 from truebatch.training.config import WhenTooLarge
 from truebatch.training.distributed.collectives import all_reduce_max, broadcast_from_rank0, rank
 from truebatch.training.memory.oom import free_memory, is_out_of_memory
+from truebatch.training.random_state import random_state, restore_random
 
 FIRST_PATIENCE, MOST_PATIENCE = 32, 1024
 """Steps without trouble before the budget grows; doubled each time memory runs out again."""

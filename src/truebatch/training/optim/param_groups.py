@@ -154,21 +154,6 @@ def check_terms(groups: Sequence[Group], terms: Sequence[str], *, is_first: bool
         )
 
 
-def group_norm(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """The norm of the gradient over all parameters of a group, as one number on the device."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    if not grads:
-        return torch.zeros(())
-    norm: Tensor = nn.utils.get_total_norm(grads)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-
-
-def clip_group(group: Group, norm: Tensor) -> None:
-    """Scale the gradient of a group down to its largest allowed norm."""
-    if group.max_grad_norm is not None:
-        nn.utils.clip_grads_with_norm_(group.parameters, group.max_grad_norm, norm)
-
-
 def default_group(model: nn.Module, config: TrainConfig) -> Group:
     """AdamW over all trainable parameters."""
     trained = [p for p in model.parameters() if p.requires_grad]
