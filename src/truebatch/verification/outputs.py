@@ -42,7 +42,7 @@ def split_output(value: Any, batch: MicroBatch, readings: Readings | None = None
     A list with one entry a sample is taken as it is, and so is a tuple unless its tensors lie along an axis of the
     micro-batch, as a tensor must. So are lists under names.
     """
-    value, sequences = take_sequences(as_tensors(value))
+    value, sequences = take_sequences(as_tensors(_texts_for_each(value, batch.num_samples)))
     wrong = {name: len(parts) for name, parts in sequences.items() if len(parts) != batch.num_samples}
     if wrong:
         raise BatchError(
@@ -60,6 +60,15 @@ def split_output(value: Any, batch: MicroBatch, readings: Readings | None = None
         rest = {k: v for k, v in value.items() if k not in lists}
         return {**split_list(each), **_split_tensors(rest, batch, readings)}
     return _split_tensors(value, batch, readings)
+
+
+def _texts_for_each(value: Any, number: int) -> Any:
+    """A text beside the results (a name, a note) is the same for every sample."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if not isinstance(value, Mapping) or not any(isinstance(v, str | bytes) for v in value.values()):
+        return value
+    return {k: [v] * number if isinstance(v, str | bytes) else v for k, v in value.items()}
 
 
 def _is_by_sample(value: Any, batch: MicroBatch) -> bool:

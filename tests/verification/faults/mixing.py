@@ -350,6 +350,12 @@ class Reversed(Encoder):
         return x + x.flip(1)
 
 
+@fault("ids of the token before are looked up", SHIFTED, says="roll")
+class Bigram(Encoder):
+    def mix(self, x, batch):
+        return x + self.tok(batch["input_ids"].roll(1, 1))
+
+
 @fault("a Fourier transform over the row", WHOLE, says="fft")
 class Fourier(Encoder):
     def mix(self, x, batch):

@@ -37,6 +37,8 @@ class Operation:
     name: str
     source: str
     """File and line of the code that called it."""
+    is_ours: bool = False
+    """True if it is called by this library: to lay out a micro-batch, say."""
     is_single: bool = True
     """True if it gives one new tensor, which may be replaced by another; others are written to."""
 
@@ -285,7 +287,9 @@ class _Watching(TorchFunctionMode):
         if not outs and name not in _READS:
             return result
         module, call = self.stack[-1]
-        operation = Operation(module, call, name, _source(), is_single=isinstance(result, Tensor) and not in_place)
+        source, is_ours = _source()
+        is_single = isinstance(result, Tensor) and not in_place
+        operation = Operation(module, call, name, source, is_ours=is_ours, is_single=is_single)
         replaced = self.see(operation, args, given, outs)
         return result if replaced is None else replaced
 
@@ -298,15 +302,20 @@ def _is_in_place(name: str) -> bool:
     return name.endswith("_")
 
 
-def _source() -> str:
-    """File and line of the innermost frame that is neither torch's nor ours."""
+def _source() -> tuple[str, bool]:
+    """File and line of the innermost frame that is neither torch's nor ours, and whether one of ours is inside it."""
     frame: Any = sys._getframe(2)
+    is_ours = False
     while frame is not None:
         file = frame.f_code.co_filename
+        is_ours |= file.startswith(OWN_CODE[1]) and not file.startswith(_TRACING)
         if not file.startswith(OWN_CODE) and not file.startswith("<"):
-            return f"{Path(file).name}:{frame.f_lineno}"
+            return f"{Path(file).name}:{frame.f_lineno}", is_ours
         frame = frame.f_back
-    return ""
+    return "", is_ours
+
+
+_TRACING = str(Path(__file__).parent)
 
 
 def _traced(model: nn.Module | None, run: Run, see: Seen) -> Any:

@@ -107,7 +107,11 @@ def _from(c: Culprit) -> str:
 
 def _another_path(c: Culprit) -> Cause | None:
     extra = c.suspect.extra
-    if extra is None or _is(c.suspect, ATTENTION):
+    if extra is None or extra.is_ours or _is(c.suspect, ATTENTION):
+        return None
+    if NEIGHBOURS in c.effects and c.layout != "packed" and (extra.name in REDUCED or extra.name in RANKED):
+        return _mixing(c, f"`{extra.name}` ({extra.source}), which does not run for a sample alone,")
+    if c.effects & {NEIGHBOURS, PADDING}:
         return None
     if extra.name in CASTS:
         return Cause(
@@ -115,8 +119,6 @@ def _another_path(c: Culprit) -> Cause | None:
             f"`{extra.name}` ({extra.source}) runs in a micro-batch but not for a sample alone, so rounding differs",
             "use one dtype for any number of samples",
         )
-    if NEIGHBOURS in c.effects and c.layout != "packed":
-        return _mixing(c, f"`{extra.name}` ({extra.source}), which does not run for a sample alone,")
     return Cause(
         "a different code path in a micro-batch",
         f"`{extra.name}` ({extra.source}) runs in a micro-batch but not for a sample alone: the code branches on the number of "
@@ -184,7 +186,8 @@ def _positions(c: Culprit) -> Cause | None:
     is_counted = _is(root, COUNTED) and root.output not in ((ROW,), ())
     if root is c.suspect and not (is_counted and not root.inputs):
         return None
-    is_calculated = _is(root, ARITHMETIC) and bool(root.output) and _is(c.suspect, TABLES)
+    is_vector = root.output == (CELLS,) and not _is(root, RANKED)  # no axis of rows: it is not made of tokens
+    is_calculated = (is_vector or _is(root, ARITHMETIC)) and bool(root.output) and _is(c.suspect, TABLES)
     if not (is_counted or is_calculated):
         return None
     name, words = _POSITIONS.get(c.layout, _POSITIONS["right"])
@@ -266,6 +269,12 @@ def _ranked(c: Culprit) -> Cause | None:
     root = _root(c)
     if not _is(root, RANKED):
         return None
+    if not c.effects & {NEIGHBOURS, PADDING}:
+        return Cause(
+            "ties are broken by the row",
+            f"{where(root)} chooses among scores that are equal, and which of them it takes depends on the shape of the row",
+            "break ties by position (a stable sort, or a tiny term that decreases with the position), or accept one of them",
+        )
     return Cause(
         "cells are ranked over the row",
         f"{where(root)} ranks padding or neighbours among the cells of a sample",
@@ -305,11 +314,13 @@ def _picked(c: Culprit) -> Cause | None:
 
 
 def _moved(c: Culprit) -> Cause | None:
-    if c.suspect.operation.name not in MOVED:
+    root = _root(c)
+    moving = next((s for s in (c.suspect, root) if _is(s, MOVED) and CELLS in (s.output or ())), None)
+    if moving is None and not _is(c.suspect, MOVED):
         return None
     return Cause(
         "cells move along the row",
-        f"{where(c.suspect)} moves cells along the row, so that padding or another sample's cells end up in a sample",
+        f"{where(moving or c.suspect)} moves cells along the row, so that padding or another sample's cells end up in a sample",
         "shift within each sample, and mask what comes in from outside (batch.positions == 0 marks first tokens)",
     )
 
@@ -369,11 +380,11 @@ _RULES: tuple[Callable[[Culprit], Cause | None], ...] = (
     _another_path,
     _row_zero,
     _mixed,
+    _ranked,
     _picked,
     _positions,
     _attention,
     _running,
-    _ranked,
     _transformed,
     _moved,
     _statistics,
