@@ -267,6 +267,13 @@ def test_a_mask_made_of_ids_is_right_for_the_declared_padding():
     assert any("ids != pad" in note for note in report.notes)
 
 
+def test_a_model_that_refuses_all_that_counts_is_not_called_equal():
+    model = tiny_model("falcon")
+    report = verify(model, random_samples(model), config=VerifyConfig(layout="packed"))
+    assert report.verdict == "unproven"
+    assert "refuses every layout" in report.unproven
+
+
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
 

@@ -240,8 +240,11 @@ def _wanted(subject: Subject | ListSubject, config: VerifyConfig) -> list[Arrang
     return [a for a in found if a.layout == "right" and "padding" not in a.name and "wider" not in a.name]
 
 
-def _empty_proof(results: Sequence[ArrangementResult]) -> str:
+def _empty_proof(results: Sequence[ArrangementResult], used: Sequence[str]) -> str:
     """Why results that are all equal prove nothing, if so."""
+    counted = [r for r in results if r.arrangement.layout in used and r.name != "alone"]
+    if counted and all(r.verdict == "raised" for r in counted):
+        return f"the model refuses every layout that counts: {counted[0].error.splitlines()[0]}"
     if not any(r.name != "alone" for r in results):
         return "no arrangement was run: a function over a list of samples does its own padding, on the right to verify"
     if not any(r.differences or r.verdict == "raised" for r in results):
@@ -274,7 +277,7 @@ def _finish(report: VerifyReport, case: _Case, primary: Seen, second: Seen | Non
     if primary.mode == "muted":
         notes.append("functional dropout is switched off for the proof, as dropout modules are")
     foreign = _foreign_noise(case, primary.mode)
-    problem = _unusable(primary.alone) or _empty_proof(report.results) or foreign or report.unproven
+    problem = _unusable(primary.alone) or _empty_proof(report.results, case.config.used) or foreign or report.unproven
     coverage = _coverage(case, primary, modes if case.subject.model is not None else [])
     return replace(
         report, unproven=problem, notes=notes, mode=modes[0], limits=dict(primary.reference.limits),

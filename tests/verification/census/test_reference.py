@@ -7,7 +7,18 @@ import math
 import pytest
 import torch
 
-from truebatch.verification.census.reference import Step, cell_distance, distance, outputs_distance, rows_of
+from truebatch.hf.heads.heads import head_of
+from truebatch.testing.tiny_hf.model import tiny_model
+from truebatch.testing.tiny_hf.random_samples import make_samples
+from truebatch.verification.census.reference import (
+    Step,
+    alone_logits,
+    cell_distance,
+    distance,
+    outputs_distance,
+    plain_layout,
+    rows_of,
+)
 
 
 def test_one_wrong_cell_is_as_far_as_it_is_wrong_however_many_are_right():
@@ -57,3 +68,12 @@ def test_every_sample_is_in_a_layout_once_and_groups_have_one_length(layout):
     assert sorted(int(i) for part in rows for i in part.ids) == list(range(5))
     if layout == "grouped":
         assert all({lengths[i] for i in part.ids} == {part.width} for part in rows)
+
+
+@pytest.mark.parametrize(("name", "head"), [("roberta", "masked_lm"), ("gemma3", "causal_lm")])
+def test_plain_transformers_gets_its_own_padding_token_and_its_images(name, head):
+    model = tiny_model(name, head).eval()
+    found_head = head_of(model)
+    samples = make_samples(model, (4, 11, 7), 0)
+    alone = [alone_logits(model, found_head, sample).detach() for sample in samples]
+    assert outputs_distance(plain_layout(model, found_head, samples, "left padded"), alone) < 1e-4

@@ -95,11 +95,16 @@ def tables_of(rows: TrialRows) -> tuple[Segments, Segments | None]:
 
 
 def first_position(model: nn.Module) -> int:
-    """The position of a sample's first token; RoBERTa and its kin count from `padding_idx + 1`."""
+    """The position of a sample's first token; RoBERTa and its kin count from `padding_idx + 1`.
+
+    Others say it in the buffer that they count with.
+    """
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             return int(module.padding_idx) + 1
-    return 0
+    counted = [b.flatten() for name, b in model.named_buffers() if name.endswith("embeddings.position_ids")]
+    starts = {int(b[0]) for b in counted if len(b) and bool((b.diff() == 1).all())}
+    return starts.pop() if len(starts) == 1 else 0
 
 
 def _table(parts: Sequence[Tensor], device: torch.device) -> Segments:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from truebatch.batch.collate import collate
 from truebatch.batch.fields import Side
+from truebatch.batch.microbatch import CELLS
+from truebatch.hf.forward_inputs import TARGETS
 from truebatch.hf.heads.heads import ModelHead
 from truebatch.hf.heads.objective import HeadObjective
 from truebatch.hf.image_fields import forget_last_call, image_token_id
@@ -74,10 +76,16 @@ def alone_logits(model: nn.Module, head: ModelHead, sample: Sample) -> Tensor:
         value = value.to(dtype) if value.is_floating_point() else value
         given[field.name] = value if field.kind == "flat" else value[None]
     given["attention_mask"] = torch.ones_like(given["input_ids"])
-    if head.images is not None:
-        is_image = (given["input_ids"] == image_token_id(model)).long()
-        given |= {"mm_token_type_ids": is_image, "token_type_ids": is_image}
-    return _call(model, head, given)[0]
+    return _call(model, head, {**given, **_image_types(model, head, given["input_ids"])})[0]
+
+
+def _image_types(model: nn.Module, head: ModelHead, ids: Tensor) -> dict[str, Tensor]:
+    """Where images are, as processors say it."""
+    placeholder = image_token_id(model)
+    if head.images is None or placeholder is None:
+        return {}
+    is_image = ids.eq(placeholder).long()
+    return {"mm_token_type_ids": is_image, "token_type_ids": is_image}
 
 
 def _call(model: nn.Module, head: ModelHead, given: Mapping[str, Any]) -> Tensor:
@@ -191,11 +199,33 @@ def planted_leak(model: nn.Module, head: ModelHead, samples: Sequence[Sample], *
 
 
 def plain_layout(model: nn.Module, head: ModelHead, samples: Sequence[Sample], layout: str) -> list[Tensor]:
-    """The outputs transformers gives by itself: packed rows with restarting positions, or left padding and a mask."""
+    """The outputs transformers gives by itself: packed rows with restarting positions, or left padding and a mask.
+
+    With everything its processors would give: images and audio, and the padding token of its configuration.
+    """
     lengths = [len(sample["input_ids"]) for sample in samples]
     ids = np.arange(len(samples))
     rows = packed_row(ids, sum(lengths)) if layout == "packed" else padded_rows(ids, max(lengths))
     batch = collate(samples, rows, head.fields, side="left").to(next(model.parameters()).device)
     where = {"position_ids": batch.positions} if layout == "packed" else {"attention_mask": batch.is_real.long()}
+    tokens = batch["input_ids"].masked_fill(~batch.is_real, padding_token_id(model))
+    dtype = next(model.parameters()).dtype
+    more = {f.name: batch[f.name] for f in head.fields if f.name not in ("labels", "input_ids")}
+    more = {name: value.to(dtype) if value.is_floating_point() else value for name, value in more.items()}
+    given = {**more, **_image_types(model, head, tokens), "input_ids": tokens, "use_cache": False, **where}
+    has_decoder = "decoder_input_ids" in more
     with torch.no_grad():
-        return batch.per_sample(_call(model, head, {"input_ids": batch["input_ids"], "use_cache": False, **where}))
+        return batch.per_sample(_call(model, head, given), TARGETS if has_decoder else CELLS)
+
+
+def padding_token_id(model: nn.Module) -> int:
+    """What a tokenizer of this model pads with; 0 where its configuration does not say."""
+    config: Any = getattr(model, "config", None)
+    known = [
+        getattr(c, "pad_token_id", None) for c in (config, config.get_text_config() if config is not None else None)
+    ]
+    embeddings: Any = getattr(model, "get_input_embeddings", None)
+    weight = None if embeddings is None else getattr(embeddings(), "weight", None)
+    rows = len(weight) if isinstance(weight, Tensor) else math.inf
+    fitting = [n for n in known if isinstance(n, int) and 0 <= n < rows]
+    return fitting[0] if fitting else 0
