@@ -1,44 +1,30 @@
-"""The examples: each is the plain program with few lines changed, and does what it says."""
+"""Examples by feature: each is short, proves its model, and trains it."""
 
 from __future__ import annotations
 
-import difflib
 import runpy
 from pathlib import Path
 
 import pytest
 
-FOLDERS = sorted(path.parent for path in (Path(__file__).parents[1] / "examples").glob("*/with_truebatch.py"))
-MOST_CHANGED_LINES = 15
+FOLDER = Path(__file__).parents[1] / "examples" / "by_feature"
+EXAMPLES = sorted(FOLDER.glob("*.py"))
+QUICK = ("graph_network", "nested_sets")
+PAGES = [Path(__file__).parents[1] / "docs" / name for name in ("fields.md", "fields.zh-CN.md")]
 
 
-def changed_lines(folder: Path) -> int:
-    """Lines that are taken away or come in their place, whichever are more."""
-    plain, ours = ((folder / f"{name}.py").read_text().splitlines() for name in ("plain", "with_truebatch"))
-    blocks = difflib.SequenceMatcher(None, plain, ours, autojunk=False).get_opcodes()
-    return sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in blocks if tag != "equal")
+@pytest.mark.parametrize(
+    "file",
+    [pytest.param(one, id=one.stem, marks=() if one.stem in QUICK else pytest.mark.slow) for one in EXAMPLES],
+)
+def test_an_example_proves_its_model_and_trains_it(file, capsys):
+    runpy.run_path(str(file), run_name="__main__")
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("EQUAL: every sample gets what it gets alone")
+    assert float(said[-1]) > 0
 
 
-def test_every_example_is_named_in_the_table():
-    table = (FOLDERS[0].parent / "README.md").read_text()
-    assert FOLDERS
-    assert all(f"| `{folder.name}` |" in table for folder in FOLDERS)
-
-
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_an_example_changes_few_lines_and_runs(folder, capsys, tmp_path, monkeypatch):
-    assert 0 < changed_lines(folder) <= MOST_CHANGED_LINES
-    monkeypatch.chdir(tmp_path)
-    for name in ("plain", "with_truebatch"):
-        runpy.run_path(str(folder / f"{name}.py"), run_name="__main__")
-        assert capsys.readouterr().out.strip()
-
-
-def test_the_attention_example_shows_the_error_and_its_end(capsys):
-    folder = next(folder for folder in FOLDERS if folder.name == "attn_implementation")
-    errors = []
-    for name in ("plain", "with_truebatch"):
-        runpy.run_path(str(folder / f"{name}.py"))
-        errors.append(float(capsys.readouterr().out.rpartition(":")[2]))
-    assert errors[0] > 0.1
-    assert errors[1] < 1e-6
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def test_an_example_is_short_and_on_the_page(file):
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= 60
+    assert all(f"examples/by_feature/{file.name}" in page.read_text(encoding="utf-8") for page in PAGES)

@@ -29,6 +29,7 @@ _HOME: dict[str, str] = {
     "VerifyConfig": "verification.config",
     "assert_batchable": "verification.api",
     "attend": "attention.api",
+    "attend_across": "attention.cross",
     "build_plan": "planning.plan",
     "choose_layout": "verification.choose_layout",
     "collate": "batch.collate",

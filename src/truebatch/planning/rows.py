@@ -55,13 +55,25 @@ class Rows:
 
 
 def padded_rows(ids: Ints, width: int) -> Rows:
-    """One sample per row, every row `width` cells wide."""
+    """One sample per row, every row `width` cells wide.
+
+    >>> import numpy as np
+    >>> from truebatch.planning.rows import padded_rows
+    >>> padded_rows(np.arange(2), 3).num_rows
+    2
+    """
     ids = np.asarray(ids, dtype=np.int64)
     return Rows(ids, np.arange(len(ids) + 1, dtype=np.int64), int(width), "padded")
 
 
 def packed_row(ids: Ints, width: int) -> Rows:
-    """All samples end to end in a single row of `width` cells (no row at all for no samples)."""
+    """All samples end to end in a single row of `width` cells (no row at all for no samples).
+
+    >>> import numpy as np
+    >>> from truebatch.planning.rows import packed_row
+    >>> packed_row(np.arange(2), 4).num_rows
+    1
+    """
     ids = np.asarray(ids, dtype=np.int64)
     starts = np.array([0, len(ids)] if len(ids) else [0], dtype=np.int64)
     return Rows(ids, starts, int(width), "packed")
