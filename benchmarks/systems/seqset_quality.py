@@ -1,28 +1,22 @@
 """What seqset_vae learns where the truth is known: events of sets of six kinds, a planted risk, and dealt-out labels.
 
-    python -m benchmarks seqset_quality --out docs/results/seqset_vae_quality.json
+    python -m benchmarks seqset_quality --json docs/results/seqset_vae_quality.json
 
 Beside it, the truth table of the collapse detector. The tests marked slow hold the same figures to their limits.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import shlex
-import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.harness.result_file import keep_result, today
+from benchmarks.harness.benchmark import Benchmark, Options, Row
 from truebatch.batch.collate import collate
 from truebatch.batch.keyed_random import noise_for
 from truebatch.batch.microbatch import MicroBatch
@@ -51,7 +45,6 @@ from truebatch_systems.seqset_vae.train.loss import SeqSetObjective, look_at
 CLUSTERS, VARIABLES, STEPS = 6, 20, 300
 LIMIT = 10.0
 """Clamp of the log variance in the truth table."""
-Say = Callable[[str], None]
 
 
 def clustered_stays(number: int, *, seed: int) -> Stays:
@@ -190,54 +183,33 @@ def truth_table() -> dict[str, bool]:
     }
 
 
-@dataclass(slots=True)
-class Kept:
-    """The result so far, rewritten after every part."""
-
-    out: Path | None
-    say: Say
-    found: dict[str, Any]
-
-    def add(self, name: str, work: Callable[[], dict[str, Any]]) -> None:
-        """Do a part, say it, and write everything."""
-        start = time.process_time()
-        figures = work()
-        self.found[name] = {**figures, "cpu_seconds": round(time.process_time() - start, 1)}
-        self.say(f"{name}: {json.dumps(self.found[name])}")
-        keep_result(self.found, self.out)
+PARTS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "detector truth table": lambda folder: dict(truth_table()),
+    "sets of six kinds": lambda folder: dict(judge_clusters(*learn_clusters())),
+    "planted risk": lambda folder: learn_risk(folder / "run", shuffled=False),
+    "labels dealt at random": lambda folder: learn_risk(folder / "run", shuffled=True),
+}
 
 
-def run_quality(*, out: Path | None, say: Say) -> dict[str, Any]:
-    """All parts, one after the other."""
-    kept = Kept(out, say, _about())
-    kept.add("detector truth table", lambda: dict(truth_table()))
-    kept.add("sets of six kinds", lambda: dict(judge_clusters(*learn_clusters())))
-    for name, shuffled in (("planted risk", False), ("labels dealt at random", True)):
-        with tempfile.TemporaryDirectory() as folder:
-            kept.add(name, lambda at=Path(folder), is_dealt=shuffled: learn_risk(at / "run", shuffled=is_dealt))  # type: ignore[misc]
-    return kept.found
+def measure(prepared: tuple[Options, str], method: str) -> Row:
+    """The figures of one part, and the CPU seconds it took."""
+    _, case = prepared
+    began = time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        figures = PARTS[case](Path(folder))
+    return {**figures, "cpu_seconds": round(time.process_time() - began, 1)}
 
 
-def _about() -> dict[str, Any]:
-    return {
-        "command": shlex.join(["python", "-m", "benchmarks.systems.seqset_quality", *sys.argv[1:]]),
-        "date": today(),
-        "hardware": f"{platform.machine()}, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
-    }
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """The figures of every part under its name."""
+    return {row["case"]: {name: row[name] for name in row if name not in ("case", "method")} for row in rows}
 
 
-def main() -> None:
-    """The command line of this file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    run_quality(out=parser.parse_args().out, say=_say)
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARK = Benchmark(
+    name="seqset_quality",
+    about=f"{__doc__}\n\nMany minutes.",
+    cases=lambda options: list(PARTS),
+    methods=lambda options: ["seqset_vae"],
+    measure=measure,
+    summary=summary,
+)
