@@ -41,6 +41,8 @@ from truebatch_systems.vlm_pruning.train.objective import (
 from truebatch_systems.vlm_pruning.train.schedules import moment_at, progress_of
 
 NOT_ALIGNED = "Vision token positions not aligned across batch"
+LONGEST_SIDE = 1100
+"""Pixels of an image that is scaled in proportion, where image_max_size is not set."""
 NOT_ENABLED = "preprocess_batch requires enable_true_batch=True"
 StepFunction = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], dict[str, dict[str, Any]]]
 _OWN = ("backbone_settings", "method_settings", "dataset_settings", "evaluation_settings")
@@ -58,10 +60,10 @@ class Backbone:
         name_purposes(self.model)
 
     def _resize_image(self, image: Image.Image) -> Image.Image:
-        """One size for all images with enable_true_batch; else shrunk with its aspect kept, as before batching."""
+        """One size for all images with enable_true_batch; else scaled in proportion, its longest side image_max_size."""
         mllm = self.config.backbone_settings.mllm_settings
         if not mllm.enable_true_batch:
-            return shrink_image(image, mllm.image_max_size)
+            return shrink_image(image, mllm.image_max_size or LONGEST_SIDE)
         return resize_image(image, mllm, self.encoder.family.sizes(self.encoder.images))
 
     @torch.no_grad()

@@ -119,10 +119,10 @@ class MethodSettings:
     use_gumbel: bool = True
     """Noise on the logits in training."""
     use_token_num_target: bool = True
-    target_token_num: int = 200
-    """Budget: average vision tokens a decoder layer sees, per sample."""
-    target_sparsity: float = 0.7
-    """Budget where use_token_num_target is off: the share of vision tokens that an average layer does not see."""
+    target_token_num: int | None = None
+    """Budget: average vision tokens a decoder layer sees, per sample. None: 200."""
+    target_sparsity: float | None = None
+    """Budget where use_token_num_target is off: the share of vision tokens that an average layer does not see. None: 0.7."""
     budget_of: BudgetOf = "sample"
     """sample: every sample is held to the budget, and what it spends beside it costs sparsity_weight times the square.
     average: samples may differ; a vision token has a price, the same for all, that rises while an average sample would
@@ -176,11 +176,12 @@ class MethodSettings:
             check_choice(self, name, choices)
         _check_layers(self)
         _check_price(self)
-        check_range(self, "pruner_d_internal", "pruner_num_heads", "target_token_num", "disc_d_d", above=0)
+        check_range(self, "pruner_d_internal", "pruner_num_heads", "disc_d_d", above=0)
+        _check_target(self)
         check_range(self, "temperature", "temperature_min", "distillation_temperature", above=0)
         check_range(self, "merge_ratio", above=0, most=1)
         check_range(self, "pruner_dropout", "disc_dropout", below=1)
-        check_range(self, "target_sparsity", "hard_pruning_threshold", below=1)
+        check_range(self, "hard_pruning_threshold", below=1)
         shares = ("sparsity_warmup_ratio", "temperature_anneal_rate", "loss_weight_warmup_ratio", "disc_reinit_prob")
         check_range(self, *shares, most=1)
         weights = ("sparsity_weight", "token_count_loss_weight", "binarization_loss_weight", "task_loss_weight")
@@ -206,6 +207,16 @@ class MethodSettings:
                 seen=f"disc_num_layers={self.disc_num_layers}, disc_target_layers={self.disc_target_layers}",
                 do="name as many disc_target_layers",
             )
+
+    @property
+    def token_budget(self) -> int:
+        """Vision tokens that an average layer sees, where use_token_num_target is on."""
+        return 200 if self.target_token_num is None else self.target_token_num
+
+    @property
+    def kept_share(self) -> float:
+        """Share of vision tokens that an average layer sees, where use_token_num_target is off."""
+        return 1 - (0.7 if self.target_sparsity is None else self.target_sparsity)
 
     def for_depth(self, num_layers: int) -> MethodSettings:
         """These settings with layers that were left open named for a decoder of so many layers."""
@@ -237,8 +248,8 @@ class DatasetSettings:
     """Images with questions."""
 
     name: str = "shapes"
-    """`shapes` or `mixed_shapes` (made pictures), `random` (noise, for trials), a .jsonl file, or a known dataset under
-    `root`."""
+    """`shapes` or `mixed_shapes` (made pictures), `random` (noise, for trials), a .jsonl file, a .json file as LLaVA has it
+    (`image`, `conversations`), a folder of images (CLASS/picture.jpg), or a known dataset under `root`."""
     root: Path | None = None
     """Where the files of a known dataset lie."""
     seed: int = 0
@@ -312,6 +323,26 @@ def _check_layers(config: MethodSettings) -> None:
             "pruning_layers must be layer numbers in rising order",
             seen=f"pruning_layers={layers}",
             do="for example [5, 10, 15, 20]",
+        )
+
+
+def _check_target(config: MethodSettings) -> None:
+    """One budget: the other setting would be ignored."""
+    if config.target_token_num is not None:
+        check_range(config, "target_token_num", above=0)
+    if config.target_sparsity is not None:
+        check_range(config, "target_sparsity", below=1)
+    if config.use_token_num_target and config.target_sparsity is not None:
+        raise ConfigError(
+            "target_sparsity is not used while use_token_num_target is on",
+            seen=f"use_token_num_target=True, target_sparsity={config.target_sparsity}",
+            do="set use_token_num_target: false, or leave target_sparsity out and set target_token_num",
+        )
+    if not config.use_token_num_target and config.target_token_num is not None:
+        raise ConfigError(
+            "target_token_num is not used while use_token_num_target is off",
+            seen=f"use_token_num_target=False, target_token_num={config.target_token_num}",
+            do="set use_token_num_target: true, or leave target_token_num out and set target_sparsity",
         )
 
 

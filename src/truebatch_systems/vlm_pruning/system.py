@@ -126,10 +126,13 @@ def _describe(config: PruningConfig) -> list[str]:
     tokens = "as many vision tokens as each image gives" if fixed is None else f"{fixed} vision tokens an image"
     lines = [f"backbone: {config.backbone_settings.name} ({encoder.family.model_type}), {tokens}"]
     if method.stage == "pruning":
-        budget = (
-            f"{method.target_token_num} tokens" if method.use_token_num_target else f"{1 - method.target_sparsity:.0%}"
-        )
+        budget = f"{method.token_budget} tokens" if method.use_token_num_target else f"{method.kept_share:.0%}"
         lines.append(f"pruning after layers {list(method.pruning_layers)}; budget {budget} in an average layer")
+        if method.use_token_num_target and fixed is not None and method.token_budget >= fixed:
+            lines.append(
+                f"nothing has to be dropped: an image has {fixed} vision tokens, the budget is {method.token_budget};"
+                " lower target_token_num"
+            )
     return lines
 
 

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from PIL import Image
 
 from tests.systems.vlm_pruning.worlds import picture, samples
 from truebatch.errors import ConfigError
@@ -72,6 +73,9 @@ def test_the_step_is_chosen_by_the_switch_or_by_name():
 def test_images_get_one_size_with_the_switch_and_keep_their_aspect_without():
     assert backbone()._resize_image(picture(0, 60, 90)).size == (56, 56)
     assert backbone(enable_true_batch=False)._resize_image(picture(0, 60, 80)).size == (40, 30)
+    unset = backbone(enable_true_batch=False, image_max_size=None)
+    assert unset._resize_image(Image.new("RGB", (3000, 1000))).size == (1100, 367)
+    assert unset._resize_image(Image.new("RGB", (300, 100))).size == (300, 100)
 
 
 def test_a_batch_is_preprocessed_as_the_note_returns_it():

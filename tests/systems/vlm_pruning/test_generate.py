@@ -94,7 +94,7 @@ def test_one_token_is_kept_where_no_logit_is_positive():
 
 
 def test_top_k_meets_the_budget_whatever_the_logits_are():
-    method = replace(METHOD, choice="top_k", use_token_num_target=True, target_token_num=10)
+    method = replace(METHOD, choice="top_k", use_token_num_target=True, target_token_num=10, target_sparsity=None)
     model = build(method=method)
     prompts = sample_prompts(encoder_of(backbone_settings(), METHOD), samples(3, images=1))
     _, session = open_decoder(model, encoder_of(backbone_settings(), METHOD)).start(prompts)

@@ -18,7 +18,10 @@ TINY = ["--set", "dataset_settings.train=48", "--set", "dataset_settings.validat
 def written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run(["init", "vlm_pruning"]) == 0
-    return tmp_path
+    monkeypatch.syspath_prepend(str(tmp_path))  # as Python does for a script
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("method", "engine")]:
+        del sys.modules[name]
 
 
 def start(monkeypatch, script, *options):
@@ -85,3 +88,33 @@ def test_an_image_that_cannot_be_opened_ends_with_an_error_that_names_the_sample
 def test_a_run_without_pictures_of_its_own_says_so(tmp_path, capsys):
     assert run(["show", str(tmp_path)]) == 2
     assert "is not a run" in capsys.readouterr().err
+
+
+def test_the_imports_of_the_original_scripts_work_as_written():
+    code = "from method.training import train_step\nfrom method.training_batch import train_step_batch\n"
+    code += (
+        "from method.utils_batch import replace_vision_tokens_in_embeddings_batch, register_multi_layer_hooks_batch\n"
+    )
+    code += "from engine.backbones.impl.mllm.llava import Backbone\n"
+    code += "assert {'_resize_image', 'preprocess_batch'} <= set(dir(Backbone))\n"
+    exec(code, {})
+
+
+@pytest.mark.parametrize("name", ["llava-1.5-7b", "qwen2.5-vl-7b", "qwen3-vl-8b"])
+def test_settings_for_real_backbones_are_sound_and_ask_for_the_weights(name, capsys):
+    """With the folder of a tiny model of the same family in its place, the same settings are planned and estimated."""
+    config = f"configs/{name}.yaml"
+    assert run(["train", "vlm_pruning", "--config", config, "--dry-run"]) == 2
+    assert f"models/{name}" in capsys.readouterr().err
+
+
+def test_a_budget_that_is_ignored_is_refused_and_one_that_asks_for_nothing_is_said(capsys):
+    tiny = ["train", "vlm_pruning", "--dry-run", *TINY]
+    assert run([*tiny, "--set", "method_settings.target_sparsity=0.7"]) == 2
+    assert "target_sparsity is not used" in capsys.readouterr().err
+    off = ["--set", "method_settings.use_token_num_target=false"]
+    assert run([*tiny, *off, "--set", "method_settings.target_token_num=9"]) == 2
+    assert "target_token_num is not used" in capsys.readouterr().err
+    assert run(tiny) == 0
+    out = capsys.readouterr()
+    assert "nothing has to be dropped: an image has 16 vision tokens, the budget is 200" in out.out + out.err

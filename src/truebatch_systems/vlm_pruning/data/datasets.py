@@ -19,6 +19,7 @@ from truebatch.errors import ConfigError, DataError
 from truebatch.io.text_encoding import nearest
 from truebatch.planning.keyed_rng import keyed_hash, keyed_order
 from truebatch_systems.vlm_pruning.config import Balance, DatasetSettings
+from truebatch_systems.vlm_pruning.data.llava_records import read_image_folder, read_llava
 from truebatch_systems.vlm_pruning.data.records import (
     SPLITS,
     Placed,
@@ -82,10 +83,18 @@ def load_split(settings: DatasetSettings, split: Split) -> Samples:
         return known[settings.name](settings, split)
     if Path(settings.name).suffix.lower() in (".jsonl", ".ndjson"):
         return _jsonl(settings, split)
+    place = Path(settings.name) if settings.root is None else settings.root / settings.name
+    if place.suffix.lower() == ".json":
+        placed = list(read_llava(place, settings.root or place.parent))
+        return _take(settings, split, deal_out(placed, split, SHARES, seed=settings.seed))
+    if place.is_dir():
+        placed, has_splits = read_image_folder(place, split)
+        chosen = placed if has_splits else deal_out(placed, split, SHARES, seed=settings.seed)
+        return _take(settings, split, chosen)
     raise ConfigError(
         f"there is no dataset of this name{nearest(settings.name, list(known))}",
         seen=f"dataset_settings.name={settings.name!r}",
-        do=f"give a .jsonl file, or one of {', '.join(known)}",
+        do=f"give a .jsonl file, a .json file of LLaVA's, a folder of images, or one of {', '.join(known)}",
     )
 
 

@@ -23,7 +23,7 @@ KEYS = (
     "id", "image", "image_id", "question", "answer", "answers", "choices", "category", "judge", "group", "split",
 )  # fmt: skip
 """What a line of a JSONL file may hold; `image` is a path (relative to the file) or a list of them."""
-_MOST_BYTES = 4 << 30
+MOST_BYTES = 4 << 30
 _POPE = ("random", "popular", "adversarial")
 
 Sample = dict[str, Any]
@@ -175,7 +175,7 @@ def _lines(path: Path) -> Iterator[Placed]:
     """JSON lines under a name that ends in .json, as POPE has them."""
     for number, line in read_lines(path):
         if not line.isspace():
-            yield f"{path}:{number}", _parse(line, f"{path}:{number}")
+            yield f"{path}:{number}", parse_json(line, f"{path}:{number}")
 
 
 def _listed(path: Path, key: str, needed: Sequence[str]) -> list[Mapping[str, Any]]:
@@ -196,10 +196,11 @@ def _need(one: Any, keys: Sequence[str], place: str) -> None:
 
 
 def _document(path: Path) -> Any:
-    return _parse(read_text(path, max_bytes=_MOST_BYTES), str(path))
+    return parse_json(read_text(path, max_bytes=MOST_BYTES), str(path))
 
 
-def _parse(text: str, place: str) -> Any:
+def parse_json(text: str, place: str) -> Any:
+    """A JSON document; what is wrong with it is named with its place."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

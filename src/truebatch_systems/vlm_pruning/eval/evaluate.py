@@ -127,6 +127,7 @@ def _line(judged: Judged, answered: Answered) -> str:
         "prediction": judged.prediction,
         "score": judged.score,
         "category": sample.get("category"),
+        **({"extra": sample["extra"]} if sample.get("extra") else {}),
         "tokens_per_layer": answered.layer_tokens,
     }
     return json.dumps(kept, ensure_ascii=False) + "\n"
@@ -161,7 +162,7 @@ def budget_curve(
 def at_budget(model: PrunedVLM, budget: float, way: str = LEARNED) -> PrunedVLM:
     """The model with another budget that it meets exactly, choosing by its own heads or in an untrained way."""
     method = replace(model.method, choice="top_k", budget_of="sample")
-    method = replace(method, use_token_num_target=False, target_sparsity=1 - budget)
+    method = replace(method, use_token_num_target=False, target_token_num=None, target_sparsity=1 - budget)
     if way != LEARNED:
         return UntrainedPruning(model, cast(Way, way), method=method)
     same = PrunedVLM(model.backbone, model.family, replace(method, teacher="none"))

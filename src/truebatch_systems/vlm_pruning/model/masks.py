@@ -105,15 +105,15 @@ def average_share(log_masks: list[Tensor], places: Places, *, layers: tuple[int,
 def target_share(method: MethodSettings, lengths: Tensor) -> Tensor:
     """[N]: the budget of each sample as a share of its vision tokens."""
     if not method.use_token_num_target:
-        return torch.full_like(lengths, 1 - method.target_sparsity, dtype=torch.float32)
-    return (method.target_token_num / lengths.clamp(min=1)).clamp(max=1.0)
+        return torch.full_like(lengths, method.kept_share, dtype=torch.float32)
+    return (method.token_budget / lengths.clamp(min=1)).clamp(max=1.0)
 
 
 def target_tokens(method: MethodSettings, tokens: int) -> float:
     """The budget of a sample with so many vision tokens: the average a decoder layer may see."""
     if method.use_token_num_target:
-        return float(min(method.target_token_num, tokens))
-    return (1 - method.target_sparsity) * tokens
+        return float(min(method.token_budget, tokens))
+    return method.kept_share * tokens
 
 
 def check_budget(method: MethodSettings, *, num_layers: int, tokens: int | None) -> None:
