@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from truebatch.config.aliases import check_choice, check_range
+from truebatch.config.checks import check_choice, check_range
 from truebatch.errors import ConfigError
 from truebatch.training.config import TrainConfig
 

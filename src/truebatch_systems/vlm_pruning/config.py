@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from truebatch.config.aliases import check_choice, check_range
+from truebatch.config.checks import check_choice, check_range
 from truebatch.errors import ConfigError
 from truebatch.training.config import TrainConfig
 from truebatch.training.optim.lr_schedules import Shape
