@@ -37,7 +37,7 @@ from truebatch.errors import ConfigError
 from truebatch.planning.config import PlanConfig
 from truebatch.planning.keyed_rng import keyed_order
 from truebatch.planning.plan import build_plan
-from truebatch.training.distributed.device import find_place
+from truebatch.training.distributed.device import find_device
 from truebatch.training.optim.param_groups import default_group, make_groups
 from truebatch.training.step import StepEngine, apply_update, step_counts, take_gradients
 from truebatch.training.train_system import Start, train_system
@@ -236,7 +236,7 @@ def _cells(steps: Sequence[Sequence[MicroBatch]]) -> tuple[int, int]:
 
 
 def _engine(settings: ChineseGPTConfig, config: GPTBenchConfig) -> StepEngine:
-    place = find_place(settings.train)
+    place = find_device(settings.train)
     device = torch.device(config.device)
     model = CHINESE_GPT.prepare(settings).build_model().to(device).train()
     name_purposes(model)

@@ -20,7 +20,7 @@ from truebatch.training.choices.run_choices import keep_choices, recall_choices,
 from truebatch.training.config import ROWS, TrainConfig
 from truebatch.training.context import TrainResult
 from truebatch.training.distributed.collectives import num_ranks, rank
-from truebatch.training.distributed.device import find_place
+from truebatch.training.distributed.device import find_device
 from truebatch.training.memory.fit import stale_fit_warnings
 from truebatch.training.memory.oom import free_memory
 from truebatch.training.random_state import seed_random
@@ -58,7 +58,7 @@ def train_system(system: System[ConfigT], config: ConfigT, start: Start) -> Trai
     config = settled(system, config)
     settings = train_settings(config)
     seed_random(settings.seed)  # the same on every rank, for what builds data and model
-    find_place(replace(settings, choose=()))
+    find_device(replace(settings, choose=()))
     say = start.say if rank() == 0 else (lambda _line: None)
     settings = recall_choices(settings, None if start.fresh else start.out, say=say)
     settings, choices = settle_precision(settings, say=say)
@@ -69,7 +69,7 @@ def train_system(system: System[ConfigT], config: ConfigT, start: Start) -> Trai
     for line in task.commands.describe() if task.commands.describe is not None else ():
         say(line)
     settings, more = settle_choices(task, model, data, settings, say=say)
-    config, place = with_train(config, settings), find_place(settings)
+    config, device_context = with_train(config, settings), find_device(settings)
     groups = task.groups(model) if task.groups is not None else None
     with opened_run(start.out, config, fresh=start.fresh) as run:
         assert run is not None
@@ -77,7 +77,7 @@ def train_system(system: System[ConfigT], config: ConfigT, start: Start) -> Trai
             write_json(run.folder / ABOUT, {"system": lasting_target(start.target or system.name)})
         keep_choices(run.folder, [*choices, *more])
         _say_where(run, settings, say)
-        for line in stale_fit_warnings(run.folder, model, settings, device=place.device, fields=data.fields):
+        for line in stale_fit_warnings(run.folder, model, settings, device=device_context.device, fields=data.fields):
             say(line)
         result = train(
             model,
@@ -89,11 +89,11 @@ def train_system(system: System[ConfigT], config: ConfigT, start: Start) -> Trai
             say=say,
             loggers=start.loggers,
             callbacks=task.callbacks(model, run.folder) if task.callbacks is not None else (),
-            place=place,
+            device_context=device_context,
         )
         if not result.is_interrupted and rank() == 0:
             model.zero_grad(set_to_none=True)
-            free_memory(place.device)  # an export holds the weights twice
+            free_memory(device_context.device)  # an export holds the weights twice
             if result.best_loss is not None and best_step(run.checkpoints) is None:
                 say("warning: the checkpoint of the best validation is gone; the model of the last step is exported")
             _export(task, model, run, step=result.step)

@@ -57,7 +57,7 @@ from truebatch.training.distributed.collectives import (
     rank,
     sum_numbers,
 )
-from truebatch.training.distributed.device import DeviceContext, find_place, move_model
+from truebatch.training.distributed.device import DeviceContext, find_device, move_model
 from truebatch.training.logging.metrics_jsonl import MetricsLog, find_gaps, open_metrics
 from truebatch.training.memory.oom import is_out_of_memory
 from truebatch.training.memory.oom_retry import Guard, load_steps_with_oom_retry
@@ -86,7 +86,7 @@ def train(
     say: Callable[[str], None] | None = None,
     loggers: Sequence[Logger] = (),
     callbacks: Sequence[Callback] = (),
-    place: DeviceContext | None = None,
+    device_context: DeviceContext | None = None,
 ) -> TrainResult:
     """Train a model; with `out`, as a run that can be killed at any moment and resumes when it is started again.
 
@@ -97,13 +97,13 @@ def train(
         say: gets one line now and then; by default nothing is printed.
         loggers: get every record, on rank 0.
         callbacks: called at every step on every rank, may stop the run, and have a state that is saved with it.
-        place: the device to run on, if it has been found already.
+        device_context: the device to run on, if it has been found already.
     """
     config, say = config or TrainConfig.auto(), say or (lambda _line: None)
     couplings = refuse_couplings(model.train(), config.allow)
     config, choices = settle_open(model, objective, data, config, groups=groups, out=out, say=say)
-    place = place or find_place(config)
-    _prepare_model(model, place, config)
+    device_context = device_context or find_device(config)
+    _prepare_model(model, device_context, config)
     data, stream = open_data(data, config)
     known = data if stream is None else replace(data, samples=stream.window(0).samples)
     content = ContentHash(known) if out is not None and rank() == 0 else None
@@ -113,9 +113,9 @@ def train(
         model=model,
         objective=objective,
         groups=make_groups(groups or [default_group(model, config)], model),
-        device=place.device,
-        autocast=place.autocast,
-        scaler=place.scaler,
+        device=device_context.device,
+        autocast=device_context.autocast,
+        scaler=device_context.scaler,
         seed=config.seed,
         stand_in=lambda: single_sample_batch_fn(data, epoch=0)(0 if stream is None else stream.at_hand.start.first_id),
         guard=guard,
@@ -130,7 +130,7 @@ def train(
         open_guard(guard, None if run is None else run.folder, is_sharded=is_sharded(model))
         job = Job(
             engine=engine, data=data, plans=plans, config=config, num_steps=num_steps, couplings=couplings, run=run,
-            stop=stop, say=say, validation=_validation_set(data, config, place),
+            stop=stop, say=say, validation=_validation_set(data, config, device_context),
             loggers=loggers if rank() == 0 else (), watchdog=watchdog,
         )  # fmt: skip
         return _run(job)
@@ -146,18 +146,18 @@ def _plans(
     return plans, min(config.max_steps or most_steps, most_steps)
 
 
-def _prepare_model(model: nn.Module, place: DeviceContext, config: TrainConfig) -> None:
-    move_model(model, place, config)
+def _prepare_model(model: nn.Module, device_context: DeviceContext, config: TrainConfig) -> None:
+    move_model(model, device_context, config)
     if config.compile:
-        cache_device_capability(place.device)
+        cache_device_capability(device_context.device)
         compile_layers(model)
     name_purposes(model)
 
 
-def _validation_set(data: TrainData, config: TrainConfig, place: DeviceContext) -> ValidationSet | None:
+def _validation_set(data: TrainData, config: TrainConfig, device_context: DeviceContext) -> ValidationSet | None:
     if data.validation is None:
         return None
-    loader = LoaderConfig(workers=config.workers, pin_memory=place.device.type == "cuda")
+    loader = LoaderConfig(workers=config.workers, pin_memory=device_context.device.type == "cuda")
     return ValidationSet(samples=data.validation, fields=data.fields, plan_config=config.plan_config(), loader=loader)
 
 
@@ -311,7 +311,7 @@ def train_step(job: Job, state: TrainState, loaded: LoadedStep, log: MetricsLog 
     if job.watchdog is not None:
         job.watchdog.beat(f"step {state.step}")
     if state.step in state.skipped_steps:
-        _pass_over(job, state, loaded, log)
+        _skip_step(job, state, loaded, log)
         return False
     engine, batches = job.engine, loaded.batches
     for callback in engine.callbacks:
@@ -331,7 +331,7 @@ def train_step(job: Job, state: TrainState, loaded: LoadedStep, log: MetricsLog 
         is_updated = apply_update(engine, outcome)
         state.nonfinite_in_row = 0
     if engine.guard is not None and engine.guard.left_in_row:  # no sample of this step fits
-        _pass_over(job, state, loaded, log)
+        _skip_step(job, state, loaded, log)
         return False
     state.step += 1
     _record(job, state, loaded, outcome, rates, is_updated, time.perf_counter() - began, log)
@@ -358,7 +358,7 @@ def _take_gradients(job: Job, state: TrainState, loaded: LoadedStep, counts: Map
     return outcome
 
 
-def _pass_over(job: Job, state: TrainState, loaded: LoadedStep, log: MetricsLog | None) -> None:
+def _skip_step(job: Job, state: TrainState, loaded: LoadedStep, log: MetricsLog | None) -> None:
     """A step that made the run roll back, or has no sample that fits: no loss, but a line in the log with its samples."""
     samples = sorted(all_gather_list([i for batch in loaded.batches for i in batch.sample_ids]))
     state.step += 1

@@ -9,7 +9,7 @@ import torch
 
 from truebatch.training.config import TrainConfig
 from truebatch.training.distributed import device as place
-from truebatch.training.distributed.device import find_place, with_index
+from truebatch.training.distributed.device import find_device, with_index
 from truebatch.training.memory import measure
 from truebatch.training.memory.measure import free_bytes_of
 
@@ -27,7 +27,7 @@ def gpus(monkeypatch):
 
 def test_the_device_of_a_run_on_a_gpu_has_its_number(gpus, monkeypatch):
     monkeypatch.setattr(place, "PartialState", lambda: SimpleNamespace(device=torch.device("cuda")))
-    assert find_place(TrainConfig()).device == torch.device("cuda", 1)
+    assert find_device(TrainConfig()).device == torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda:0", "meta", "mps"])

@@ -25,7 +25,7 @@ from truebatch.hf.heads.objective import HeadObjective
 from truebatch.io.atomic_files import atomic_text
 from truebatch.planning.plan import build_plan
 from truebatch.training.data import measure_by_reading
-from truebatch.training.distributed.device import find_place
+from truebatch.training.distributed.device import find_device
 from truebatch.training.memory.oom_retry import Guard
 from truebatch.training.step import StepEngine
 from truebatch.training.system import SizedDataset
@@ -47,7 +47,7 @@ def evaluate(
     config: FinetuneConfig, head: ModelHead, names: Sequence[str], model: nn.Module, samples: SizedDataset, out: Path
 ) -> Mapping[str, Any]:
     """Loss of everything; perplexity of a model that writes, accuracy and macro F1 of one that classifies."""
-    place = find_place(config.train)
+    place = find_device(config.train)
     model.to(place.device).eval()
     plan_config = config.train.plan_config()
     measured = measure_by_reading(samples, head.fields, what="held-out dataset")

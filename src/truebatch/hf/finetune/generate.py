@@ -25,7 +25,7 @@ from truebatch.hf.generate.decoder import hf_decoder
 from truebatch.hf.generate.seq2seq import seq2seq_decoder
 from truebatch.hf.pretrained import load_tokenizer, num_positions
 from truebatch.io.data_files import read_samples
-from truebatch.training.distributed.device import find_place
+from truebatch.training.distributed.device import find_device
 
 _WRITING = ("causal_lm", "seq2seq")
 
@@ -40,7 +40,7 @@ def generate(
             seen=f"task={config.task}",
             do="measure it with `truebatch evaluate`, or load its folder `model` with transformers",
         )
-    place = find_place(config.train)
+    place = find_device(config.train)
     tokenizer = load_tokenizer(config.model, config.chat_template)
     to_ids = _prompt_encoder(config, tokenizer)
     ids = [to_ids(text) for text in prompts]

@@ -32,7 +32,7 @@ from truebatch.training.choices.measured_speed import (
 from truebatch.training.config import TrainConfig
 from truebatch.training.data import TrainData
 from truebatch.training.distributed.collectives import is_sharded
-from truebatch.training.distributed.device import find_place
+from truebatch.training.distributed.device import find_device
 from truebatch.training.memory.batch_size_table import open_engine
 from truebatch.training.memory.cost_model import MemoryFit, largest_cells
 from truebatch.training.memory.fit import fit_facts, fit_memory, make_batch, run_batch, sizes_of, untouched
@@ -105,7 +105,7 @@ def choose_settings(
 
     `facts` describes another device than that of this process, for tests.
     """
-    facts = facts or device_facts(find_place(replace(config, choose=())).device)
+    facts = facts or device_facts(find_device(replace(config, choose=())).device)
     chooser = Chooser(task=task, model=model, data=data, facts=facts, say=say)
     choices: list[SettingChoice] = []
     measured: MeasuredSpeed | None = None
@@ -250,7 +250,7 @@ def _safe_cells(chooser: Chooser, config: TrainConfig, measured: MeasuredSpeed) 
     """The largest budget that is safe with the memory that is free now; None where only time was measured."""
     if measured.fit is None:
         return None
-    device = find_place(replace(config, choose=())).device
+    device = find_device(replace(config, choose=())).device
     limit = usable_bytes(free_bytes_of(device), device)
     cells = largest_cells(measured.fit, sizes_of(chooser.data), layout=config.layout, limit_bytes=limit)
     return max(safe_cells(measured.fit, cells), min(measured.speeds))

@@ -20,7 +20,7 @@ from truebatch.training.choices.device_facts import device_facts
 from truebatch.training.config import TrainConfig
 from truebatch.training.data import TrainData, first_samples, measure_by_reading
 from truebatch.training.distributed.collectives import broadcast_from_rank0, rank
-from truebatch.training.distributed.device import find_place
+from truebatch.training.distributed.device import find_device
 from truebatch.training.optim.param_groups import Group
 from truebatch.training.run_dir.run_dir import CONFIG, RunFolder
 from truebatch.training.stream import is_stream
@@ -62,7 +62,7 @@ def settle_precision(config: TrainConfig, *, say: Say) -> tuple[TrainConfig, lis
     """The precision, if it is left open: models are built by it. Every rank calls it."""
     if "precision" not in config.choose:
         return config, []
-    device = find_place(replace(config, choose=())).device
+    device = find_device(replace(config, choose=())).device
     choice = broadcast_from_rank0(choose_precision(device_facts(device)))
     say(choice.line)
     left = tuple(name for name in config.choose if name != "precision")
@@ -92,7 +92,7 @@ def settle_open(
     """What `train` is given open: as the run in `out` began, else chosen. Nothing to do for a run of a system."""
     if not config.choose:
         return config, []
-    find_place(replace(config, choose=()))
+    find_device(replace(config, choose=()))
     say = say if rank() == 0 else (lambda _line: None)
     folder = out.folder if isinstance(out, RunFolder) else None if out is None else Path(out)
     config, first = settle_precision(recall_choices(config, folder, say=say), say=say)

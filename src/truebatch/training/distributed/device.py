@@ -27,7 +27,7 @@ class DeviceContext:
     scaler: torch.amp.GradScaler | None
 
 
-def find_place(config: TrainConfig) -> DeviceContext:
+def find_device(config: TrainConfig) -> DeviceContext:
     """The device Accelerate gives this process; the number of processes must be the one asked for."""
     _refuse_foreign_engines()
     state = PartialState()
@@ -71,10 +71,10 @@ def _refuse_foreign_engines() -> None:
             raise ConfigError(f"{name} cannot run under truebatch's own step", seen=f"{variable} is set", do=do)
 
 
-def move_model(model: nn.Module, place: DeviceContext, config: TrainConfig) -> None:
+def move_model(model: nn.Module, context: DeviceContext, config: TrainConfig) -> None:
     """Put the model in its place, the same on every rank, with gradient checkpointing if asked for."""
     if not is_sharded(model):
-        model.to(place.device)
+        model.to(context.device)
     if config.gradient_checkpointing:
         enable = getattr(model, "gradient_checkpointing_enable", None)
         if enable is None:

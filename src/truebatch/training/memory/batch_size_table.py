@@ -21,7 +21,7 @@ from truebatch.planning.rows import Ints, Layout
 from truebatch.training.checks.batch_coupling import refuse_couplings
 from truebatch.training.config import TrainConfig
 from truebatch.training.data import TrainData
-from truebatch.training.distributed.device import find_place, move_model
+from truebatch.training.distributed.device import find_device, move_model
 from truebatch.training.memory.cost_model import FIT, MemoryFit, Sizes, largest_cells
 from truebatch.training.memory.fit import fit_memory, make_batch, run_batch, sizes_of, untouched
 from truebatch.training.memory.measure import free_bytes_of, usable_bytes
@@ -134,7 +134,7 @@ def size_task(
     _check(config)
     is_layout_open = "layout" in config.choose
     config = replace(config, devices=1, compile=False, choose=())
-    device = find_place(config).device
+    device = find_device(config).device
     free = free_bytes_of(device)
     data = task.measured_data(config.limit)
     model = (task.commands.sketch or task.build_model)() if is_estimate else task.build_model()
@@ -194,7 +194,7 @@ def _check(config: TrainConfig) -> None:
 
 def open_engine(task: Task, model: nn.Module, config: TrainConfig) -> StepEngine:
     """The engine as training would have it."""
-    place = find_place(config)
+    place = find_device(config)
     refuse_couplings(model.train(), config.allow)
     move_model(model, place, config)
     name_purposes(model)

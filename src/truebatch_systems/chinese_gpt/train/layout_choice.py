@@ -17,7 +17,7 @@ from truebatch.objective import add_counts
 from truebatch.planning.plan import build_plan
 from truebatch.planning.rows import Layout
 from truebatch.training.config import TrainConfig
-from truebatch.training.distributed.device import find_place
+from truebatch.training.distributed.device import find_device
 from truebatch.training.memory.oom_retry import Guard, SampleTooLarge
 from truebatch.training.optim.param_groups import Group
 from truebatch.training.step import StepEngine, accumulate, clear_gradients
@@ -30,7 +30,7 @@ STEPS, ROUNDS = 4, 2
 
 def choose_layout(model: nn.Module, samples: EncodedTexts, config: TrainConfig) -> tuple[Layout, str]:
     """The faster layout on a few steps of these samples, and the times in one line. No weight is changed."""
-    place, objective = find_place(config), NextToken()
+    place, objective = find_device(config), NextToken()
     model.to(place.device)
     name_purposes(model)
     batches = {layout: _first_batches(samples, config, layout) for layout in LAYOUTS}
