@@ -34,6 +34,7 @@ _HOME: dict[str, str] = {
     "choose_layout": "verification.choose_layout",
     "collate": "batch.collate",
     "collate_packed": "batch.collate_packed",
+    "key_dropout": "batch.key_dropout",
     "load_plan": "planning.plan_file",
     "load_steps": "data.loader",
     "measure": "planning.lengths.measure",

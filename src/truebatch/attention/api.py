@@ -6,6 +6,7 @@ facts of the call -> choose_kernel -> planned | varlen | plain | block | per_seg
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,9 +14,10 @@ from torch import Tensor
 from truebatch.attention.cudnn_graph import plans_are_possible
 from truebatch.attention.cudnn_op import attend_rows_by_plan, can_attend_rows
 from truebatch.attention.dispatch import AMPERE, Facts, Kernel, choose_kernel
-from truebatch.attention.score_rule import Rule, band_of, softmax_attention
+from truebatch.attention.score_rule import Rule, band_of, softmax_attention, written_out_attention
 from truebatch.attention.varlen import call_varlen, varlen_has_window, varlen_in_torch
 from truebatch.attention.varlen_cpu import attend_on_host, can_attend_on_host
+from truebatch.batch.key_dropout import drop_weights_of, is_keyed, next_purpose
 from truebatch.batch.segments import Segments, owner_of_cells
 from truebatch.errors import AttentionError
 
@@ -73,6 +75,8 @@ def attend_by(
         assert found is not None
         return _empty_padding(found, segments)
     rule = _without_idle_window(rule, segments.max_length)
+    if rule.dropout > 0 and is_keyed():
+        return _keyed(query, key, value, segments, rule)
     chosen = kernel or _choose(query, value, segments, rule)
     return _KERNELS[chosen](query, key, value, segments, rule)
 
@@ -297,6 +301,23 @@ def _empty_padding(part: Tensor, segments: Segments) -> Tensor:
     if not torch.compiler.is_compiling() and all(segments.is_sample):
         return part  # in a compiled model, a check here would recompile for every row
     return torch.where(segments.is_real[:, None, :, None], part, 0)
+
+
+def _keyed(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Tensor:
+    """One sample at a time, with dropout that belongs to it."""
+    purpose = next_purpose()
+    parts = [torch.split(_flat(part), list(segments.lengths)) for part in (query, key, value)]
+    outs, starts = [], _host_starts(segments)
+    for i, length in enumerate(segments.lengths):
+        q, k, v = (part[i][None].transpose(1, 2) for part in parts)
+        if not segments.is_sample[i] or not length:
+            outs.append(q.new_zeros(length, q.shape[1], v.shape[-1]))
+            continue
+        allowed = band_of(length, length, causal=rule.causal, window=rule.window, device=q.device)
+        own = _cut_bias(rule, starts[i], length, segments)
+        drop = partial(drop_weights_of, p=rule.dropout, purpose=purpose, cells=(starts[i], segments.shape))
+        outs.append(written_out_attention(q, k, v, allowed, own, drop=drop)[0].transpose(0, 1))
+    return _unflat(torch.cat(outs), query.shape[0])
 
 
 def _alike(segments: Segments, *, separate: bool) -> list[list[int]]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout as drop
 from torch.nn.functional import scaled_dot_product_attention
+
+from truebatch.batch.key_dropout import drop_weights
 
 _TRIED = 83
 """Cells of the sample that `plans_confuse_layouts` tries: a length no call has made a plan for yet."""
@@ -138,7 +139,15 @@ def recorded_for_bias(part: Tensor, bias: Tensor | None) -> Tensor:
     return part.detach().requires_grad_()
 
 
-def written_out_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None, rule: Rule) -> Tensor:
+def written_out_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    allowed: Tensor | None,
+    rule: Rule,
+    *,
+    drop: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """Softmax attention in plain operations: the only option with a softcap or sinks.
 
     A query that may see nothing gets equal weights instead of NaN, which would spread through the next layer.
@@ -161,7 +170,7 @@ def written_out_attention(query: Tensor, key: Tensor, value: Tensor, allowed: Te
         scores = torch.cat([scores, sink], dim=-1)
     exact = torch.promote_types(scores.dtype, torch.float32)  # half precision would lose small weights
     weights = torch.softmax(scores, dim=-1, dtype=exact).to(query.dtype)[..., : key.shape[2]]
-    return drop(weights, rule.dropout) @ value
+    return (drop_weights(weights, rule.dropout) if drop is None else drop(weights)) @ value
 
 
 def _join(allowed: Tensor | None, bias: Tensor | None, query: Tensor) -> Tensor | None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from truebatch.batch.custom_op import define_operator
-from truebatch.batch.microbatch import CELLS, SAMPLES, FlatAxis, MicroBatch
+from truebatch.batch.microbatch import CELLS, SAMPLES, FlatAxis, MicroBatch, RowAxis
 from truebatch.errors import BatchError
 from truebatch.planning.keyed_rng import keyed_hash
 
@@ -32,6 +32,10 @@ _FIRST, _SECOND, _STRIDE = (
     -0x61C8864680B583EB,
 )  # splitmix64, as signed integers
 _NUMBER_BITS = 24
+ANY_AXIS = ""
+"""The axis of dropout whose input tells by its shape what it is of."""
+_MOST_POSITIONS = 2**21
+"""More than any sample has, so that the numbers of a pair of positions do not depend on the width of its row."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +115,10 @@ def _word(purpose: str) -> int:
 
 def _numbers(width: tuple[int, ...], word: int, axis: str) -> Tensor:
     """Uniform 24-bit integers (int64); exact in fp32."""
-    keys, places = _keys_and_places(current_noise(), axis)  # the key and the position of every entry
+    return _numbers_of(*_keys_and_places(current_noise(), axis), width, word)  # of the key and position of every entry
+
+
+def _numbers_of(keys: Tensor, places: Tensor, width: tuple[int, ...], word: int) -> Tensor:
     entries = torch.arange(int(np.prod(width, dtype=np.int64)), device=keys.device)
     # counter = place * entries + entry; multiplied by the stride in two halves, so that neither overflows.
     first = _mix(keys ^ word) + places * max(entries.numel(), 1) * _STRIDE
@@ -180,8 +187,98 @@ def _mix_in_place(value: Tensor) -> Tensor:
     return value
 
 
+def is_kept_any(x: Tensor, purpose: str, p: float) -> Tensor:
+    """Bool in the shape of `x`, which tells by itself what it is of: cells, samples or attention weights."""
+    return _is_kept(x, _word(purpose), ANY_AXIS, p)
+
+
+def attention_kept(
+    weights: Tensor, purpose: str, p: float, *, cells: tuple[int, tuple[int, int]] | None = None
+) -> Tensor:
+    """Bool in the shape of attention weights [B, H, Q, K], keyed by the sample and the positions of query and key.
+
+    With `cells`, of one sample alone: its first flattened cell, and the shape of the rows that hold it.
+    """
+    return _attention_kept(weights, _word(purpose), p, cells)
+
+
+def _attention_kept(weights: Tensor, word: int, p: float, cells: tuple[int, tuple[int, int]] | None = None) -> Tensor:
+    noise, (rows, heads, queries, keys) = current_noise(), weights.shape
+    if cells is None:
+        own, at = _row_keys(noise, (rows, queries), weights)
+        to = _row_keys(noise, (rows, keys), weights)[1]
+    else:
+        own, at = (part.flatten()[cells[0] : cells[0] + queries][None] for part in _row_keys(noise, cells[1], weights))
+        to = at
+    pairs = at[:, None, :, None] * _MOST_POSITIONS + to[:, None, None, :]
+    counters = pairs * heads + torch.arange(heads, device=at.device)[None, :, None, None]
+    bits = _mix_in_place(_mix(own ^ word)[:, None, :, None] + counters * _STRIDE)
+    bits >>= 64 - _NUMBER_BITS
+    bits &= (1 << _NUMBER_BITS) - 1
+    return bits.ge(_threshold(p))
+
+
+def _row_keys(noise: NoiseKeys, shape: tuple[int, int], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and positions of all cells of rows of this shape.
+
+    Of padded rows also where an axis has padding: another one may have the same shape, and cells there.
+    """
+    fitting = {name: axis for name, axis in _row_axes(noise).items() if axis.shape == shape}
+    if not fitting:
+        raise _unknown_shape(noise, x)
+    name, axis = next(iter(fitting.items()))
+    if axis.outer or axis.segments.layout == "packed" or axis.segments.side == "left":
+        return _keys_and_places(noise, name)
+    places = torch.arange(shape[1], device=noise.keys.device).expand(shape)
+    return noise.keys[:, None].expand(shape), places
+
+
+def _row_axes(noise: NoiseKeys) -> dict[str, RowAxis]:
+    return {name: axis for name, axis in noise.batch.axes.items() if not isinstance(axis, FlatAxis)}
+
+
+def _unknown_shape(noise: NoiseKeys, x: Tensor) -> BatchError:
+    axes = {name: axis.shape for name, axis in _row_axes(noise).items()}
+    return BatchError(
+        "this dropout is over something else than the cells or the samples of the micro-batch",
+        seen=f"shape {tuple(x.shape)}, rows {axes}, {noise.batch.num_samples} samples",
+        do="set this rate to 0, or put truebatch.KeyedDropout with its axis there",
+    )
+
+
+def _threshold(p: float) -> int:
+    # As `keyed_uniform(...) >= p` in fp32, without converting to floating point.
+    return math.ceil(float(np.float32(p)) * 2**_NUMBER_BITS)
+
+
+def _is_kept_by_shape(x: Tensor, word: int, p: float) -> Tensor:
+    noise, shape = current_noise(), tuple(x.shape)
+    rows, number = {axis.shape for axis in _row_axes(noise).values()}, noise.batch.num_samples
+    if x.ndim == 4 and (shape[0], shape[2]) in rows and (shape[0], shape[3]) in rows:
+        return _attention_kept(x, word, p)
+    if x.ndim > 2 and shape[:2] in rows:
+        return _numbers_of(*_row_keys(noise, shape[:2], x), shape[2:], word).ge(_threshold(p))
+    flat = [one for one in rows if x.ndim == 2 and shape[0] == one[0] * one[1] != number]
+    if flat:
+        return _is_kept_by_shape(x.view(*flat[0], 1, shape[1]), word, p).view(shape)
+    heads = [one for one in rows if x.ndim == 3 and shape[1] == one[1] and shape[0] % one[0] == 0]
+    heads = [one for one in heads if (one[0], shape[2]) in rows]
+    if heads:  # the weights of all heads of all rows, as one axis
+        return _attention_kept(x.view(heads[0][0], -1, *shape[1:]), word, p).view(shape)
+    if shape[0] == number and (x.ndim <= 2 or (x.ndim == 3 and _is_padded_right(noise))):
+        return _is_kept(x, word, SAMPLES, p)
+    raise _unknown_shape(noise, x)
+
+
+def _is_padded_right(noise: NoiseKeys) -> bool:
+    rows = _row_axes(noise).values()
+    return all(axis.segments.layout == "padded" and axis.segments.side == "right" for axis in rows)
+
+
 def _is_kept(x: Tensor, word: int, axis: str, p: float) -> Tensor:
     """Bool in the shape of `x`: False with probability `p`, else True."""
+    if axis == ANY_AXIS:
+        return _is_kept_by_shape(x, word, p)
     shape = _keys_and_places(current_noise(), axis)[0].shape
     if x.shape[: len(shape)] != shape:
         raise BatchError(
@@ -190,8 +287,7 @@ def _is_kept(x: Tensor, word: int, axis: str, p: float) -> Tensor:
             do="give KeyedDropout the axis that its input has",
         )
     numbers = _numbers(tuple(x.shape[len(shape) :]), word, axis)
-    # As `keyed_uniform(...) >= p` in fp32, without converting to floating point.
-    return numbers.ge(math.ceil(float(np.float32(p)) * 2**_NUMBER_BITS))
+    return numbers.ge(_threshold(p))
 
 
 _kept_operator = define_operator(

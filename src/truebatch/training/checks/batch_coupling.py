@@ -33,7 +33,14 @@ def find_couplings(model: nn.Module) -> list[Coupling]:
     for name, module in model.named_modules():
         found += _of_module(name or "the model", module)
     config = getattr(model, "config", None)
-    return found + (_of_config(config) if config is not None else [])
+    is_keyed = getattr(model, "_truebatch_keyed", False)
+    own = _of_config(config) if config is not None else []
+    return found + [c for c in own if not (is_keyed and c.name == "dropout" and not _is_of_layers(c.where))]
+
+
+def _is_of_layers(where: str) -> bool:
+    """True for rates by which whole layers or paths are left out: `key_dropout` does not know them."""
+    return any(word in where for word in ("layerdrop", "layer_drop", "path", "token"))
 
 
 def refuse_couplings(model: nn.Module, allow: Sequence[str]) -> list[Coupling]:
@@ -63,7 +70,7 @@ _DRAWN = Coupling(
     "dropout",
     "the first step",
     "it drew random numbers from torch's global generator (functional dropout, noise), for the micro-batch",
-    "use truebatch.KeyedDropout, or noise keyed by sample",
+    "call truebatch.key_dropout(model), or use noise keyed by sample",
 )
 
 
@@ -111,7 +118,7 @@ def _of_module(name: str, module: nn.Module) -> Iterable[Coupling]:
             "dropout",
             f"{name} ({kind}, p={module.p})",
             "its mask is drawn for the micro-batch, not for the sample",
-            "use truebatch.KeyedDropout, or p=0",
+            "call truebatch.key_dropout(model), which draws it for the sample, or set p=0",
         )
     if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None):
         yield Coupling(
@@ -142,7 +149,7 @@ def _of_config(config: Any) -> list[Coupling]:
             "dropout",
             f"config.{name}={value}",
             "the model draws it inside its layers, for the micro-batch",
-            f"set config.{name} = 0 before building the model",
+            f"call truebatch.key_dropout(model), which draws it for the sample, or set config.{name} = 0",
         )
         for name, value in sorted(vars(config).items())
         if "drop" in name and "classifier" not in name and isinstance(value, float) and 0 < value < 1
