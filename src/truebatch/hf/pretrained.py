@@ -91,21 +91,27 @@ def with_labels(config: PretrainedConfig, names: Sequence[str]) -> Any:
     return config
 
 
+def dropout_rates(config: PretrainedConfig) -> dict[str, float]:
+    """Every dropout of a configuration that is above 0, by dotted name."""
+    rates: dict[str, float] = {}
+    for name, value in vars(config).items():
+        if hasattr(value, "get_text_config"):
+            rates |= {f"{name}.{inner}": rate for inner, rate in dropout_rates(value).items()}
+        elif "drop" in name and isinstance(value, float) and value > 0:
+            rates[name] = value
+    return rates
+
+
 def without_dropout(config: PretrainedConfig) -> dict[str, float]:
     """Set every dropout of a configuration to 0; what they were, by dotted name."""
-    before: dict[str, float] = {}
-    for name, value in list(vars(config).items()):
-        if hasattr(value, "get_text_config"):
-            before |= {f"{name}.{inner}": rate for inner, rate in without_dropout(value).items()}
-        elif "drop" in name and isinstance(value, float) and value > 0:
-            before[name] = value
-            setattr(config, name, 0.0)
-    return before
+    rates = dropout_rates(config)
+    with_dropout(config, dict.fromkeys(rates, 0.0))
+    return rates
 
 
-def with_dropout(config: PretrainedConfig, before: Mapping[str, float]) -> None:
-    """Put the dropouts back that `without_dropout` has taken."""
-    for path, rate in before.items():
+def with_dropout(config: PretrainedConfig, rates: Mapping[str, float]) -> None:
+    """Give a configuration these dropouts, by dotted name."""
+    for path, rate in rates.items():
         *parts, name = path.split(".")
         owner = config
         for part in parts:

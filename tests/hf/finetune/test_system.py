@@ -73,7 +73,7 @@ def loaded(task: str, where: str = "runs/hf/model"):
 
 @pytest.mark.parametrize("task", DATA)
 def test_every_task_trains_and_plain_transformers_loads_the_model(folder, capsys, task):
-    assert train(task, "--set", "train.epochs=8", "--set", "train.learning_rate=1e-2") == 0
+    assert train(task, "--set", "train.epochs=8", "--set", "train.learning_rate=1e-2", "--set", "dropout=false") == 0
     out = capsys.readouterr().out
     assert losses()[-1] < losses()[0]
     model = loaded(task)
@@ -110,7 +110,8 @@ def one_by_one(task: str) -> float:
 
 @pytest.mark.parametrize("task", ["causal_lm", "seq2seq"])
 def test_the_loss_is_that_of_the_models_own_forward_one_by_one(folder, task):
-    assert train(task, "--set", "train.samples_per_step=12", "--set", "train.learning_rate=0.0") == 0
+    plain = ("--set", "train.samples_per_step=12", "--set", "train.learning_rate=0.0", "--set", "dropout=false")
+    assert train(task, *plain) == 0
     assert losses() == pytest.approx([one_by_one(task)], rel=1e-6)
 
 
@@ -143,9 +144,16 @@ def test_the_question_is_never_learned(folder):
         assert float(one(input_ids=question, labels=question).loss.detach()) > 2.0
 
 
-def test_dropout_is_off_for_training_and_as_it_was_in_what_is_saved(folder, capsys):
+def test_dropout_is_drawn_for_each_sample_or_off_and_as_it_was_in_what_is_saved(folder, capsys):
     assert train("causal_lm", "--set", "train.check_samples=8") == 0
+    assert "dropout is drawn for each sample (attention_dropout=0.1)" in capsys.readouterr().out
+    assert loaded("causal_lm").config.attention_dropout == 0.1
+    kept = read_metrics(Path("runs/hf/metrics.jsonl"))
+    assert kept[0]["equality"]["verdict"] == "equal"
+    Path("runs/hf").rename("runs/keyed")
+    assert train("causal_lm", "--set", "train.check_samples=8", "--set", "dropout=false") == 0
     assert "dropout is set to 0 for training (was attention_dropout=0.1)" in capsys.readouterr().out
+    assert read_metrics(Path("runs/hf/metrics.jsonl"))[0]["loss"] != kept[0]["loss"]
     assert loaded("causal_lm").config.attention_dropout == 0.1
     assert read_metrics(Path("runs/hf/metrics.jsonl"))[0]["equality"]["verdict"] == "equal"
     assert train("causal_lm", "--out", "runs/kept", "--set", "train.allow=[dropout]") == 0

@@ -32,6 +32,8 @@ class FinetuneConfig:
     """Most tokens of a sample; by default as many as the model has positions."""
     overlong: Overlong = "refuse"
     """What becomes of a sample with more: refuse stops, drop leaves it out, cut keeps its beginning; both are counted."""
+    dropout: bool = True
+    """Train with the dropout of the model's configuration, drawn for each sample; false sets it to 0."""
     chat_template: Path | None = None
     """A Jinja file, instead of the tokenizer's own template."""
     lora: bool = False

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from truebatch.batch.key_dropout import key_dropout
 from truebatch.errors import ConfigError
 from truebatch.hf.attention.packed import packing_plan_of
 from truebatch.hf.finetune.config import FinetuneConfig
@@ -29,6 +30,7 @@ from truebatch.hf.heads.losses import IGNORE
 from truebatch.hf.heads.objective import HeadObjective
 from truebatch.hf.hub import fetch_model, is_hub_name
 from truebatch.hf.pretrained import (
+    dropout_rates,
     load_configuration,
     load_tokenizer,
     load_weights,
@@ -39,11 +41,11 @@ from truebatch.hf.pretrained import (
     with_dropout,
     with_labels,
     without_chatter,
-    without_dropout,
 )
 from truebatch.planning.lengths.measure import content_hash
 from truebatch.planning.lengths.measured_values import Measured, cache_folder
 from truebatch.planning.rows import Ints, Layout
+from truebatch.training.checks.batch_coupling import leaves_out_layers
 from truebatch.training.data import TrainData
 from truebatch.training.system import System, Task, TaskCommands
 from truebatch.verification.choose_layout import choose_layout
@@ -56,9 +58,11 @@ class PreparedRun:
     train: TokenStore | TokenStream
     validation: TokenStore | None
     configuration: Any
-    """Of the model, with the classes of the data and without dropout."""
+    """Of the model, with the classes of the data and without the dropouts that cannot be drawn for each sample."""
     dropouts: dict[str, float]
     """What was set to 0."""
+    keyed: dict[str, float]
+    """What is drawn for each sample."""
     head: ModelHead
     content: str
     """A hash of the data file."""
@@ -126,10 +130,23 @@ def _prepare(config: FinetuneConfig, contents: tuple[str, ...]) -> PreparedRun:
     train = TokenStream(encoder, config.data) if config.streaming else encode_file(encoder, config.data)
     validation = encode_file(encoder, config.validation, names=train.label_names) if config.validation else None
     with_labels(configuration, train.label_names)
-    dropouts = {} if "dropout" in config.train.allow else without_dropout(configuration)
+    dropouts, keyed = _split_dropouts(config, configuration)
+    with_dropout(configuration, dict.fromkeys(dropouts, 0.0))
     first = train.first() if isinstance(train, TokenStream) else train[0]
     head = head_of(shape_of(configuration, config.task), first)
-    return PreparedRun(train, validation, configuration, dropouts, head, contents[0] if contents else "", [])
+    content = contents[0] if contents else ""
+    return PreparedRun(train, validation, configuration, dropouts, keyed, head, content, [])
+
+
+def _split_dropouts(config: FinetuneConfig, configuration: Any) -> tuple[dict[str, float], dict[str, float]]:
+    """The dropouts that are set to 0, and those that are drawn for each sample; none where the user allows any."""
+    rates = dropout_rates(configuration)
+    if "dropout" in config.train.allow:
+        return {}, {}
+    if not config.dropout or config.train.compile:
+        return rates, {}
+    off = {name: rate for name, rate in rates.items() if leaves_out_layers(name)}
+    return off, {name: rate for name, rate in rates.items() if name not in off}
 
 
 def _max_length(config: FinetuneConfig, configuration: Any) -> int | None:
@@ -172,6 +189,8 @@ def _label_counts(train: TokenStore, head: ModelHead) -> Ints:
 
 def _build_model(config: FinetuneConfig, ready: PreparedRun) -> nn.Module:
     model, new = _load(config, ready.configuration)
+    if ready.keyed:
+        key_dropout(model)
     if new:
         ready.news[:] = [f"new weights, drawn from seed {config.train.seed}: {', '.join(new)}"]
     return model
@@ -200,6 +219,8 @@ def _restore_model(config: FinetuneConfig, weights: Mapping[str, Tensor]) -> nn.
 def _sketch(config: FinetuneConfig, ready: PreparedRun) -> nn.Module:
     """The shapes of the model, without its weights."""
     model = sketch_model(deepcopy(ready.configuration), config.task)
+    if ready.keyed:
+        key_dropout(model)
     if config.lora:
         add_lora(model, config.task, rank=config.lora_rank, alpha=config.lora_alpha)
     return model
@@ -229,6 +250,9 @@ def _describe(ready: PreparedRun) -> list[str]:
     if ready.dropouts:
         rates = ", ".join(f"{name}={rate}" for name, rate in ready.dropouts.items())
         lines.append(f"dropout is set to 0 for training (was {rates}); --set train.allow=[dropout] keeps it")
+    if ready.keyed:
+        rates = ", ".join(f"{name}={rate}" for name, rate in ready.keyed.items())
+        lines.append(f"dropout is drawn for each sample ({rates}); --set dropout=false trains without")
     return [*lines, *ready.news]
 
 

@@ -35,12 +35,12 @@ def find_couplings(model: nn.Module) -> list[Coupling]:
     config = getattr(model, "config", None)
     is_keyed = getattr(model, "_truebatch_keyed", False)
     own = _of_config(config) if config is not None else []
-    return found + [c for c in own if not (is_keyed and c.name == "dropout" and not _is_of_layers(c.where))]
+    return found + [c for c in own if not (is_keyed and c.name == "dropout" and not leaves_out_layers(c.where))]
 
 
-def _is_of_layers(where: str) -> bool:
-    """True for rates by which whole layers or paths are left out: `key_dropout` does not know them."""
-    return any(word in where for word in ("layerdrop", "layer_drop", "path", "token"))
+def leaves_out_layers(name: str) -> bool:
+    """True for a rate by which whole layers, paths or tokens are left out: `key_dropout` does not know them."""
+    return any(word in name for word in ("layerdrop", "layer_drop", "path", "token"))
 
 
 def refuse_couplings(model: nn.Module, allow: Sequence[str]) -> list[Coupling]:
