@@ -88,8 +88,8 @@ def _enter(name: str) -> None:
         _open_calls += 1
         if _open_calls == 1:
             _plain.update(dropout=functional.dropout, attention=functional.scaled_dot_product_attention)
-            functional.dropout = _dropout  # type: ignore[assignment]
-            functional.scaled_dot_product_attention = _attention  # type: ignore[assignment]
+            functional.dropout = _dropout
+            functional.scaled_dot_product_attention = _attention
 
 
 def _leave() -> None:
@@ -100,8 +100,8 @@ def _leave() -> None:
     with _LOCK:
         _open_calls -= 1
         if not _open_calls:
-            functional.dropout = _plain["dropout"]  # type: ignore[assignment]
-            functional.scaled_dot_product_attention = _plain["attention"]  # type: ignore[assignment]
+            functional.dropout = _plain["dropout"]
+            functional.scaled_dot_product_attention = _plain["attention"]
 
 
 def _calls() -> list[list[Any]]:

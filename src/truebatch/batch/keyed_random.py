@@ -248,7 +248,7 @@ def _unknown_shape(noise: NoiseKeys, x: Tensor) -> BatchError:
 
 def _threshold(p: float) -> int:
     # As `keyed_uniform(...) >= p` in fp32, without converting to floating point.
-    return math.ceil(float(np.float32(p)) * 2**_NUMBER_BITS)
+    return math.ceil(float(np.float32(p)) * float(2**_NUMBER_BITS))
 
 
 def _is_kept_by_shape(x: Tensor, word: int, p: float) -> Tensor:
@@ -257,7 +257,7 @@ def _is_kept_by_shape(x: Tensor, word: int, p: float) -> Tensor:
     if x.ndim == 4 and (shape[0], shape[2]) in rows and (shape[0], shape[3]) in rows:
         return _attention_kept(x, word, p)
     if x.ndim > 2 and shape[:2] in rows:
-        return _numbers_of(*_row_keys(noise, shape[:2], x), shape[2:], word).ge(_threshold(p))
+        return _numbers_of(*_row_keys(noise, (shape[0], shape[1]), x), shape[2:], word).ge(_threshold(p))
     flat = [one for one in rows if x.ndim == 2 and shape[0] == one[0] * one[1] != number]
     if flat:
         return _is_kept_by_shape(x.view(*flat[0], 1, shape[1]), word, p).view(shape)
