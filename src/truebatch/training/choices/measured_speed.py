@@ -1,6 +1,6 @@
 """How fast steps are under a few budgets of cells, on samples of the user's own; kept for the next run.
 
-samples of one step -> cut under every budget -> forward and backward, timed -> tokens a second -> a file in the cache
+samples of one step -> cut under every budget -> forward and backward, timed -> tokens per second -> a file in the cache
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class MeasuredSpeed:
     fit: MemoryFit | None
     """What micro-batches take; None on a CPU, where only time is measured."""
     speeds: Mapping[int, float]
-    """Budget of cells -> tokens a second of forward and backward."""
+    """Budget of cells -> tokens per second of forward and backward."""
     load_seconds: float
     """To read a sample and write it into its row."""
 

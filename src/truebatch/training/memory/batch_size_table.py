@@ -1,4 +1,4 @@
-"""What batch sizes come to for a system: samples a second, bytes, and the largest budget for every memory size."""
+"""What batch sizes come to for a system: samples per second, bytes, and the largest budget for every memory size."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Sizing:
     longest: int
     shortest: int
     speeds: Mapping[int, float] = field(default_factory=dict)
-    """Budget of cells -> tokens a second, where it was timed."""
+    """Budget of cells -> tokens per second, where it was timed."""
     fastest: int | None = None
     """The smallest budget that is safe here and nearly as fast as the fastest."""
 

@@ -1,4 +1,4 @@
-"""What stands beside a run: the one clock of all schedules, and the discriminator that now and then begins anew."""
+"""Callbacks: the one clock of all schedules, and the discriminator that is initialised anew now and then."""
 
 from __future__ import annotations
 
