@@ -59,11 +59,19 @@ class EditorParams:
     dtype: str = "bfloat16"
     """diffusers: of the weights."""
     num_inference_steps: int = 15
-    """diffusers: handed to every call, as the next two."""
-    true_cfg_scale: float = 4.0
+    """diffusers: handed to every call, as the next ones; what the pipeline does not take is refused. None: its own."""
+    guidance_scale: float | None = None
     """diffusers: how strongly the instruction is followed."""
-    negative_prompt: str = " "
-    """diffusers: what is not wanted."""
+    image_guidance_scale: float | None = None
+    """diffusers: how strongly the picture is kept (InstructPix2Pix)."""
+    true_cfg_scale: float | None = None
+    """diffusers: how strongly the instruction is followed (Qwen-Image-Edit, Flux)."""
+    strength: float | None = None
+    """diffusers: how much of the picture may change, above 0 to 1 (image-to-image pipelines)."""
+    negative_prompt: str | None = None
+    """diffusers: what is not wanted. None: a space where the pipeline's own true_cfg_scale would have no effect without."""
+    arguments: dict[str, float | int | str | bool] = field(default_factory=dict)
+    """diffusers: further arguments of the pipeline, such as height."""
     seed: int = 0
     """Of pairs without a seed of their own; each pair gets another one from it."""
 
@@ -212,6 +220,8 @@ def _check_numbers(config: RewardConfig) -> None:
     for place, ids in (("diffusion_model", editor.device_ids), ("reward_model", params.device_ids)):
         if len(set(ids)) < len(ids) or any(number < 0 for number in ids):
             _refuse(f"{place}.params.device_ids", list(ids), "different numbers of 0 or more")
+    if editor.strength is not None and not 0 < editor.strength <= 1:
+        _refuse("diffusion_model.params.strength", editor.strength, "above 0 to 1")
     if params.dtype not in DTYPES:
         _refuse("reward_model.params.dtype", params.dtype, f"one of {', '.join(DTYPES)}")
     if editor.dtype not in DTYPES[1:]:

@@ -5,6 +5,7 @@ An editor that cannot edit raises: a failed edit is a status, and never the sour
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -13,8 +14,12 @@ from typing import Any, Protocol
 
 from truebatch.errors import ConfigError, DataError
 from truebatch.hf.load import load_pipeline
+from truebatch.io.atomic_files import read_json
 from truebatch.io.images import rgb_image
 from truebatch.planning.lengths.image_size import opened_image
+
+AUTO_CLASS = "diffusers:DiffusionPipeline"
+"""The folder says which pipeline it is."""
 
 
 class Editor(Protocol):
@@ -92,7 +97,7 @@ class DiffusersEditor:
     """A pipeline of diffusers on one device; needs the extra `diffusers`."""
 
     model_name: str
-    class_path: str = "diffusers:DiffusionPipeline"
+    class_path: str = AUTO_CLASS
     device: str = "cuda"
     dtype: str = "bfloat16"
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -108,15 +113,7 @@ class DiffusersEditor:
         """Load the weights onto the device."""
         import torch
 
-        place, _, name = self.class_path.partition(":")
-        try:
-            kind = getattr(import_module(place), name)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(
-                f"the editor {self.class_path} cannot be loaded",
-                seen=f"{type(error).__name__}: {error}",
-                do="pip install 'truebatch[diffusers]', and name the class as module:Class",
-            ) from error
+        kind = import_class(self.class_path)
         loaded = load_pipeline(kind, self.model_name, torch_dtype=getattr(torch, self.dtype))
         self.pipeline = loaded.to(self.device)
         self.pipeline.set_progress_bar_config(disable=True)
@@ -138,3 +135,54 @@ class DiffusersEditor:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def import_class(class_path: str) -> Any:
+    """The class named as module:Class."""
+    place, _, name = class_path.partition(":")
+    try:
+        return getattr(import_module(place), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"the editor {class_path} cannot be loaded",
+            seen=f"{type(error).__name__}: {error}",
+            do="pip install 'truebatch[diffusers]', and name the class as module:Class",
+        ) from error
+
+
+def pipeline_class(folder: Path, class_path: str) -> Any:
+    """The class of a pipeline: the one that is named, or for `DiffusionPipeline` the one that the folder names."""
+    kind = import_class(class_path)
+    if class_path != AUTO_CLASS:
+        return kind
+    index = folder / "model_index.json"
+    name = read_json(index).get("_class_name") if index.is_file() else None
+    return import_class(f"diffusers:{name}") if isinstance(name, str) else kind
+
+
+def pipeline_arguments(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of every call, checked against the pipeline's signature before anything is loaded.
+
+    Several pipelines swallow and ignore further keywords: those are refused too.
+    """
+    accepted = inspect.signature(kind.__call__).parameters
+    missing = [name for name in ("image", "prompt", "generator") if name not in accepted]
+    if missing:
+        raise ConfigError(
+            f"{kind.__name__} does not edit a picture by an instruction",
+            seen=f"it takes no {', '.join(missing)}",
+            do="name another class with diffusion_model.class_path, such as diffusers:StableDiffusionXLImg2ImgPipeline",
+        )
+    unknown = [name for name in given if name not in accepted or name in ("image", "prompt", "generator")]
+    if unknown:
+        raise ConfigError(
+            f"{kind.__name__} does not take these settings",
+            seen=", ".join(f"diffusion_model.params.{name}" for name in unknown),
+            do=f"leave them out; it takes {', '.join(name for name in accepted if name not in ('self', 'kwargs'))}",
+        )
+    cfg = accepted.get("true_cfg_scale")
+    scale = given.get("true_cfg_scale", cfg.default if cfg else 0)
+    needs_negative = "negative_prompt" in accepted and "negative_prompt" not in given
+    if cfg is not None and needs_negative and isinstance(scale, int | float) and scale > 1:
+        return {**given, "negative_prompt": " "}  # without one the scale has no effect
+    return dict(given)

@@ -27,7 +27,14 @@ from truebatch_systems.vl_reward.console import Say
 from truebatch_systems.vl_reward.data.dataset import EditPair, Fault, image_faults, read_benchmark, require_sound
 from truebatch_systems.vl_reward.data.prompts import CategoryPrompt, prompt_faults
 from truebatch_systems.vl_reward.data.toy_pictures import PROMPTS, edit_picture, make_records
-from truebatch_systems.vl_reward.editors import DiffusersEditor, Editor, FolderEditor, ScriptedEditor
+from truebatch_systems.vl_reward.editors import (
+    DiffusersEditor,
+    Editor,
+    FolderEditor,
+    ScriptedEditor,
+    pipeline_arguments,
+    pipeline_class,
+)
 from truebatch_systems.vl_reward.eval.report import write_reports
 from truebatch_systems.vl_reward.eval.statistics import Row
 from truebatch_systems.vl_reward.judge.judges import check_gpus, check_judge, open_judges
@@ -170,10 +177,10 @@ def make_editors(config: RewardConfig) -> list[Editor]:
             do="name the folder of a saved pipeline; nothing is downloaded",
         )
     devices = [f"cuda:{number}" for number in params.device_ids] or ["cuda" if torch.cuda.is_available() else "cpu"]
-    call = {
-        "num_inference_steps": params.num_inference_steps, "true_cfg_scale": params.true_cfg_scale,
-        "negative_prompt": params.negative_prompt,
-    }  # fmt: skip
+    names = ("guidance_scale", "image_guidance_scale", "true_cfg_scale", "strength", "negative_prompt")
+    given = {name: getattr(params, name) for name in names if getattr(params, name) is not None}
+    given = {"num_inference_steps": params.num_inference_steps, **given, **params.arguments}
+    call = pipeline_arguments(pipeline_class(Path(params.model_name), settings.class_path), given)
     return [DiffusersEditor(params.model_name, settings.class_path, device, params.dtype, call) for device in devices]
 
 
