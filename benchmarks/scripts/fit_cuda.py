@@ -47,7 +47,7 @@ from truebatch.training.data import TrainData
 from truebatch.training.memory.cost_model import Sizes, largest_cells
 from truebatch.training.memory.fit import fit_memory
 from truebatch.training.memory.measure import CountStorages, free_bytes_of, held_bytes, usable_bytes
-from truebatch.training.memory.oom_retry import Guard
+from truebatch.training.memory.oom_retry import OomGuard
 from truebatch.training.optim.param_groups import Group, make_groups
 from truebatch.training.step import StepEngine, apply_update, step_counts, take_gradients
 
@@ -199,7 +199,7 @@ def _open(shape: Shape, device: torch.device, longest: int) -> tuple[StepEngine,
     data = TrainData(samples=samples, fields=head.fields, measured=Measured(lengths=lengths, found="given"))
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device.type == "cuda")
     groups = make_groups([Group(optimiser=optimiser)], model)
-    guard = Guard(fields=head.fields, say=say)
+    guard = OomGuard(fields=head.fields, say=say)
     return StepEngine(
         model=model, objective=HeadObjective(head=head), groups=groups, device=device, guard=guard
     ), data  # fmt: skip

@@ -37,7 +37,7 @@ from truebatch.planning.config import PlanConfig
 from truebatch.planning.plan import build_plan
 from truebatch.testing.failpoints import armed
 from truebatch.training.memory.oom import is_out_of_memory
-from truebatch.training.memory.oom_retry import Guard, SampleTooLarge, most_tries
+from truebatch.training.memory.oom_retry import OomGuard, SampleTooLarge, most_tries
 from truebatch.training.optim.param_groups import Group, make_groups
 from truebatch.training.step import StepEngine, apply_update, step_counts, take_gradients
 
@@ -155,7 +155,7 @@ def survive(engine: StepEngine, steps: list[LoadedStep], expected: list[Any], er
     while done < errors:
         level, at = next(levels)
         limit_memory(engine.device, base + int(level * room))
-        guard = Guard(fields=FIELDS, say=said.append)
+        guard = OomGuard(fields=FIELDS, say=said.append)
         guarded = StepEngine(
             model=engine.model, objective=engine.objective, groups=engine.groups, device=engine.device, guard=guard
         )
@@ -184,7 +184,7 @@ def inject(device: torch.device, number: int) -> dict[str, Any]:
     model = Decoder(200, 16, 1, heads=2).to(device)
     groups = make_groups([Group(optimiser=torch.optim.AdamW(model.parameters(), 1e-3))], model)
     quiet = StepEngine(model=model, objective=NextToken(), groups=groups, device=device)
-    guard = Guard(fields=FIELDS)
+    guard = OomGuard(fields=FIELDS)
     engine = replace(quiet, guard=guard)
     steps = make_steps(200, 24, 16, 8)
     expected = [gradient(quiet, step) for step in steps]

@@ -28,7 +28,7 @@ from truebatch.training.checkpoint.store import load_newest
 from truebatch.training.config import TrainConfig
 from truebatch.training.data import TrainData, measure_by_reading, single_sample_batch_fn
 from truebatch.training.distributed.collectives import all_gather_list, num_ranks, rank
-from truebatch.training.memory.oom_retry import Guard, read_budget
+from truebatch.training.memory.oom_retry import OomGuard, read_budget
 from truebatch.training.optim.param_groups import Group, make_groups
 from truebatch.training.step import StepEngine, step_counts, take_gradients
 from truebatch.training.trainer import train
@@ -120,14 +120,14 @@ def out_of_memory():
     """Memory runs out on one rank, on either, and for a sample alone; the other rank only does its own part."""
     results = {}
     for at in range(2):
-        guard = Guard(fields=TEXT_FIELDS)
+        guard = OomGuard(fields=TEXT_FIELDS)
         with armed("step.backward:oom:2") if rank() == at else nullcontext():
             found = gradients("text", "padded", guard=guard)
         results[f"out of memory on rank {at}"] = [(x, y, g.tolist()) for x, y, g in found]
         results[f"recoveries {at}"] = all_gather_list([guard.recoveries])
-    limited = Guard(fields=TEXT_FIELDS)
+    limited = OomGuard(fields=TEXT_FIELDS)
     results["limited"] = [(x, y, g.tolist()) for x, y, g in gradients("text", "packed", guard=limited, limit=33)]
-    left_out = Guard(fields=TEXT_FIELDS, when_too_large="quarantine")
+    left_out = OomGuard(fields=TEXT_FIELDS, when_too_large="quarantine")
     results["quarantine"] = [(x, y, g.tolist()) for x, y, g in gradients("text", "padded", guard=left_out, limit=28)]
     results["quarantined"] = all_gather_list([sorted(left_out.quarantined)])
     return results
@@ -136,7 +136,7 @@ def out_of_memory():
 def sharded_out_of_memory(folder):
     """Every rank saves the budget and leaves; begun again, the ranks make equally many micro-batches of their own."""
     folder.mkdir(exist_ok=True)
-    guard = Guard(fields=TEXT_FIELDS, folder=folder)
+    guard = OomGuard(fields=TEXT_FIELDS, folder=folder)
     said = ""
     with armed("step.forward:oom:1"):
         try:
@@ -144,7 +144,7 @@ def sharded_out_of_memory(folder):
         except RestartError as error:
             said = f"{exit_code_of(error)} {error.wrong}"
     dist.barrier()
-    again = Guard(fields=TEXT_FIELDS, folder=folder)
+    again = OomGuard(fields=TEXT_FIELDS, folder=folder)
     read_budget(again)
     found = gradients("text", "padded", shard=True, guard=again)
     return said, again.cells, [(x, y, g.tolist()) for x, y, g in found]

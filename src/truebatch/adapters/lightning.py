@@ -23,7 +23,7 @@ from truebatch.data.loader import LoadedStep, LoaderConfig
 from truebatch.errors import ConfigError, RunError
 from truebatch.hf.heads.objective import HeadObjective
 from truebatch.objective import Objective
-from truebatch.training.memory.oom_retry import Guard
+from truebatch.training.memory.oom_retry import OomGuard
 from truebatch.training.step import StepEngine
 from truebatch.training.validation import evaluate_loss
 
@@ -37,7 +37,7 @@ class PlannedStep:
     """What a `training_step` gets. Lightning passes it on unchanged; its micro-batches move to the device one by
     one."""
 
-    def __init__(self, loaded: LoadedStep, epoch: int, seed: int, guard: Guard | None = None) -> None:
+    def __init__(self, loaded: LoadedStep, epoch: int, seed: int, guard: OomGuard | None = None) -> None:
         self.loaded, self.epoch, self.seed, self.guard = loaded, epoch, seed, guard
 
 
@@ -59,7 +59,7 @@ class StepLoader:
 
     def __init__(self, data: PlannedData, trainer: Any, config: LoaderConfig) -> None:
         self.data, self.trainer, self.config = data, trainer, config
-        self.guard = Guard(fields=data.head.fields, say=_log.warning)
+        self.guard = OomGuard(fields=data.head.fields, say=_log.warning)
         self.start: tuple[int, int] | None = None
 
     def __len__(self) -> int:

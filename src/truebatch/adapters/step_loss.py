@@ -19,7 +19,7 @@ from truebatch.objective import Objective
 from truebatch.training.checks.batch_coupling import find_couplings
 from truebatch.training.checks.first_step import ANY_COUPLING, DEFAULT_SAMPLES, FirstStep, check_loop
 from truebatch.training.distributed.collectives import num_ranks, sum_over_ranks
-from truebatch.training.memory.oom_retry import Guard
+from truebatch.training.memory.oom_retry import OomGuard
 from truebatch.training.optim.param_groups import Group
 from truebatch.training.step import StepEngine, accumulate, step_counts
 
@@ -34,14 +34,14 @@ def step_loss(
     device: torch.device | None = None,
     epoch: int = 0,
     seed: int = 0,
-    guard: Guard | None = None,
+    guard: OomGuard | None = None,
     check_samples: int = DEFAULT_SAMPLES,
 ) -> Tensor:
     """The true loss of a step over all ranks; its `backward()` gives the gradient of the step, exactly once.
 
     Only one micro-batch is in memory at a time. With several ranks the gradient is this rank's share times their
     number, because DistributedDataParallel averages it: wrap the module that calls this, or average gradients yourself.
-    An active autocast applies to the forward passes. With a guard, `Guard(fields=...)` kept over steps, memory that
+    An active autocast applies to the forward passes. With a guard, `OomGuard(fields=...)` kept over steps, memory that
     runs out only changes how the step is cut.
 
     Before the first step of a model, `check_samples` of its samples are run alone and as they were cut: a warning in the log
@@ -105,7 +105,7 @@ def _engine(
     wanted: Sequence[nn.Parameter],
     device: torch.device,
     seed: int,
-    guard: Guard | None,
+    guard: OomGuard | None,
 ) -> StepEngine:
     kind = device.type
     is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)

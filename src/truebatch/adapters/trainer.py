@@ -32,7 +32,7 @@ from truebatch.hf.heads.objective import HeadObjective
 from truebatch.training.checks.batch_coupling import find_couplings, refuse_couplings
 from truebatch.training.checks.first_step import ANY_COUPLING, FirstStep, check_loop
 from truebatch.training.distributed.collectives import num_ranks, rank, reduce_gradients, sum_over_ranks
-from truebatch.training.memory.oom_retry import Guard
+from truebatch.training.memory.oom_retry import OomGuard
 from truebatch.training.optim.param_groups import Group
 from truebatch.training.step import StepEngine, accumulate, step_counts
 from truebatch.training.validation import evaluate_loss
@@ -125,7 +125,7 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.truebatch = truebatch or AdapterConfig()
         self._planned: PlannedData | None = None
-        self._guard: Guard | None = None
+        self._guard: OomGuard | None = None
         self._steps: Generator[LoadedStep, None, None] | None = None
         self._place: tuple[int, int] = (-1, -1)
         refuse_settings(self, TruebatchMixin)
@@ -149,7 +149,7 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
         )
         planned = plan_data(given.dataset, given.collate_fn, bare_model(self.model), config)
         self._close_steps()
-        self._planned, self._guard = planned, Guard(fields=planned.head.fields, say=_log.warning)
+        self._planned, self._guard = planned, OomGuard(fields=planned.head.fields, say=_log.warning)
         self.remove_callback(StepRecord)
         self.add_callback(StepRecord(**planned.identity()))
         items = planned.num_steps * self.args.gradient_accumulation_steps
@@ -275,10 +275,10 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
             guard=self._guard_of(planned),
         )
 
-    def _guard_of(self, planned: PlannedData | None) -> Guard:
+    def _guard_of(self, planned: PlannedData | None) -> OomGuard:
         """The training's splitter, with what it has learnt about memory; a new one for anything else."""
         if planned is not None or self._guard is None:
-            return Guard(fields=(planned or self._planned).head.fields, say=_log.warning)  # type: ignore[union-attr]
+            return OomGuard(fields=(planned or self._planned).head.fields, say=_log.warning)  # type: ignore[union-attr]
         return self._guard
 
     def _autocast(self) -> AbstractContextManager[object]:

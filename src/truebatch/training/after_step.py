@@ -76,7 +76,7 @@ def _validate(job: Job, state: TrainState, log: MetricsLog | None) -> bool:
     total = sum(terms.values())
     is_best = state.improve(total, min_delta=job.config.min_delta)
     named = {f"validation/{name}": value for name, value in terms.items()}
-    job.tell(log, {"step": state.step, "validation_loss": total, **named})
+    job.log_record(log, {"step": state.step, "validation_loss": total, **named})
     job.say(f"step {state.step}: validation loss {total:.4f}" + (", the best so far" if is_best else ""))
     patience = job.config.patience
     if patience is not None and state.validations_without_improvement >= patience:

@@ -139,7 +139,7 @@ class Job:
         """The id of the plan's sample 0."""
         return self.data.samples.at_hand.start.first_id if isinstance(self.data.samples, SampleStream) else 0
 
-    def tell(self, log: MetricsLog | None, record: Record) -> None:
+    def log_record(self, log: MetricsLog | None, record: Record) -> None:
         """One record to the log and to the loggers."""
         if log is not None:
             log.write(record["step"], {k: v for k, v in record.items() if k != "step"})

@@ -33,7 +33,7 @@ from truebatch.training.distributed.collectives import (
     sum_over_ranks,
 )
 from truebatch.training.memory.oom import first_line, is_out_of_memory
-from truebatch.training.memory.oom_retry import Guard, OomRetry, SampleTooLarge
+from truebatch.training.memory.oom_retry import OomGuard, OomRetry, SampleTooLarge
 from truebatch.training.memory.quarantine import (
     TooLarge,
     agree_on_quarantine,
@@ -62,7 +62,7 @@ class StepEngine:
     seed: int = 0
     stand_in: Callable[[], MicroBatch] | None = None
     """A micro-batch to run, without effect, where a rank has nothing to do but sharded parameters must be gathered."""
-    guard: Guard | None = None
+    guard: OomGuard | None = None
     """What is done when memory runs out; None lets the error through."""
     callbacks: tuple[Callback, ...] = ()
     """Called at every step; their states are saved with the weights."""
@@ -77,7 +77,7 @@ class StepEngine:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """What a step came to, before the update."""
+    """The result of a step, before its update."""
 
     loss: Mapping[str, float]
     """Every term, divided once over the step and all ranks."""
@@ -142,19 +142,19 @@ def take_gradients(
     if not engine.is_sharded:
         reduce_gradients([p for group in engine.groups for p in group.parameters])
     if engine.scaler is not None:
-        for group in _moved(engine):
+        for group in _groups_with_gradient(engine):
             engine.scaler.unscale_(group.optimiser)
     return _outcome(engine, sums, counts)
 
 
-def _moved(engine: StepEngine) -> list[Group]:
+def _groups_with_gradient(engine: StepEngine) -> list[Group]:
     """Groups that got a gradient in this step: loss scaling cannot do with those that got none."""
     return [group for group in engine.groups if any(p.grad is not None for p in group.parameters)]
 
 
-def check_moved(engine: StepEngine, outcome: StepOutcome) -> None:
+def check_has_gradient(engine: StepEngine, outcome: StepOutcome) -> None:
     """A loss without a gradient would train nothing, and say so nowhere."""
-    if not _moved(engine) and any(outcome.counts.values()):
+    if not _groups_with_gradient(engine) and any(outcome.counts.values()):
         raise ConfigError(
             "no parameter got a gradient",
             seen=f"loss terms {sorted(outcome.loss)}, {sum(len(g.parameters) for g in engine.groups)} parameters",
@@ -223,7 +223,7 @@ def accumulate(
     sharded = engine.is_sharded
     retry = engine.guard and OomRetry(engine.guard, batches, device=engine.device, is_sharded=sharded)
     buffers = copy_buffers(engine.model) if retry and engine.changes_buffers else []
-    apart = [] if sharded else parameters_to_add(engine.model, [p for g in engine.groups for p in g.parameters])
+    batched = [] if sharded else parameters_to_add(engine.model, [p for g in engine.groups for p in g.parameters])
     while True:
         parts, at = retry.next_cut() if retry else batches, 0
         try:
@@ -232,7 +232,7 @@ def accumulate(
                 if sharded:
                     engine.model.set_requires_gradient_sync(at == len(parts) - 1)  # type: ignore[operator]
                 if batch.num_samples or sharded:
-                    _forward_backward(engine, batch, counts, sums, epoch=epoch, apart=apart)
+                    _forward_backward(engine, batch, counts, sums, epoch=epoch, batched=batched)
             if retry:
                 retry.note_success()
             return sums
@@ -252,20 +252,20 @@ def _forward_backward(
     sums: dict[str, Tensor],
     *,
     epoch: int,
-    apart: Sequence[nn.Parameter],
+    batched: Sequence[nn.Parameter],
 ) -> None:
     """Add the gradient of one micro-batch to `.grad`, and its sums to `sums`."""
     weight = 1.0 if batch.num_samples else 0.0
     failpoint("step.transfer")
     moved = (batch if batch.num_samples else _stand_in(engine)).to(engine.device, non_blocking=True)
-    held = forward_context(engine.objective, engine.model, moved)
-    with noise_for(moved, seed=engine.seed, epoch=epoch), held, without_cudnn_sdpa(engine.device):
+    context = forward_context(engine.objective, engine.model, moved)
+    with noise_for(moved, seed=engine.seed, epoch=epoch), context, without_cudnn_sdpa(engine.device):
         failpoint("step.forward")
         with engine.autocast():
             given = sums_of(engine, moved)
         check_sums(given)
         failpoint("step.backward")
-        with batched_grad_accumulation(apart):
+        with batched_grad_accumulation(batched):
             _backward(engine, given, counts, weight=weight * (num_ranks() if engine.is_sharded else 1))
     for name, value in given.items():
         sums[name] += value.detach().float() * weight
@@ -335,18 +335,18 @@ def apply_update(engine: StepEngine, outcome: StepOutcome) -> bool:
     An update that does not fit into memory takes the gradients with it: they are clipped, and must not be once more.
     """
     scale = engine.scaler.get_scale() if engine.scaler is not None else 1.0
-    moved = _moved(engine)
-    for group in moved:
+    updated = _groups_with_gradient(engine)
+    for group in updated:
         # Filled on the device, which avoids a host-device sync.
         norm = torch.full((), outcome.grad_norm[group.name], dtype=torch.float32, device=engine.device)
         clip_group(group, norm)
-        is_first = group is moved[0]
+        is_first = group is updated[0]
         try:
             optimizer_step_with_oom_retry(group.optimiser, engine.scaler, device=engine.device, is_first=is_first)
         except MemoryLimitError:
             clear_gradients(engine)
             raise
-    if engine.scaler is not None and moved:
+    if engine.scaler is not None and updated:
         engine.scaler.update()
         return bool(engine.scaler.get_scale() >= scale)
-    return bool(moved)
+    return bool(updated)

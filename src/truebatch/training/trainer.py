@@ -38,10 +38,10 @@ from truebatch.training.callbacks import Callback, Logger
 from truebatch.training.checkpoint.save_resume import resume_run
 from truebatch.training.checks.batch_coupling import refuse_couplings, refused_if_seen
 from truebatch.training.checks.compare_one_by_one import compare_with_one_by_one
-from truebatch.training.checks.first_step import check_first_step, equality_record
+from truebatch.training.checks.first_step import check_first_step
 from truebatch.training.choices.run_choices import keep_choices, settle_open
 from truebatch.training.config import TrainConfig
-from truebatch.training.context import EpochPlans, Job, Record, TrainResult
+from truebatch.training.context import EpochPlans, Job, TrainResult
 from truebatch.training.data import (
     ContentHash,
     TrainData,
@@ -50,18 +50,17 @@ from truebatch.training.data import (
     single_sample_batch_fn,
 )
 from truebatch.training.distributed.collectives import (
-    all_gather_list,
     is_peer_failure,
     is_sharded,
     num_ranks,
     rank,
-    sum_numbers,
 )
 from truebatch.training.distributed.device import DeviceContext, find_device, move_model
 from truebatch.training.logging.metrics_jsonl import MetricsLog, find_gaps, open_metrics
+from truebatch.training.logging.step_record import skipped_step_record, step_record
 from truebatch.training.memory.oom import is_out_of_memory
-from truebatch.training.memory.oom_retry import Guard, load_steps_with_oom_retry
-from truebatch.training.memory.quarantine import open_guard, quarantine_record
+from truebatch.training.memory.oom_retry import OomGuard, load_steps_with_oom_retry
+from truebatch.training.memory.quarantine import open_guard
 from truebatch.training.optim.nonfinite import handle_nonfinite, is_bad
 from truebatch.training.optim.param_groups import Group, check_terms, default_group, make_groups
 from truebatch.training.random_state import seed_random
@@ -69,7 +68,14 @@ from truebatch.training.run_dir.resume_checks import check_data, opened_run
 from truebatch.training.run_dir.run_dir import RunFolder, RunState, write_status
 from truebatch.training.run_dir.signals import EXIT_INTERRUPTED, catch_signals
 from truebatch.training.run_dir.watchdog import Watchdog, watch_progress
-from truebatch.training.step import StepEngine, StepOutcome, apply_update, check_moved, step_counts, take_gradients
+from truebatch.training.step import (
+    StepEngine,
+    StepOutcome,
+    apply_update,
+    check_has_gradient,
+    step_counts,
+    take_gradients,
+)
 from truebatch.training.stream import SampleStream, WindowPlans, open_data
 from truebatch.training.train_state import EndReason, TrainState
 from truebatch.training.validation import ValidationSet
@@ -108,7 +114,7 @@ def train(
     known = data if stream is None else replace(data, samples=stream.window(0).samples)
     content = ContentHash(known) if out is not None and rank() == 0 else None
     measured = known.measured or measure_by_reading(known.samples, data.fields, content=content)
-    guard = Guard(fields=data.fields, when_too_large=config.oom, say=say)
+    guard = OomGuard(fields=data.fields, when_too_large=config.oom, say=say)
     engine = StepEngine(
         model=model,
         objective=objective,
@@ -123,7 +129,7 @@ def train(
         changes_buffers=bool(config.allow),
     )
     plans, num_steps = _plans(config, measured, stream)
-    with opened_run(out, config) as run, catch_signals() as stop, _watched(config) as watchdog:
+    with opened_run(out, config) as run, catch_signals() as stop, _watchdog(config) as watchdog:
         if run is not None and rank() == 0:
             check_data(run, measured, content=content_of(known, read=content, say=say), say=say)
             keep_choices(run.folder, choices)
@@ -161,7 +167,7 @@ def _validation_set(data: TrainData, config: TrainConfig, device_context: Device
     return ValidationSet(samples=data.validation, fields=data.fields, plan_config=config.plan_config(), loader=loader)
 
 
-def _watched(config: TrainConfig) -> AbstractContextManager[Watchdog | None]:
+def _watchdog(config: TrainConfig) -> AbstractContextManager[Watchdog | None]:
     """A run that no longer moves is reported with the stacks of all its threads, and exits with 75."""
     if config.stuck_seconds is None:
         return nullcontext()
@@ -169,21 +175,21 @@ def _watched(config: TrainConfig) -> AbstractContextManager[Watchdog | None]:
 
 
 def _run(job: Job) -> TrainResult:
-    state = _begin(job)
+    state = _resume_or_start(job)
     log = _open_log(job, state)
     for logger in job.loggers:
         logger.begin(state.step, job.num_steps)
     try:
-        _status(job, "running", state)
+        _write_status(job, "running", state)
         while not state.is_done:
             _train_epoch(job, state, log)
         for callback in job.engine.callbacks:
             callback.ended(state.step)
     except BaseException as caught:
-        error = _named(caught)
+        error = _explained(caught)
         code = exit_code_of(error)
         run_state: RunState = "interrupted" if code == EXIT_INTERRUPTED else "failed"
-        _status(job, run_state, state, exit_code=code, message=f"{type(error).__name__}: {error}")
+        _write_status(job, run_state, state, exit_code=code, message=f"{type(error).__name__}: {error}")
         if error is caught:
             raise
         raise error from caught
@@ -193,11 +199,11 @@ def _run(job: Job) -> TrainResult:
     assert state.end is not None
     code = state.end.exit_code
     ends: dict[int, RunState] = {0: "done", 1: "failed", EXIT_INTERRUPTED: "interrupted"}
-    _status(job, ends[code], state, exit_code=code)
+    _write_status(job, ends[code], state, exit_code=code)
     return TrainResult(state.step, job.records, state.best_loss, state.why, state.end)
 
 
-def _named(error: BaseException) -> BaseException:
+def _explained(error: BaseException) -> BaseException:
     """An error of a library in words: another process of the run is gone, or memory ran out outside the training step. Any
     other error unchanged."""
     if isinstance(error, TruebatchError):
@@ -217,7 +223,7 @@ def _named(error: BaseException) -> BaseException:
     )
 
 
-def _begin(job: Job) -> TrainState:
+def _resume_or_start(job: Job) -> TrainState:
     job.say(job.config.describe_step())
     job.say(f"{job.num_steps:,} steps, {job.config.precision} on {job.engine.device}")
     if widths := job.plans.config.row_widths:
@@ -236,7 +242,7 @@ def _begin(job: Job) -> TrainState:
     for why in rejected:
         job.say(f"skipped a corrupt checkpoint: {why}")
     job.say(f"resuming after step {state.step}")
-    _note_steps(job, state)
+    _take_num_steps(job, state)
     is_stopped_early = state.end in (EndReason.CHECK_FAILED, EndReason.NO_IMPROVEMENT)
     if state.step >= job.num_steps:
         state.finish(EndReason.ALL_STEPS_DONE, "all steps were done before")
@@ -245,7 +251,7 @@ def _begin(job: Job) -> TrainState:
     return state
 
 
-def _note_steps(job: Job, state: TrainState) -> None:
+def _take_num_steps(job: Job, state: TrainState) -> None:
     """Schedules know the number of steps: more of them change the learning rates of those to come."""
     is_moving = any(group.schedule.shape != "constant" for group in job.engine.groups)
     if state.num_steps not in (0, job.num_steps) and is_moving:
@@ -269,7 +275,7 @@ def _open_log(job: Job, state: TrainState) -> MetricsLog | None:
     return log
 
 
-def _status(
+def _write_status(
     job: Job, run_state: RunState, state: TrainState, *, exit_code: int | None = None, message: str = ""
 ) -> None:
     if job.run is not None and rank() == 0:
@@ -319,7 +325,7 @@ def train_step(job: Job, state: TrainState, loaded: LoadedStep, log: MetricsLog 
     counts = step_counts(batches, engine.objective, loaded.counts, device=engine.device)
     check_terms(engine.groups, list(counts), is_first=state.step == 0)
     if job.config.true_batch == "compare" and state.step < job.config.compare_steps:
-        _compare(job, state, loaded, counts)
+        _compare_with_one_by_one(job, state, loaded, counts)
     check_first_step(job, state, loaded)
     rates = {g.name: g.set_rate(state.step, job.num_steps) for g in engine.groups}
     outcome = _take_gradients(job, state, loaded, counts)
@@ -334,11 +340,13 @@ def train_step(job: Job, state: TrainState, loaded: LoadedStep, log: MetricsLog 
         _skip_step(job, state, loaded, log)
         return False
     state.step += 1
-    _record(job, state, loaded, outcome, rates, is_updated, time.perf_counter() - began, log)
+    record = step_record(job, state, loaded, outcome, rates=rates, is_updated=is_updated, began=began)
+    job.records.append(record)
+    job.log_record(log, record)
     return False
 
 
-def _compare(job: Job, state: TrainState, loaded: LoadedStep, counts: Mapping[str, int]) -> None:
+def _compare_with_one_by_one(job: Job, state: TrainState, loaded: LoadedStep, counts: Mapping[str, int]) -> None:
     with force_eager():  # every sample alone has a shape of its own
         difference = compare_with_one_by_one(
             job.engine, loaded.batches, counts, single_sample_batch_fn(job.data, epoch=state.epoch),
@@ -354,46 +362,11 @@ def _take_gradients(job: Job, state: TrainState, loaded: LoadedStep, counts: Map
         return take_gradients(job.engine, loaded.batches, counts, epoch=state.epoch)
     with refused_if_seen(job.engine.model, job.config.allow, job.couplings):
         outcome = take_gradients(job.engine, loaded.batches, counts, epoch=state.epoch)
-    check_moved(job.engine, outcome)
+    check_has_gradient(job.engine, outcome)
     return outcome
 
 
 def _skip_step(job: Job, state: TrainState, loaded: LoadedStep, log: MetricsLog | None) -> None:
     """A step that made the run roll back, or has no sample that fits: no loss, but a line in the log with its samples."""
-    samples = sorted(all_gather_list([i for batch in loaded.batches for i in batch.sample_ids]))
     state.step += 1
-    record = {"step": state.step, "epoch": state.epoch, "passed_over": True, "updated": False, "samples": samples}
-    job.tell(log, record)
-
-
-def _record(
-    job: Job, state: TrainState, loaded: LoadedStep, outcome: StepOutcome, rates: Mapping[str, float],
-    is_updated: bool, seconds: float, log: MetricsLog | None,
-) -> None:  # fmt: skip
-    tokens, cells = _tokens_and_cells(job, loaded)
-    record: Record = {
-        "step": state.step,
-        "epoch": state.epoch,
-        "loss": sum(outcome.loss.values()),
-        **{f"loss/{name}": value for name, value in outcome.loss.items()},
-        **{f"grad_norm/{name}": value for name, value in outcome.grad_norm.items()},
-        **{f"learning_rate/{name}": value for name, value in rates.items()},
-        "updated": is_updated,
-        "tokens": tokens,
-        "fill": tokens / max(cells, 1),
-        "seconds": seconds,
-        "tokens_per_second": tokens / max(seconds, 1e-9),
-        **equality_record(job),
-        **quarantine_record(job.engine.guard),
-    }
-    job.records.append(record)
-    job.tell(log, record)
-
-
-def _tokens_and_cells(job: Job, loaded: LoadedStep) -> tuple[int, int]:
-    out = {} if job.engine.guard is None else job.engine.guard.quarantined
-    found = [(b.sample_ids, b.rows()) for b in loaded.batches if "cells" in b.axes]
-    lengths = [n for ids, rows in found for i, n in zip(ids, rows.lengths, strict=True) if i not in out]
-    numbers = [sum(lengths), sum(rows.shape[0] * rows.shape[1] for _, rows in found)]
-    tokens, cells = sum_numbers(numbers, job.engine.device)
-    return tokens, cells
+    job.log_record(log, skipped_step_record(state, loaded))

@@ -12,7 +12,7 @@ import torch
 
 from tests.tiny import TEXT_FIELDS
 from tests.training import processes
-from truebatch.training.memory.oom_retry import Guard
+from truebatch.training.memory.oom_retry import OomGuard
 
 pytestmark = pytest.mark.xdist_group("processes")
 
@@ -118,7 +118,7 @@ def test_ranks_split_each_as_it_must(two):
 
 def test_a_sample_left_out_on_one_rank_is_left_out_of_the_counts_of_all(two):
     """Samples of 31 and 29 tokens do not fit; the reference is one process that has the same memory."""
-    guard = Guard(fields=TEXT_FIELDS, when_too_large="quarantine")
+    guard = OomGuard(fields=TEXT_FIELDS, when_too_large="quarantine")
     expected = processes.gradients("text", "padded", guard=guard, limit=28)
     same(two[1]["quarantine"], expected)
     assert two[1]["quarantined"] == [[1, 5], [1, 5]]

@@ -70,10 +70,10 @@ def test_memory_freed_also_leaves_kernels_that_fail_for_ever():
 def test_a_step_with_room_ends_well_although_the_kernels_are_broken():
     step = """
     from benchmarks.scripts import oom_cuda
-    from truebatch.training.memory.oom_retry import Guard
+    from truebatch.training.memory.oom_retry import OomGuard
     model = oom_cuda.Decoder(50, 16, 1)
     groups = oom_cuda.make_groups([oom_cuda.Group(optimiser=torch.optim.AdamW(model.parameters(), 1e-3))], model)
-    guard = Guard(fields=oom_cuda.FIELDS)
+    guard = OomGuard(fields=oom_cuda.FIELDS)
     engine = oom_cuda.StepEngine(
         model=model, objective=oom_cuda.NextToken(), groups=groups, device=torch.device("cpu"), guard=guard
     )

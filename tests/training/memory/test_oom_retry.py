@@ -26,7 +26,7 @@ from truebatch.testing.failpoints import armed, recorded
 from truebatch.training import step
 from truebatch.training.data import measure_by_reading
 from truebatch.training.memory.oom_retry import (
-    Guard,
+    OomGuard,
     SampleTooLarge,
     load_steps_with_oom_retry,
     most_tries,
@@ -80,7 +80,7 @@ class RunsOut(torch.autograd.Function):
 def engine_of(model, objective, fields, *, when_too_large="raise", optimiser=None, **more):
     optimiser = optimiser or torch.optim.SGD(model.parameters(), 0.1)
     groups = make_groups([Group(optimiser=optimiser)], model)
-    guard = Guard(fields=fields, when_too_large=when_too_large)
+    guard = OomGuard(fields=fields, when_too_large=when_too_large)
     return StepEngine(model=model, objective=objective, groups=groups, guard=guard, seed=3, **more)
 
 
@@ -226,7 +226,7 @@ def test_the_lowered_budget_is_remembered_and_grows_back_in_time():
 
 
 def test_a_budget_that_grew_too_far_grows_more_slowly_the_next_time():
-    guard = Guard(fields=TEXT_FIELDS)
+    guard = OomGuard(fields=TEXT_FIELDS)
     batch = padded(text_samples([8] * 16), list(range(16)), TEXT_FIELDS)
     waits = []
     for _ in range(4):
@@ -292,7 +292,7 @@ def test_sharded_parameters_save_the_budget_and_stop_to_be_started_again(tmp_pat
     with pytest.raises(RestartError, match="sharded") as caught:
         gradient(engine, batches)
     assert exit_code_of(caught.value) == 75
-    again = Guard(fields=TEXT_FIELDS, folder=tmp_path, say=lines.append)
+    again = OomGuard(fields=TEXT_FIELDS, folder=tmp_path, say=lines.append)
     read_budget(again)
     assert again.cells == 62
     assert "62 cells" in lines[0]

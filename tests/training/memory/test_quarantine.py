@@ -17,7 +17,7 @@ from truebatch.training.checks.compare_one_by_one import compare_with_one_by_one
 from truebatch.training.config import TrainConfig
 from truebatch.training.data import TrainData
 from truebatch.training.logging.metrics_jsonl import read_metrics
-from truebatch.training.memory.oom_retry import Guard, SampleTooLarge
+from truebatch.training.memory.oom_retry import OomGuard, SampleTooLarge
 from truebatch.training.memory.quarantine import QUARANTINE, open_guard
 from truebatch.training.optim.param_groups import Group
 from truebatch.training.step import take_gradients
@@ -125,7 +125,7 @@ def test_an_unknown_policy_and_sharded_parameters_are_refused():
     with pytest.raises(ConfigError, match="oom is not known"):
         config(oom="ignore")
     with pytest.raises(ConfigError, match="sharded"):
-        open_guard(Guard(fields=TEXT_FIELDS, when_too_large="quarantine"), None, is_sharded=True)
+        open_guard(OomGuard(fields=TEXT_FIELDS, when_too_large="quarantine"), None, is_sharded=True)
 
 
 def test_where_no_sample_of_a_step_fits_none_is_blamed(tmp_path):

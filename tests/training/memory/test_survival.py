@@ -70,7 +70,7 @@ import gc, json, resource, sys
 import torch
 from tests.tiny import TEXT_FIELDS, NextToken, TextModel, padded, text_samples
 from truebatch.objective import add_counts
-from truebatch.training.memory.oom_retry import Guard, most_tries
+from truebatch.training.memory.oom_retry import OomGuard, most_tries
 from truebatch.training.optim.param_groups import Group, make_groups
 from truebatch.training.step import StepEngine, take_gradients
 
@@ -87,7 +87,7 @@ def gradient(guard):
     take_gradients(engine, batches, counts, epoch=0)
     return torch.cat([p.grad.flatten() for p in model.parameters()]).double()
 
-small = Guard(fields=TEXT_FIELDS, cells=300)
+small = OomGuard(fields=TEXT_FIELDS, cells=300)
 expected = gradient(small)  # all that is ever loaded is loaded before the limit
 gc.freeze()
 page = resource.getpagesize()
@@ -98,7 +98,7 @@ worst = most = errors = 0
 said = []
 begun = 0
 while errors < int(sys.argv[1]):
-    guard = Guard(fields=TEXT_FIELDS, say=said.append)
+    guard = OomGuard(fields=TEXT_FIELDS, say=said.append)
     got = gradient(guard)
     worst = max(worst, float((got - expected).norm() / expected.norm()))
     most = max(most, guard.recoveries + 1)

@@ -26,7 +26,7 @@ from truebatch.io.atomic_files import atomic_text
 from truebatch.planning.plan import build_plan
 from truebatch.training.data import measure_by_reading
 from truebatch.training.distributed.device import find_device
-from truebatch.training.memory.oom_retry import Guard
+from truebatch.training.memory.oom_retry import OomGuard
 from truebatch.training.step import StepEngine
 from truebatch.training.system import SizedDataset
 from truebatch.training.validation import evaluate_loss
@@ -53,7 +53,7 @@ def evaluate(
     measured = measure_by_reading(samples, head.fields, what="held-out dataset")
     engine = StepEngine(
         model=model, objective=HeadObjective(head=head), groups=(), device=place.device, autocast=place.autocast,
-        guard=Guard(fields=head.fields),
+        guard=OomGuard(fields=head.fields),
     )  # fmt: skip
     loss = evaluate_loss(engine, samples, measured, head.fields, plan_config)[head.loss.term]
     if not config.task.endswith("classification"):

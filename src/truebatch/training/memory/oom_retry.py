@@ -45,7 +45,7 @@ class SampleTooLarge(MemoryLimitError):  # noqa: N818 - said as a fact about the
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Guard:
+class OomGuard:
     """What a rank has learnt about its memory; changed between tries and between steps."""
 
     fields: Sequence[Field]
@@ -110,7 +110,7 @@ class OomRetry:
 
     def __init__(
         self,
-        guard: Guard,
+        guard: OomGuard,
         batches: Sequence[MicroBatch],
         *,
         device: torch.device,
@@ -188,7 +188,7 @@ def _too_large(sample_id: int, cells: int, said: str, *, is_step: bool) -> Sampl
     return error
 
 
-def _save_and_restart(guard: Guard, batch: MicroBatch, said: str) -> None:
+def _save_and_restart(guard: OomGuard, batch: MicroBatch, said: str) -> None:
     guard.lower(batch)
     if guard.folder is not None:
         write_json(guard.folder / BUDGET, {"cells": guard.cells})
@@ -201,7 +201,7 @@ def _save_and_restart(guard: Guard, batch: MicroBatch, said: str) -> None:
     )
 
 
-def read_budget(guard: Guard) -> None:
+def read_budget(guard: OomGuard) -> None:
     """Begin with the budget that an earlier start of this run has left."""
     path = None if guard.folder is None else guard.folder / BUDGET
     found = None

@@ -27,7 +27,7 @@ from truebatch.training.distributed.collectives import (
     rank,
     sum_numbers,
 )
-from truebatch.training.memory.oom_retry import Guard, read_budget
+from truebatch.training.memory.oom_retry import OomGuard, read_budget
 
 QUARANTINE = "quarantine.jsonl"
 _MOST_BYTES = 1 << 28
@@ -39,7 +39,7 @@ TooLarge = tuple[int, str]
 
 
 def leave_out_quarantined(
-    guard: Guard, batches: Sequence[MicroBatch], counts: Counts, objective: Objective, *, device: torch.device
+    guard: OomGuard, batches: Sequence[MicroBatch], counts: Counts, objective: Objective, *, device: torch.device
 ) -> tuple[list[MicroBatch], dict[str, int]]:
     """The micro-batches without the samples that are left out, and the counts of what remains, the same on every rank."""
     ids = frozenset(guard.quarantined)
@@ -53,12 +53,12 @@ def leave_out_quarantined(
     return kept, {name: counts[name] - total for name, total in zip(names, totals, strict=True)}
 
 
-def _those(guard: Guard, batch: MicroBatch, ids: frozenset[int]) -> list[MicroBatch]:
+def _those(guard: OomGuard, batch: MicroBatch, ids: frozenset[int]) -> list[MicroBatch]:
     return take_samples(batch, guard.fields, [at for at, i in enumerate(batch.sample_ids) if i in ids])
 
 
 def is_step_empty(
-    guard: Guard,
+    guard: OomGuard,
     batches: Sequence[MicroBatch],
     kept: Sequence[MicroBatch],
     found: Sequence[TooLarge],
@@ -78,7 +78,7 @@ def is_step_empty(
     return True
 
 
-def agree_on_quarantine(guard: Guard, mine: TooLarge | None, *, device: torch.device) -> list[TooLarge]:
+def agree_on_quarantine(guard: OomGuard, mine: TooLarge | None, *, device: torch.device) -> list[TooLarge]:
     """Leave out what any rank has found too large in this try, on all ranks; empty if no rank has found any."""
     if not _any_rank(mine is not None, device):
         return []
@@ -87,7 +87,7 @@ def agree_on_quarantine(guard: Guard, mine: TooLarge | None, *, device: torch.de
     return new
 
 
-def note_quarantined(guard: Guard, found: Sequence[TooLarge], *, is_empty: bool) -> None:
+def note_quarantined(guard: OomGuard, found: Sequence[TooLarge], *, is_empty: bool) -> None:
     """The step is done without these samples: they are written down as soon as one that fits was met beside them."""
     if is_empty:
         guard.doubted += found
@@ -98,7 +98,7 @@ def note_quarantined(guard: Guard, found: Sequence[TooLarge], *, is_empty: bool)
 
 
 @contextmanager
-def uncounted(guard: Guard | None) -> Iterator[None]:
+def uncounted(guard: OomGuard | None) -> Iterator[None]:
     """Around a look at a step that is not the step itself: its samples are not counted twice."""
     if guard is None:
         yield
@@ -108,13 +108,13 @@ def uncounted(guard: Guard | None) -> Iterator[None]:
     guard.left_in_row, guard.steps_without = before
 
 
-def refuse_nothing_done(guard: Guard | None, *, steps: int) -> None:
+def refuse_nothing_done(guard: OomGuard | None, *, steps: int) -> None:
     """At the end of a run of so many steps: one in which no sample fitted has trained nothing, however few they were."""
     if guard is not None and 0 < steps <= guard.steps_without:
         raise _not_one(guard, guard.doubted)
 
 
-def _not_one(guard: Guard, doubted: Sequence[TooLarge]) -> MemoryLimitError:
+def _not_one(guard: OomGuard, doubted: Sequence[TooLarge]) -> MemoryLimitError:
     """Samples that were left out since the last one that fitted are in again."""
     reason = doubted[0][1] if doubted else next(iter(guard.quarantined.values()), "")
     for sample_id, _ in doubted:
@@ -134,7 +134,7 @@ def _any_rank(mine: bool, device: torch.device) -> bool:
     return all_reduce_max(int(mine), device) > 0
 
 
-def _write_down(guard: Guard, found: Sequence[TooLarge]) -> None:
+def _write_down(guard: OomGuard, found: Sequence[TooLarge]) -> None:
     """Say it on every rank; rank 0, which owns the run's folder, writes it down for the next start."""
     for sample_id, reason in found:
         guard.say(f"sample {sample_id} is left out from here on: {reason}")
@@ -147,7 +147,7 @@ def _write_down(guard: Guard, found: Sequence[TooLarge]) -> None:
         os.fsync(file.fileno())
 
 
-def open_guard(guard: Guard, folder: Path | None, *, is_sharded: bool) -> None:
+def open_guard(guard: OomGuard, folder: Path | None, *, is_sharded: bool) -> None:
     """Tie a guard to a run's folder (None: no run) and let it begin with what earlier starts have learnt."""
     guard.folder = folder
     if guard.when_too_large == "quarantine" and is_sharded:
@@ -162,12 +162,12 @@ def open_guard(guard: Guard, folder: Path | None, *, is_sharded: bool) -> None:
         _read_quarantine(guard)
 
 
-def quarantine_record(guard: Guard | None) -> dict[str, int]:
+def quarantine_record(guard: OomGuard | None) -> dict[str, int]:
     """For the log: how many samples are left out, where any is."""
     return {"quarantined": len(guard.quarantined)} if guard is not None and guard.quarantined else {}
 
 
-def _read_quarantine(guard: Guard) -> None:
+def _read_quarantine(guard: OomGuard) -> None:
     lines = _lines(guard.folder / QUARANTINE) if guard.folder is not None else []
     guard.quarantined |= dict(broadcast_from_rank0(lines))
     if guard.quarantined:

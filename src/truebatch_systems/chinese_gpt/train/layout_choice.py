@@ -18,7 +18,7 @@ from truebatch.planning.plan import build_plan
 from truebatch.planning.rows import Layout
 from truebatch.training.config import TrainConfig
 from truebatch.training.distributed.device import find_device
-from truebatch.training.memory.oom_retry import Guard, SampleTooLarge
+from truebatch.training.memory.oom_retry import OomGuard, SampleTooLarge
 from truebatch.training.optim.param_groups import Group
 from truebatch.training.step import StepEngine, accumulate, clear_gradients
 from truebatch_systems.chinese_gpt.data.samples import FIELDS, EncodedTexts
@@ -38,7 +38,7 @@ def choose_layout(model: nn.Module, samples: EncodedTexts, config: TrainConfig) 
     group = Group(optimiser=torch.optim.SGD(model.parameters()))  # names the parameters; it never updates them
     engine = StepEngine(model=model, objective=objective, groups=(group,), device=place.device, autocast=place.autocast)
     # What memory allows is timed, as it will be run.
-    engines = {layout: replace(engine, guard=Guard(fields=FIELDS)) for layout in LAYOUTS}
+    engines = {layout: replace(engine, guard=OomGuard(fields=FIELDS)) for layout in LAYOUTS}
     seconds = dict.fromkeys(LAYOUTS, float("inf"))
     try:
         for _ in range(ROUNDS):  # Taking turns: a busy moment of the machine then meets both.
