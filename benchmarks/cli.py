@@ -19,6 +19,9 @@ BENCHMARKS = {
     "trainer_accumulation": (
         "library.trainer_accumulation", "A Hugging Face Trainer's gradient, with and without truebatch, against one by one.",
     ),
+    "train_command": (
+        "training.command", "`train hf` as it is typed, without settings, beside the Hugging Face Trainer, by the clock.",
+    ),
     "scoring_cost": ("scoring.cost", "CPU time and memory of `score` over a million samples of the scripted judge."),
     "sdpa_cuda": ("library.sdpa_cuda", "How far the attention kernels of a GPU are from fp64, length by length."),
     "seqset_quality": (
