@@ -6,13 +6,18 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SETUP  := pyproject.toml constraints.txt
 
-.PHONY: demo test test-slow kernels real lint docs clean
+.PHONY: demo test test-slow gpu kernels real lint docs clean
 
 demo: $(VENV)/.ready-demo
 	$(BIN)/truebatch demo
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# Every command on this machine's GPU as a user types it, and the tests that need one; 8 minutes. Without a GPU: GPU='cpu --tiny'.
+GPU ?= cuda
+gpu: $(VENV)/.ready-test
+	$(BIN)/python -m benchmarks commands --device $(GPU) --out docs/results
 
 # Kernels that are written in Triton, interpreted on a CPU. It is large and not asked for elsewhere: a folder of its own.
 kernels: .triton/.ready

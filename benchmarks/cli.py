@@ -33,6 +33,7 @@ BENCHMARKS = {
 }  # fmt: skip
 """Cases x methods: the module that holds `BENCHMARK`, which is imported when it is run, and what it measures."""
 SCRIPTS = {
+    "commands": "Every command as a user types it, on a GPU or, tiny, on a CPU: how each ended and what it said.",
     "planning": "Planning a million samples beside LightBinPack and TRL: time, waste, balance, memory.",
     "attention_cuda": "Attention on a GPU: every kernel against one sample alone, and timings.",
     "fit_cuda": "Whether the budget of `fit` holds: predicted and real peaks of memory.",

@@ -67,3 +67,12 @@ def test_attention_with_wrong_gradients_is_named(is_confused, verdict, monkeypat
     assert check.verdict == verdict
     assert ("enable_cudnn_sdp(False)" in check.words) == is_confused
     assert doctor._attention_gradients(doctor.Check("accelerator", "ok", "none (CPU)")) == []
+
+
+def test_a_folder_that_was_never_installed_is_no_fault(monkeypatch):
+    def requires(name):
+        raise doctor.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor.metadata, "requires", requires)
+    (check,) = doctor._packages()
+    assert (check.name, check.verdict) == ("truebatch", "note")

@@ -54,7 +54,11 @@ def _python() -> Check:
 
 
 def _packages() -> list[Check]:
-    required = [line for line in metadata.requires("truebatch") or [] if "extra ==" not in line]
+    try:
+        required = [line for line in metadata.requires("truebatch") or [] if "extra ==" not in line]
+    except metadata.PackageNotFoundError:
+        words = "runs from a folder and was not installed: the versions that it needs are not known here"
+        return [Check("truebatch", "note", words)]
     return [_package(line) for line in required]
 
 
