@@ -42,6 +42,10 @@ real: .real/.ready
 # Ray and what it needs beyond the test environment; one slow test puts .real/ray on its path.
 	$(PIP) --no-deps --target .real/ray ray==2.60.0 jsonschema jsonschema-specifications referencing rpds-py attrs msgpack \
 		requests charset-normalizer urllib3 certifi idna
+# lm-eval and what it needs beyond the test environment; one slow test puts .real/lm_eval on its path.
+	$(PIP) --no-deps --target .real/lm_eval lm-eval==0.4.13 evaluate rouge-score sacrebleu nltk pytablewriter DataProperty \
+		mbstrdecoder tabledata tcolorpy typepy pathvalidate sqlitedict word2number more-itertools portalocker tabulate \
+		colorama lxml chardet python-dateutil pytz six requests charset-normalizer urllib3 certifi idna
 	touch $@
 
 lint: $(VENV)/.ready-test

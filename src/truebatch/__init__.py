@@ -58,4 +58,5 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__"]
 
 
-import_module("truebatch.hf.attention.registration").watch_imports()
+for _names in ("hf.attention.registration", "adapters.lm_eval_name"):
+    import_module(f"truebatch.{_names}").watch_imports()

@@ -9,14 +9,11 @@ still in the middle of its own imports when the name is registered.
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
+
+from truebatch.import_hooks import call_after_import
 
 NAME = "truebatch"
 """The name under which transformers knows this attention."""
@@ -42,49 +39,7 @@ def register() -> None:
 
 def watch_imports() -> None:
     """Register now if transformers has its models loaded already, else as soon as it has."""
-    models = sys.modules.get(_MODELS)
-    if models is not None and hasattr(models, "AttentionInterface"):
-        _register_in(models)
-    elif not any(isinstance(finder, _ModelsFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _ModelsFinder())
-
-
-class _ModelsFinder(MetaPathFinder):
-    """Finds one module as the other finders do, and registers once it is executed."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """The spec of the models of transformers, None for everything else."""
-        if fullname != _MODELS:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _RegisteringLoader(spec.loader)
-        return spec
-
-
-class _RegisteringLoader(Loader):
-    """The loader of another finder, and one call after it."""
-
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)  # others ask it for source, resources and file names
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As the other loader does."""
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Execute, leave the module with its own loader, register."""
-        if module.__spec__ is not None:
-            module.__spec__.loader = self.loader
-        module.__loader__ = self.loader
-        self.loader.exec_module(module)
-        _register_in(module)
+    call_after_import(_MODELS, _register_in, ready="AttentionInterface")
 
 
 def _register_in(models: Any) -> None:

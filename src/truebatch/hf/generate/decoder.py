@@ -241,6 +241,23 @@ def _call(
         return decoder.model(input_ids=ids, **known, **beside)
 
 
+def tail_logits(decoder: HFDecoder, prompts: Sequence[Prompt], keep: int) -> Tensor:
+    """[B, keep, V] logits of the last `keep` cells of prompts padded on the left, in one forward pass without a cache."""
+    first = first_cells(decoder, prompts)
+    inputs = {
+        "attention_mask": first.is_real.long(),
+        "position_ids": first.positions,
+        "logits_to_keep": keep,
+        "use_cache": False,
+        "return_dict": True,
+    }
+    known = {name: value for name, value in inputs.items() if name in decoder.border.accepts}
+    written = force_eager() if has_compiled_layers(decoder.model) else nullcontext()
+    with ONE_AT_A_TIME, written, each_row_alone(decoder.rotary), without_cudnn_sdpa(first.ids.device):
+        logits: Tensor = decoder.model(input_ids=first.ids, **known, **first.beside).logits
+    return logits[:, -keep:]
+
+
 def _fixed_step(decoder: HFDecoder, ids: Tensor, place: Tensor, is_seen: Tensor, cache: Any) -> Tensor:
     logits: Tensor = _call(decoder, ids, _next_positions(decoder, place), is_seen, cache, {}).logits[:, -1]
     return logits
