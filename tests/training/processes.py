@@ -170,6 +170,18 @@ def run(folder, steps, *, stop_after=None):
     return {"step": result.step, "exit_code": result.exit_code, "weights": weights.tolist()}
 
 
+def run_bits(folder, steps):
+    """A part of a run whose steps have the same bits on any number of ranks: digests and losses of its steps."""
+    torch.manual_seed(0)
+    config = TrainConfig(
+        epochs=2, samples_per_step=4, exactness="bits", digest_every=1, devices=num_ranks(), max_steps=steps,
+        layout="packed",
+    )  # fmt: skip
+    data = TrainData(samples=TEXTS, fields=TEXT_FIELDS, validation=TEXTS[:5])
+    result = train(TextModel(), NextToken(), data, config, out=folder)
+    return [(r["digest"], r["loss"], r["grad_norm/main"]) for r in result.records], result.best_loss
+
+
 class Stream:
     """Read from its beginning only; the same samples on every rank, unless it is dealt out."""
 
@@ -244,6 +256,8 @@ def main(out):
     results["whole"] = run(out / "whole", 6)
     results["second part"] = run(out / "parts", 4)
     results["stopped"] = run(out / "stopped", 6, stop_after=1)
+    results["bits"] = run_bits(out / "bits", 6)
+    results["bits, second part"] = run_bits(out / "bits parts", 6)
     results["stream"] = run_stream(out / "stream")
     results["dealt stream"] = run_stream(out / "dealt", is_dealt=True)
     dist.barrier()

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ def compile_layers(model: nn.Module, *, backend: str | None = None) -> int:
     masks, the output layer) stays eager. What is compiled is kept for the next run: see `keep_compilations`.
     """
     keep_compilations()
+    choose_kernels_without_timing()
     layers = list(repeated_layers(model))
     if not layers:
         raise ConfigError(
@@ -48,6 +50,13 @@ def keep_compilations() -> None:
     named = Path(os.environ.get(COMPILED_FOLDER) or TORCHS_OWN)
     if named.name.startswith(TORCHS_OWN):
         os.environ[COMPILED_FOLDER] = str((cache_folder() / "compiled").absolute())
+
+
+def choose_kernels_without_timing() -> None:
+    """Let the compiler take its kernels by rules, not by what was fastest just then: another process would take others, that
+    add in another order, and the same command would not give the same losses twice."""
+    config: Any = importlib.import_module("torch._inductor.config")  # loaded only where something is compiled
+    config.deterministic = True
 
 
 def fall_back_to_eager() -> None:

@@ -171,3 +171,25 @@ def units_of_step(samples: Samples, cut: StepLayout, step: int, config: PlanConf
         order = np.asarray(cut.order[starts[0] : starts[-1]], dtype=np.int64)
         starts = starts - starts[0]
     return make_units(samples, order, starts, np.array([0, len(starts) - 1], dtype=np.int64), config, row_starts)
+
+
+def deal_atoms(atoms: StepLayout, *, ranks: int) -> StepLayout:
+    """The atoms of each step, as they were cut for one rank, dealt to several: the order of all samples stays.
+
+    A rank gets ceil(atoms / ranks) neighbours, those at the end fewer or none: sums of neighbours are parts of one tree.
+    """
+    starts, steps = _without_empty(atoms)
+    num_atoms = np.diff(steps)
+    slots = starts_of(np.maximum(1, -(-num_atoms // ranks)) * ranks)
+    step_of = segment_of(slots)
+    place = np.arange(int(slots[-1]), dtype=np.int64) - slots[step_of]
+    at = steps[step_of] + np.minimum(place, num_atoms[step_of])
+    return StepLayout(atoms.order, np.append(starts[at], starts[-1]), slots)
+
+
+def _without_empty(atoms: StepLayout) -> tuple[Ints, Ints]:
+    """Starts of the atoms that hold samples, and the first of each step."""
+    starts = np.asarray(atoms.micro_starts, dtype=np.int64)
+    is_used = np.diff(starts) > 0
+    steps = starts_of(is_used.astype(np.int64))[np.asarray(atoms.step_starts)]
+    return np.append(starts[:-1][is_used], starts[-1]), steps

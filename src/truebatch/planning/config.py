@@ -85,6 +85,9 @@ class PlanConfig:
     row_widths: tuple[int, ...] = ()
     """Widths that packed rows may have, widest first, each a multiple of the next; a row has the narrowest that holds
     its samples. By default a row is as wide as its samples."""
+    atoms: bool = False
+    """Micro-batches of at most `cells` cells follow from the samples of a step alone, whatever the number of ranks; packed
+    rows are all `cells` wide. Ranks get neighbouring ones."""
     seed: int = 0
     """Together with the epoch, determines every random choice of the plan."""
     overlong: Overlong = "refuse"
@@ -143,6 +146,7 @@ class PlanConfig:
 
     def _settle_rows(self) -> None:
         self._check_widths()
+        self._check_atoms()
         if not self.has_fixed_rows:
             if self.row_cells is not None:
                 raise PlanError(
@@ -192,10 +196,25 @@ class PlanConfig:
                 do="give for example row_widths=(8192, 4096, 2048)",
             )
 
+    def _check_atoms(self) -> None:
+        other = self.pairs, self.samples, self.costs or None
+        if self.atoms and (self.cells is None or self.is_epoch_wide or other != (None, None, None) or self.row_widths):
+            raise PlanError(
+                "atoms have one limit, cells, and belong to steps of samples or tokens",
+                seen=f"cells={self.cells}, pairs={self.pairs}, samples={self.samples}, costs={dict(self.costs)}, "
+                f"row_widths={self.row_widths}, step={self.step_size}",
+                do="give cells and samples_per_step, and leave the others out",
+            )
+
     @property
     def limits(self) -> MicroBatchLimits:
         """What one micro-batch may hold."""
         return MicroBatchLimits(cells=self.cells, pairs=self.pairs, samples=self.samples, costs=self.costs)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Widths that packed rows of steps may have; empty where a row is as wide as its samples."""
+        return (self.cells,) if self.atoms and self.cells is not None and self.layout == "packed" else self.row_widths
 
     @property
     def is_epoch_wide(self) -> bool:
@@ -215,8 +234,9 @@ class PlanConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain data from which the same settings can be built: `PlanConfig(**config.to_dict())`."""
         values = {name: getattr(self, name) for name in PlanConfig.__dataclass_fields__}
-        if not self.row_widths:  # plans without them keep the fingerprint they had
-            del values["row_widths"]
+        for name in ("row_widths", "atoms"):  # plans without them keep the fingerprint they had
+            if not values[name]:
+                del values[name]
         return values | {"costs": dict(self.costs)}
 
 

@@ -5,9 +5,11 @@ keyed order -> steps (form_steps) -> micro-batches (cut_steps) -> ranks
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from truebatch.planning.assign_ranks import StepLayout, Units, deal_units, make_units
+from truebatch.planning.assign_ranks import StepLayout, Units, deal_atoms, deal_units, make_units
 from truebatch.planning.config import PlanConfig
 from truebatch.planning.csr import chunk_starts, segment_of, stable_order, starts_of
 from truebatch.planning.keyed_rng import keyed_shuffle
@@ -37,6 +39,8 @@ def form_steps(samples: Samples, ids: Ints, config: PlanConfig) -> Ints:
 
 def cut_steps(samples: Samples, ids: Ints, starts: Ints, config: PlanConfig, *, ranks: int) -> StepLayout:
     """Cut every step for a number of ranks; the cut of a step depends on its samples alone."""
+    if config.atoms:
+        return deal_atoms(cut_steps(samples, ids, starts, replace(config, atoms=False), ranks=1), ranks=ranks)
     if config.layout == "packed":
         if config.row_widths and config.pairs is None and config.samples is None and not config.costs:
             return _cut_to_widths(samples, _longest_first(samples, ids, starts), starts, config, ranks)

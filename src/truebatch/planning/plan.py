@@ -189,7 +189,7 @@ class Plan:
         ids = self._ids(cut, first, last)
         lengths = self.planned_lengths(ids)
         if self.config.layout == "packed":
-            return packed_row(ids, int(row_width(lengths.sum(), self.config.row_widths)))
+            return packed_row(ids, int(row_width(lengths.sum(), self.config.widths)))
         return padded_rows(ids, int(lengths.max(initial=0)))
 
     def _ids(self, cut: StepLayout, first: int, last: int) -> Ints:

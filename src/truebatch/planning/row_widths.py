@@ -30,6 +30,23 @@ SCALES, DIVISORS = (1.0, 0.875, 0.75, 0.625), (2, 4, 8)
 NARROW = (0.01, 0.04)
 """The narrowest row is between these shares of the tokens of a step: narrower ones are many, wider ones stay empty."""
 
+WIDEST_ATOM = 8192
+"""Cells that keep a GPU busy; an atom is wider only where a sample is longer."""
+ATOMS_PER_STEP = 16
+"""About as many atoms has a step, where its samples allow it: they are what can be dealt to ranks."""
+
+
+def choose_atom_cells(lengths: Ints, *, samples_per_step: int) -> int:
+    """The width of the atoms of a run that names none; it follows from its lengths and the size of its steps alone.
+
+    >>> choose_atom_cells(np.full(1000, 100), samples_per_step=256)
+    1600
+    """
+    measured = np.asarray(lengths, dtype=np.int64)
+    tokens = int(measured.sum()) * samples_per_step // len(measured)
+    wanted = min(WIDEST_ATOM, -(-tokens // ATOMS_PER_STEP))
+    return -(-max(int(measured.max()), wanted, 1) // TILE) * TILE
+
 
 def choose_row_widths(
     lengths: Ints, *, cells: int, samples_per_step: int, ranks: int = 1, seed: int = 0

@@ -219,7 +219,8 @@ def _refuse_overlong(
     raise PlanError(
         f"{len(np.union1d(too_long, too_costly)):,} of {len(lengths):,} samples exceed a limit by themselves",
         seen=f"sample {worst} has {lengths[worst]:,} tokens{taken}; {_limits_text(config)}",
-        do="raise the limit, shorten those samples, or set overlong='drop'"
+        do=("make atoms wider (train.atom_cells)" if config.atoms else "raise the limit")
+        + ", shorten those samples, or set overlong='drop'"
         + (" (a cost cannot be cut)" if len(too_costly) else " or overlong='cut'"),
     )
 
@@ -227,4 +228,6 @@ def _refuse_overlong(
 def _limits_text(config: PlanConfig) -> str:
     named = {name: getattr(config, name) for name in ("cells", "pairs", "row_cells", "tokens_per_step")}
     given = [f"{name}={value:,}" for name, value in named.items() if value is not None]
+    if config.atoms:
+        given[0] = f"atoms of {config.cells:,} cells"
     return ", ".join(given + [f"{name} limit {value:,}" for name, value in config.costs.items()])

@@ -100,7 +100,7 @@ def _measure_micro_batches(samples: Samples, cut: StepLayout, config: PlanConfig
         return _Measures(tokens, num_samples * widths, pairs, num_samples, starts)
     # Squares are summed as floats, exact to 2**53, so that no plan can overflow them.
     pairs = segment_sums(lengths.astype(np.float64) ** 2, starts)
-    cells = row_width(tokens, config.row_widths) if cut.row_starts is None else num_rows * config.row_cells
+    cells = row_width(tokens, config.widths) if cut.row_starts is None else num_rows * config.row_cells
     return _Measures(tokens, cells, pairs, num_samples, starts)
 
 

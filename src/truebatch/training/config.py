@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from truebatch.errors import ConfigError
 from truebatch.planning.config import DEFAULT_SAMPLES_PER_STEP, PlanConfig
-from truebatch.planning.row_widths import choose_row_widths
+from truebatch.planning.row_widths import choose_atom_cells, choose_row_widths
 from truebatch.planning.rows import Ints, Layout
 from truebatch.training.optim.lr_schedules import Schedule, Shape
 
@@ -19,6 +19,9 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Switch = Literal["on", "off", "compare"]
 NonFinite = Literal["raise", "skip", "skip_then_raise", "roll_back"]
 WhenTooLarge = Literal["raise", "quarantine"]
+Exactness = Literal["rounding", "bits"]
+DIGEST_EVERY = 100
+"""Steps between digests of a run with `exactness: bits` that names no number."""
 CHOOSABLE = ("precision", "layout", "cells", "compile", "workers")
 """Settings that a run can choose itself, in that order."""
 ROWS: dict[str, str] = {"padded": "padded rows", "packed": "packed rows"}
@@ -52,6 +55,13 @@ class TrainConfig:
     """Most cells of one forward pass; `truebatch fit` measures it."""
     pairs: int | None = None
     """Most query-key pairs of one forward pass."""
+    exactness: Exactness = "rounding"
+    """How equal a step is under another cut: up to `rounding`, or to its last `bits`, with the same parameters on any number
+    of devices and after any restart."""
+    atom_cells: int | None = None
+    """exactness: bits: cells of an atom, the part of a step that is never cut; by default as the lengths of the samples ask."""
+    digest_every: int | None = None
+    """Steps between digests of all parameters, which `truebatch diff` compares; by default 100 with exactness: bits."""
     true_batch: Switch = "on"
     """`off` runs one sample at a time; `compare` runs both for `compare_steps` steps and stops if they differ."""
     compare_steps: int = 3
@@ -125,6 +135,8 @@ class TrainConfig:
             "validate_every",
             "save_every",
             "limit",
+            "atom_cells",
+            "digest_every",
         ):
             if getattr(self, name) is not None:
                 _check(name, getattr(self, name), least=1)
@@ -136,6 +148,7 @@ class TrainConfig:
             ("true_batch", Switch),
             ("nonfinite", NonFinite),
             ("oom", WhenTooLarge),
+            ("exactness", Exactness),
         ):
             if getattr(self, name) not in get_args(choices):
                 raise ConfigError(
@@ -143,6 +156,7 @@ class TrainConfig:
                 )
         _check_choose(self)
         _check_rates(self)
+        _check_exactness(self)
         _check_compile(self)
 
     @classmethod
@@ -175,6 +189,14 @@ class TrainConfig:
         """
         if self.true_batch == "off":
             return PlanConfig(samples=1, samples_per_step=self.num_samples_per_step(), seed=self.seed)
+        if self.exactness == "bits":
+            return PlanConfig(
+                layout=self.layout,
+                cells=self.atom_width(lengths),
+                atoms=True,
+                samples_per_step=self.num_samples_per_step(),
+                seed=self.seed,
+            )
         widths = () if lengths is None else self._row_widths(lengths)
         return PlanConfig(
             layout=self.layout,
@@ -186,6 +208,23 @@ class TrainConfig:
             row_widths=widths,
         )
 
+    def atom_width(self, lengths: Ints | None) -> int:
+        """Cells of an atom: as given, else as these lengths and the size of a step ask, on any machine alike."""
+        if self.atom_cells is not None:
+            return self.atom_cells
+        if lengths is None:
+            raise ConfigError(
+                "the width of an atom follows from the lengths of all samples, and these are not known",
+                seen="exactness='bits', atom_cells=None, a stream",
+                do="give atom_cells, at least the length of the longest sample",
+            )
+        return choose_atom_cells(lengths, samples_per_step=self.num_samples_per_step())
+
+    def digest_steps(self) -> int | None:
+        """Steps between digests; None for none."""
+        default = DIGEST_EVERY if self.exactness == "bits" else None
+        return default if self.digest_every is None else self.digest_every
+
     def _row_widths(self, lengths: Ints) -> tuple[int, ...]:
         if not self.compile or self.cells is None:
             return ()
@@ -196,6 +235,11 @@ class TrainConfig:
 
     def describe_step(self, *, is_layout_open: bool = False) -> str:
         """One line for the start of a run: what a step is and how it is cut."""
+        if self.exactness == "bits":
+            return (
+                f"{self.num_samples_per_step():,} samples per step over {self.devices} device(s); each forward pass holds one "
+                "atom, whatever the budget"
+            )
         limits = {"samples": self.batch_size, "cells": self.cells, "pairs": self.pairs}
         held = ", ".join(f"{n:,} {name}" for name, n in limits.items() if n is not None)
         held = f"at most {held}" if held else "all samples of its device"
@@ -229,11 +273,32 @@ def _check_choose(config: TrainConfig) -> None:
 def _check_compile(config: TrainConfig) -> None:
     if {"layout", "cells", "compile"} & set(config.choose):
         return  # checked when nothing is left to choose
-    if config.compile and (config.layout != "packed" or config.cells is None or config.true_batch == "off"):
+    is_wide = config.cells is not None or config.exactness == "bits"
+    if config.compile and (config.layout != "packed" or not is_wide or config.true_batch == "off"):
         raise ConfigError(
             "compiled layers need rows of one shape",
             seen=f"compile=True, layout={config.layout!r}, cells={config.cells}, true_batch={config.true_batch!r}",
             do="set layout='packed' and cells, the width of every row, or leave compile out",
+        )
+
+
+def _check_exactness(config: TrainConfig) -> None:
+    if config.exactness != "bits":
+        if config.atom_cells is not None:
+            raise ConfigError(
+                "only a run with exactness: bits has atoms",
+                seen=f"atom_cells={config.atom_cells}, exactness={config.exactness!r}",
+                do="set exactness='bits', or leave atom_cells out; cells is the budget of a forward pass",
+            )
+        return
+    against = {"true_batch": ("off",), "oom": ("quarantine",)}
+    wrong = [f"{name}={getattr(config, name)!r}" for name, words in against.items() if getattr(config, name) in words]
+    wrong += [f"allow={list(config.allow)}"] if config.allow else []
+    if wrong:
+        raise ConfigError(
+            "a step cannot have the same bits under any cut with this setting",
+            seen=f"exactness='bits', {', '.join(wrong)}",
+            do="leave it out: with exactness: bits every sample is run, in its atom, and nothing is drawn but by sample",
         )
 
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from truebatch.training.distributed.collectives import (
     sum_numbers,
     sum_over_ranks,
 )
+from truebatch.training.exactness.atoms import AtomBudget, sum_atoms
 from truebatch.training.memory.oom import first_line, is_out_of_memory
 from truebatch.training.memory.oom_retry import OomGuard, OomRetry, SampleTooLarge
 from truebatch.training.memory.quarantine import (
@@ -66,6 +68,8 @@ class StepEngine:
     """What is done when memory runs out; None lets the error through."""
     callbacks: tuple[Callback, ...] = ()
     """Called at every step; their states are saved with the weights."""
+    atoms: AtomBudget | None = None
+    """Steps have the same bits under any cut (`exactness: bits`): micro-batches are atoms, summed in a fixed tree."""
     changes_buffers: bool = False
     """A forward pass may change buffers (it is allowed to): a try that memory broke off leaves none changed."""
     is_sharded: bool = field(init=False)
@@ -138,9 +142,12 @@ def take_gradients(
 ) -> StepOutcome:
     """The gradient of a whole step in `.grad`, at the parameters as they are; nothing is updated."""
     clear_gradients(engine)
-    sums, counts = accumulate_what_fits(engine, batches, counts, epoch=epoch)
-    if not engine.is_sharded:
-        reduce_gradients([p for group in engine.groups for p in group.parameters])
+    if engine.atoms is not None:
+        sums = accumulate_atoms(engine, batches, counts, epoch=epoch)
+    else:
+        sums, counts = accumulate_what_fits(engine, batches, counts, epoch=epoch)
+        if not engine.is_sharded:
+            reduce_gradients([p for group in engine.groups for p in group.parameters])
     if engine.scaler is not None:
         for group in _groups_with_gradient(engine):
             engine.scaler.unscale_(group.optimiser)
@@ -210,6 +217,23 @@ def accumulate_what_fits(
             note_quarantined(guard, found, is_empty=is_empty)
             return sums, kept_counts
         found += new
+
+
+def accumulate_atoms(
+    engine: StepEngine, batches: Sequence[MicroBatch], counts: Mapping[str, int], *, epoch: int
+) -> dict[str, Tensor]:
+    """The gradient over all ranks, atom by atom, with bits that no cut changes; the sums of the terms likewise."""
+    assert engine.atoms is not None
+    run = partial(run_atom, engine, counts=counts, epoch=epoch)
+    parameters = [p for group in engine.groups for p in group.parameters]
+    return sum_atoms(engine.atoms, batches, parameters, run, terms=sorted(counts), device=engine.device)
+
+
+def run_atom(engine: StepEngine, atom: MicroBatch, counts: Mapping[str, int], *, epoch: int) -> dict[str, Tensor]:
+    """Forward and backward of one atom: the sums of its terms; its gradient is added to `.grad`."""
+    sums = {name: torch.zeros((), device=engine.device) for name in counts}
+    _forward_backward(engine, atom, counts, sums, epoch=epoch, batched=())
+    return sums
 
 
 def accumulate(
@@ -315,7 +339,8 @@ def _outcome(engine: StepEngine, sums: Mapping[str, Tensor], counts: Mapping[str
     names = sorted(sums)
     norms = torch.stack([grad_norm(g.parameters).to(engine.device, torch.float64) for g in engine.groups])
     losses = torch.stack([sums[n].to(torch.float64) for n in names]) if names else norms.new_zeros(0)
-    numbers = torch.cat([sum_over_ranks(losses), norms]).tolist()
+    summed = losses if engine.atoms is not None else sum_over_ranks(losses)
+    numbers = torch.cat([summed, norms]).tolist()
     loss = {n: x / max(counts[n], 1) for n, x in zip(names, numbers[: len(names)], strict=True)}
     uncounted = [n for n in names if counts[n] == 0 and loss[n] != 0]
     if uncounted:

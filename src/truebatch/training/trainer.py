@@ -41,7 +41,7 @@ from truebatch.training.checks.compare_one_by_one import compare_with_one_by_one
 from truebatch.training.checks.first_step import check_first_step
 from truebatch.training.choices.run_choices import keep_choices, settle_open
 from truebatch.training.config import TrainConfig
-from truebatch.training.context import EpochPlans, Job, TrainResult
+from truebatch.training.context import EpochPlans, Job, Plans, TrainResult
 from truebatch.training.data import (
     ContentHash,
     TrainData,
@@ -56,6 +56,9 @@ from truebatch.training.distributed.collectives import (
     rank,
 )
 from truebatch.training.distributed.device import DeviceContext, find_device, move_model
+from truebatch.training.exactness.atom_run import keep_atoms, open_atoms
+from truebatch.training.exactness.first_step import check_first_atoms
+from truebatch.training.exactness.kernels import deterministic_kernels, no_deterministic_kernel
 from truebatch.training.logging.metrics_jsonl import MetricsLog, find_gaps, open_metrics
 from truebatch.training.logging.step_record import skipped_step_record, step_record
 from truebatch.training.memory.oom import is_out_of_memory
@@ -114,29 +117,25 @@ def train(
     known = data if stream is None else replace(data, samples=stream.window(0).samples)
     content = ContentHash(known) if out is not None and rank() == 0 else None
     measured = known.measured or measure_by_reading(known.samples, data.fields, content=content)
+    plans, num_steps = _plans(config, measured, stream)
     guard = OomGuard(fields=data.fields, when_too_large=config.oom, say=say)
     engine = StepEngine(
-        model=model,
-        objective=objective,
-        groups=make_groups(groups or [default_group(model, config)], model),
-        device=device_context.device,
-        autocast=device_context.autocast,
-        scaler=device_context.scaler,
-        seed=config.seed,
+        model=model, objective=objective, groups=make_groups(groups or [default_group(model, config)], model),
+        device=device_context.device, autocast=device_context.autocast, scaler=device_context.scaler, seed=config.seed,
         stand_in=lambda: single_sample_batch_fn(data, epoch=0)(0 if stream is None else stream.at_hand.start.first_id),
         guard=guard,
         callbacks=(*callbacks, *((stream,) if stream is not None else ())),
-        changes_buffers=bool(config.allow),
-    )
-    plans, num_steps = _plans(config, measured, stream)
-    with opened_run(out, config) as run, catch_signals() as stop, _watchdog(config) as watchdog:
+        changes_buffers=bool(config.allow), atoms=open_atoms(model, config, width=plans.config.cells, say=say),
+    )  # fmt: skip
+    with _kernels(engine), opened_run(out, config) as run, catch_signals() as stop, _watchdog(config) as watchdog:
         if run is not None and rank() == 0:
             check_data(run, measured, content=content_of(known, read=content, say=say), say=say)
             keep_choices(run.folder, choices)
+            keep_atoms(run, plans, config, engine.device, say=say)
         open_guard(guard, None if run is None else run.folder, is_sharded=is_sharded(model))
         job = Job(
             engine=engine, data=data, plans=plans, config=config, num_steps=num_steps, couplings=couplings, run=run,
-            stop=stop, say=say, validation=_validation_set(data, config, device_context),
+            stop=stop, say=say, validation=_validation_set(data, config, plans, device_context),
             loggers=loggers if rank() == 0 else (), watchdog=watchdog,
         )  # fmt: skip
         return _run(job)
@@ -152,6 +151,11 @@ def _plans(
     return plans, min(config.max_steps or most_steps, most_steps)
 
 
+def _kernels(engine: StepEngine) -> AbstractContextManager[None]:
+    """Where bits count, only kernels that repeat themselves."""
+    return nullcontext() if engine.atoms is None else deterministic_kernels(engine.device)
+
+
 def _prepare_model(model: nn.Module, device_context: DeviceContext, config: TrainConfig) -> None:
     move_model(model, device_context, config)
     if config.compile:
@@ -160,11 +164,14 @@ def _prepare_model(model: nn.Module, device_context: DeviceContext, config: Trai
     name_purposes(model)
 
 
-def _validation_set(data: TrainData, config: TrainConfig, device_context: DeviceContext) -> ValidationSet | None:
+def _validation_set(
+    data: TrainData, config: TrainConfig, plans: Plans, device_context: DeviceContext
+) -> ValidationSet | None:  # fmt: skip
     if data.validation is None:
         return None
     loader = LoaderConfig(workers=config.workers, pin_memory=device_context.device.type == "cuda")
-    return ValidationSet(samples=data.validation, fields=data.fields, plan_config=config.plan_config(), loader=loader)
+    planned = plans.config if plans.config.atoms else config.plan_config()
+    return ValidationSet(samples=data.validation, fields=data.fields, plan_config=planned, loader=loader)
 
 
 def _watchdog(config: TrainConfig) -> AbstractContextManager[Watchdog | None]:
@@ -215,7 +222,7 @@ def _explained(error: BaseException) -> BaseException:
             do="see what else takes memory on this device; the same command resumes from the last checkpoint",
         )
     if not is_peer_failure(error):
-        return error
+        return no_deterministic_kernel(error) or error
     return RestartError(
         "another process of this run is gone",
         seen=f"rank {rank()} of {num_ranks()} waited for it: {str(error).strip().splitlines()[0][:160]}",
@@ -230,6 +237,13 @@ def _resume_or_start(job: Job) -> TrainState:
         fill = job.plans.of(0).statistics.fill
         job.say(
             f"compiled rows: {len(widths)} width(s), {widths[0]:,} to {widths[-1]:,} cells, {fill:.1%} of them tokens"
+        )
+    if job.plans.config.atoms:
+        said = job.plans.of(0).statistics
+        each = said.micro_batches / said.steps
+        job.say(
+            f"exactness: bits; atoms of {job.plans.config.cells:,} cells, about {each:.1f} per step, {said.fill:.1%} of their "
+            "cells tokens"
         )
     if allowed := ", ".join(sorted({c.name for c in job.couplings})):
         job.say(f"equality: in distribution ({allowed} allowed by name)")
@@ -306,7 +320,7 @@ def _train_epoch(job: Job, state: TrainState, log: MetricsLog | None) -> None:
 def _loader_config(job: Job) -> LoaderConfig:
     """Compiled layers get rows of a few widths and tables of one size; everything else is made to measure."""
     pins = job.engine.device.type == "cuda"
-    widths = job.plans.config.row_widths
+    widths = job.plans.config.widths if job.config.compile else ()
     slots = most_segments(job.plans.measured.lengths, widths[0]) if widths else None
     return LoaderConfig(workers=job.config.workers, pin_memory=pins, slots=slots, first_id=job.first_id)
 
@@ -326,7 +340,10 @@ def train_step(job: Job, state: TrainState, loaded: LoadedStep, log: MetricsLog 
     check_terms(engine.groups, list(counts), is_first=state.step == 0)
     if job.config.true_batch == "compare" and state.step < job.config.compare_steps:
         _compare_with_one_by_one(job, state, loaded, counts)
-    check_first_step(job, state, loaded)
+    if engine.atoms is None:
+        check_first_step(job, state, loaded)
+    else:
+        check_first_atoms(job, state, loaded, counts)
     rates = {g.name: g.set_rate(state.step, job.num_steps) for g in engine.groups}
     outcome = _take_gradients(job, state, loaded, counts)
     is_updated = False

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -21,7 +22,7 @@ from truebatch.planning.lengths.measured_values import Measured
 from truebatch.planning.plan import Plan, build_plan
 from truebatch.testing.failpoints import failpoint
 from truebatch.training.data import measure_by_reading
-from truebatch.training.distributed.collectives import names_over_ranks, num_ranks, rank, sum_over_ranks
+from truebatch.training.distributed.collectives import all_gather_list, names_over_ranks, num_ranks, rank, sum_numbers
 from truebatch.training.memory.oom import first_line, is_out_of_memory
 from truebatch.training.memory.oom_retry import OomRetry
 from truebatch.training.run_dir.watchdog import Watchdog
@@ -58,6 +59,8 @@ def evaluate_loss(
 
 
 def _plan_of(measured: Measured, plan_config: PlanConfig) -> Plan:
+    if plan_config.atoms:  # as wide as those of training, unless a sample asks for more
+        plan_config = replace(plan_config, cells=max(plan_config.cells or 0, int(measured.lengths.max())))
     return build_plan(measured.lengths, plan_config, ranks=num_ranks(), costs=measured.costs)
 
 
@@ -67,7 +70,7 @@ def validate(engine: StepEngine, data: ValidationSet, *, watchdog: Watchdog | No
     was_training = engine.model.training
     engine.model.eval()
     steps = load_steps(data.plan(), data.samples, data.fields, rank=rank(), config=data.loader)
-    totals: dict[str, torch.Tensor] = {}
+    totals: dict[str, list[torch.Tensor]] = {}
     counts: dict[str, int] = {}
     try:
         with torch.no_grad(), force_eager():  # these rows are made to measure
@@ -78,7 +81,7 @@ def validate(engine: StepEngine, data: ValidationSet, *, watchdog: Watchdog | No
                     continue
                 counts = add_counts([counts, engine.objective.counts(batch)])
                 for name, value in _sums_of_batch(engine, batch).items():
-                    totals[name] = totals.get(name, 0) + value
+                    totals.setdefault(name, []).append(value)
             return _divide(totals, counts, engine.device)
     finally:
         steps.close()
@@ -87,9 +90,8 @@ def validate(engine: StepEngine, data: ValidationSet, *, watchdog: Watchdog | No
 
 def _sums_of_batch(engine: StepEngine, batch: MicroBatch) -> dict[str, torch.Tensor]:
     """What the objective sums up over a micro-batch, cut smaller where memory runs out, as in a step."""
-    retry = engine.guard and OomRetry(
-        engine.guard, [batch], device=engine.device, is_sharded=engine.is_sharded, is_step=False
-    )
+    guard = None if engine.atoms is not None else engine.guard  # an atom is never cut
+    retry = guard and OomRetry(guard, [batch], device=engine.device, is_sharded=engine.is_sharded, is_step=False)
     while True:
         part = batch
         try:
@@ -112,12 +114,13 @@ def _forward(engine: StepEngine, batch: MicroBatch) -> Mapping[str, torch.Tensor
         return sums_of(engine, moved)
 
 
-def _divide(totals: dict[str, torch.Tensor], counts: dict[str, int], device: torch.device) -> dict[str, float]:
+def _divide(totals: dict[str, list[torch.Tensor]], counts: dict[str, int], device: torch.device) -> dict[str, float]:
+    """Totals are summed without rounding, so that no order of micro-batches or ranks changes them."""
     names = names_over_ranks(counts)
-    numbers = torch.tensor(
-        [[float(totals.get(n, 0.0)), float(counts.get(n, 0))] for n in names], dtype=torch.float64, device=device
-    )
-    summed = dict(zip(names, sum_over_ranks(numbers).tolist(), strict=True))
+    mine = {n: torch.stack(totals[n]).to(torch.float64).tolist() if n in totals else [] for n in names}
+    sums = {n: _exact_sum(all_gather_list(mine[n])) for n in names}
+    numbers = sum_numbers([counts.get(n, 0) for n in names], device)
+    summed = {n: (sums[n], float(count)) for n, count in zip(names, numbers, strict=True)}
     if not any(count for _total, count in summed.values()):
         raise DataError(
             "the validation dataset has nothing to measure a loss on",
@@ -125,3 +128,8 @@ def _divide(totals: dict[str, torch.Tensor], counts: dict[str, int], device: tor
             do="give validation samples with labels; a loss of 0 would pass for the best one",
         )
     return {name: total / max(count, 1.0) for name, (total, count) in summed.items()}
+
+
+def _exact_sum(values: Sequence[float]) -> float:
+    """NaN and infinity as adding them would give."""
+    return math.fsum(values) if all(map(math.isfinite, values)) else sum(values)

@@ -22,6 +22,7 @@ def two(tmp_path_factory):
     """Everything two ranks do, done once: importing torch takes longer than all of it."""
     folder = tmp_path_factory.mktemp("two")
     processes.run(folder / "parts", 2)  # one process begins the run that two then continue
+    processes.run_bits(folder / "bits parts", 3)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -46,6 +47,16 @@ def two(tmp_path_factory):
     said = [process.communicate(timeout=600)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], "\n".join(said)
     return folder, json.loads((folder / "results.json").read_text())
+
+
+def test_two_processes_have_the_bits_of_one(two, tmp_path):
+    steps, best = processes.run_bits(tmp_path, 6)
+    assert two[1]["bits"] == [[list(one) for one in steps], best]
+
+
+def test_two_processes_go_on_with_the_bits_of_one_that_was_stopped(two, tmp_path):
+    steps, best = processes.run_bits(tmp_path, 6)
+    assert two[1]["bits, second part"] == [[list(one) for one in steps[3:]], best]
 
 
 def relative(a, b):

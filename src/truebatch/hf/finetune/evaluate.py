@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,8 @@ def evaluate(
     """Loss of everything; perplexity of a model that writes, accuracy and macro F1 of one that classifies."""
     place = find_device(config.train)
     model.to(place.device).eval()
-    plan_config = config.train.plan_config()
     measured = measure_by_reading(samples, head.fields, what="held-out dataset")
+    plan_config = replace(config.train, exactness="rounding", atom_cells=None).plan_config()
     engine = StepEngine(
         model=model, objective=HeadObjective(head=head), groups=(), device=place.device, autocast=place.autocast,
         guard=OomGuard(fields=head.fields),

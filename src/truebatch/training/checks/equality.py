@@ -27,7 +27,7 @@ from truebatch.training.distributed.collectives import is_peer_failure, is_shard
 from truebatch.training.memory.oom import is_out_of_memory
 from truebatch.training.step import StepEngine, check_sums, sums_of
 
-Verdict = Literal["equal", "in_distribution", "broken", "not_checked"]
+Verdict = Literal["equal", "bits", "in_distribution", "broken", "not_checked"]
 TOLERANCE = 1e-5
 """The most by which loss terms and gradient may differ in fp32, relative."""
 MOST_ROUNDING = 4.0
@@ -92,6 +92,8 @@ class Equality:
     def __str__(self) -> str:
         if self.verdict == "not_checked":
             return f"not checked: {self.why}"
+        if self.verdict == "bits":
+            return f"bits, {self.why}"
         measured = ""
         if self.loss is not None and self.gradient is not None:
             measured = f", loss {short(self.loss)}, gradient {short(self.gradient)}"

@@ -223,7 +223,7 @@ def earlier_check(run: RunFolder | None, engine: StepEngine) -> Mapping[str, Any
             kept = None
         if isinstance(kept, dict) and kept.get("checked") == fingerprint(engine):
             result = kept.get("result")
-            is_sound = isinstance(result, dict) and result.get("verdict") in ("equal", "in_distribution")
+            is_sound = isinstance(result, dict) and result.get("verdict") in ("equal", "bits", "in_distribution")
             found = result if is_sound else None
     return broadcast_from_rank0(found)
 

@@ -121,6 +121,9 @@ def choose_settings(
         settle(choose_precision(chooser.facts))
     if "layout" in config.choose:
         settle(_choose_layout(chooser, config))
+    if config.exactness == "bits":
+        for choice in choices_for_bits(config):
+            settle(choice)
     if {"cells", "compile", "workers"} & set(config.choose):
         measured, why = measure(chooser, config)
         if "cells" in config.choose:
@@ -130,6 +133,23 @@ def choose_settings(
         if "workers" in config.choose:
             settle(choose_workers(chooser, config, measured))
     return replace(config, choose=()), choices
+
+
+def choices_for_bits(config: TrainConfig) -> list[SettingChoice]:
+    """What is left open where bits count, by rules alone: what is timed would differ from machine to machine."""
+    rules: dict[str, tuple[Any, str]] = {
+        "cells": (None, "one atom is on the device at a time"),
+        "compile": (
+            False,
+            "for compiled kernels have other bits than eager ones, so nothing but a setting may ask for them",
+        ),
+        "workers": (0, "for nothing is timed where bits count"),
+    }
+    return [
+        SettingChoice(setting=name, value=value, why=why)
+        for name, (value, why) in rules.items()
+        if name in config.choose
+    ]
 
 
 def choose_precision(facts: DeviceFacts) -> SettingChoice:

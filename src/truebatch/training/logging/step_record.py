@@ -9,6 +9,7 @@ from truebatch.data.loader import LoadedStep
 from truebatch.training.checks.first_step import equality_record
 from truebatch.training.context import Job, Record
 from truebatch.training.distributed.collectives import all_gather_list, sum_numbers
+from truebatch.training.exactness.atom_run import digest_record
 from truebatch.training.memory.quarantine import quarantine_record
 from truebatch.training.step import StepOutcome
 from truebatch.training.train_state import TrainState
@@ -40,6 +41,7 @@ def step_record(
         "seconds": seconds,
         "tokens_per_second": tokens / max(seconds, 1e-9),
         **equality_record(job),
+        **digest_record(job, state),
         **quarantine_record(job.engine.guard),
     }
 

@@ -78,7 +78,7 @@ def _reason(error: TruebatchError) -> str:
 def _foresee(engine: StepEngine, data: TrainData, train: TrainConfig, fit: MemoryFit | None) -> RunEstimate:
     assert data.measured is not None
     lengths = data.measured.lengths
-    plan = build_plan(lengths, train.plan_config(), costs=data.measured.costs, counts=data.measured.counts)
+    plan = build_plan(lengths, train.plan_config(lengths), costs=data.measured.costs, counts=data.measured.counts)
     largest = largest_micro_batches(plan, data, train.layout)
     if fit is not None:
         memory = max(fit.predict(*sizes_of(data, rows.ids).shape(train.layout)) for rows in largest)

@@ -34,11 +34,14 @@ MAY_CHANGE = (
     "stuck_seconds",
     "check_samples",
     "choose",
+    "digest_every",
 )
 """Settings of `TrainConfig` that another start of the same run may have: none of them changes the samples of a step.
 
 Learning rates of a schedule follow the number of steps; the run says so when that has changed.
 """
+BITS_MAY_CHANGE = ("cells", "batch_size", "gradient_accumulation_steps")
+"""With `exactness: bits` also these: a step has the same bits however it is cut."""
 DATA, LENGTHS = "data.json", "lengths.npy"
 MOST_LENGTHS = 50_000
 """That are kept of a dataset, evenly chosen, for pictures of it."""
@@ -55,7 +58,9 @@ def opened_run(
     if out is None or isinstance(out, RunFolder):
         yield out
         return
-    names = (*MAY_CHANGE, *(f"train.{name}" for name in MAY_CHANGE))
+    own = getattr(config, "train", config)
+    free = (*MAY_CHANGE, *(BITS_MAY_CHANGE if getattr(own, "exactness", "") == "bits" else ()))
+    names = (*free, *(f"train.{name}" for name in free))
     if rank() > 0:
         yield _wait_for_owner(Path(out))
         return
