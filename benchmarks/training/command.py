@@ -24,11 +24,11 @@ from typing import Any
 from benchmarks.harness.benchmark import Benchmark, Row, option
 from benchmarks.training.command_case import CASES, CommandCase, write_case
 
-DEFAULT, WARM, OFF = "truebatch", "truebatch, again", "truebatch, off"
+DEFAULT, WARM, OFF = "truebatch", "truebatch again", "truebatch off"
 PEERS = {
-    "HF Trainer, 8 padded": "padded",
-    "HF Trainer, 8 grouped": "grouped",
-    "HF Trainer, 8 flattened": "flattened",
+    "HF Trainer 8 padded": "padded",
+    "HF Trainer 8 grouped": "grouped",
+    "HF Trainer 8 flattened": "flattened",
 }
 """Method -> how `benchmarks.training.hf_trainer` collates. Flattened is what TRL's padding-free does without flash-attn."""
 ROW = "benchmark row"

@@ -62,7 +62,7 @@ CASES = {
     "bert-110m/chat": CommandCase(
         model="BertForSequenceClassification", sizes=BERT, lengths="chat", longest=512, task="sequence_classification"
     ),
-    "llama-8b/chat, LoRA": CommandCase(model="LlamaForCausalLM", sizes=LLAMA_8B, lengths="chat", lora=True),
+    "llama-8b-lora/chat": CommandCase(model="LlamaForCausalLM", sizes=LLAMA_8B, lengths="chat", lora=True),
     "llama-tiny/chat": CommandCase(model="LlamaForCausalLM", sizes=TINY, lengths="chat", longest=512, is_tiny=True),
     "llama-tiny/patient": CommandCase(
         model="LlamaForCausalLM", sizes=TINY, lengths="patient", longest=512, is_tiny=True
