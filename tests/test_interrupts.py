@@ -70,7 +70,7 @@ def run_code(folder: Path, code: str) -> subprocess.CompletedProcess:
         ("truebatch.cli.commands.train", "SIGHUP", ("config", "show", "chinese_gpt")),
         ("torch", "SIGTERM", ("train", "chinese_gpt")),
         ("torch.nn", "SIGINT", ("evaluate", "run")),
-        ("transformers", "SIGUSR1", ("score", "a.jsonl", "--model", "m", "--out", "o")),
+        ("transformers", "SIGUSR1", ("score", "a.jsonl", "--model", "m", "--yesno", "--out", "o")),
     ],
 )
 def test_a_signal_in_the_middle_of_any_import_ends_with_75_and_words(tmp_path, at, name, arguments):

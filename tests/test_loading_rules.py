@@ -15,6 +15,8 @@ ALLOWED = {
     (TEMPLATES, "apply_chat_template"),
     # Unsloth reads models from a folder alone; this one is written by us the moment before.
     ("benchmarks/training/peers.py", "from_pretrained"),
+    # So is the folder that the Trainer of Hugging Face is timed on; it loads as its users load.
+    ("benchmarks/training/hf_trainer.py", "from_pretrained"),
     # Shapes of our own, and the two parts inside of a configuration that has been looked at.
     ("benchmarks/model_shapes.py", "from_config"),
     ("benchmarks/scripts/attention_cuda.py", "from_config"),

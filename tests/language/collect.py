@@ -1,7 +1,7 @@
 """Every sentence the package can say, read from its source, and the tool that shows what has no Chinese yet.
 
 python -m tests.language.collect missing systems > list.txt    numbered lines: what a part of the package says
-python -m tests.language.collect fill systems list.zh.txt      the same numbers with Chinese: into its catalogue
+python -m tests.language.collect fill systems list.zh.txt list.txt   the same numbers with Chinese: into its catalogue
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.hf.attention.cuts import packed, padded
 from truebatch.batch.collate import collate
 from truebatch.batch.keyed_random import KeyedDropout, noise_for
+from truebatch.hf.attention import packed as attention
 from truebatch.hf.heads.heads import head_of
 from truebatch.hf.heads.objective import HeadObjective
 from truebatch.planning.rows import packed_row
@@ -142,7 +143,7 @@ def test_a_step_an_evaluation_and_a_proof_do_without_kernels_that_are_planned_fo
     head, samples = head_of(model), make_samples(model, LENGTHS)
     engine, batches = engine_of(model, HeadObjective(head=head)), micro_batches(head, samples)
     counts = step_counts(batches, engine.objective, {}, device=engine.device)
-    for module in (step, validation, compare):
+    for module in (step, validation, compare, attention):
         monkeypatch.setattr(module, "without_cudnn_sdpa", noted)
     layer = model.model.layers[0]
     layer.register_forward_hook(lambda *_: seen.append(("forward", bool(is_open))))

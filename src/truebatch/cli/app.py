@@ -21,6 +21,7 @@ import typer
 from truebatch import __version__
 from truebatch.cli.commands.census import show_census
 from truebatch.cli.commands.config import config_app
+from truebatch.cli.commands.diff import show_diff
 from truebatch.cli.commands.doctor import show_doctor
 from truebatch.cli.commands.env import show_environment
 from truebatch.cli.commands.evaluate import show_evaluate
@@ -76,6 +77,7 @@ app.command("generate", short_help="Text from a trained run, for prompts or in a
 app.command("score", short_help="Score or generate for every sample of a file; the same command resumes.")(show_score)
 app.add_typer(run_app, name="run", short_help="Look at a scoring run, export it, retry its failures.")
 app.command("report", short_help="One HTML file about a run, or about several side by side.")(show_report)
+app.command("diff", short_help="Name the first step and tensor at which two runs differ.")(show_diff)
 app.command("init", short_help="Write the starting files of a system.")(show_init)
 app.command("doctor", short_help="Check this machine; with --drill, kill a small run everywhere and see it recover.")(
     show_doctor

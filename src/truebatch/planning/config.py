@@ -237,6 +237,8 @@ class PlanConfig:
         for name in ("row_widths", "atoms"):  # plans without them keep the fingerprint they had
             if not values[name]:
                 del values[name]
+            elif name == "row_widths":
+                values[name] = list(values[name])  # as JSON gives it back
         return values | {"costs": dict(self.costs)}
 
 

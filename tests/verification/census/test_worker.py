@@ -26,10 +26,10 @@ def row_of(model_type, head="causal_lm", **more):
     [
         ("llama", "causal_lm", "equal", "packed"),
         ("gpt_oss", "causal_lm", "equal", "packed"),
-        ("rwkv", "causal_lm", "fell back", "padded"),
+        ("rwkv", "causal_lm", "equal", "packed"),
         ("bert", "masked_lm", "equal", "packed"),
-        ("t5", "seq2seq", "fell back", "padded"),
-        ("encoder-decoder", "seq2seq", "fell back", "padded"),
+        ("t5", "seq2seq", "equal", "packed"),
+        ("encoder-decoder", "seq2seq", "equal", "packed"),
         ("qwen2_vl", "vision_language", "equal", "packed"),
     ],
 )

@@ -18,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from truebatch.attention.api import attend_by, attend_table
-from truebatch.attention.score_rule import Rule, band_of, written_out_attention
+from truebatch.attention.score_rule import Rule, band_of, without_cudnn_sdpa, written_out_attention
 from truebatch.attention.varlen_static import read_bounds
 from truebatch.batch.segments import Segments, cell_positions
 from truebatch.batch.torch_compile import force_eager, has_compiled_layers
@@ -88,7 +88,8 @@ def packing_plan_of(model: PreTrainedModel) -> PackingPlan:
     if any(weight.is_meta for weight in model.parameters()) or detect_fake_mode(list(model.parameters())) is not None:
         is_plain = takes_attention(model) and not model.config.is_encoder_decoder
         return PackingPlan("table" if is_plain else "rows")  # nothing can be tried; shapes are all that is asked for
-    with force_eager() if has_compiled_layers(model) else nullcontext(), packing(model):
+    eager = force_eager() if has_compiled_layers(model) else nullcontext()
+    with eager, packing(model), without_cudnn_sdpa(model.device):
         return find_plan(model, _table_attention, is_plain=not needs_search(model))
 
 

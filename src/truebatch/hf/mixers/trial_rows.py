@@ -6,9 +6,11 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from truebatch.batch.segments import Segments, cell_positions, packed_segments
 
@@ -97,14 +99,23 @@ def tables_of(rows: TrialRows) -> tuple[Segments, Segments | None]:
 def first_position(model: nn.Module) -> int:
     """The position of a sample's first token; RoBERTa and its kin count from `padding_idx + 1`.
 
-    Others say it in the buffer that they count with.
+    Others say it in the buffer that they count with, which is read once. A model without values has none to read.
     """
+    found = _first_positions.get(model)
+    if found is not None:
+        return found
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
             return int(module.padding_idx) + 1
     counted = [b.flatten() for name, b in model.named_buffers() if name.endswith("embeddings.position_ids")]
+    if any(b.is_meta or isinstance(b, FakeTensor) for b in counted):
+        return 0
     starts = {int(b[0]) for b in counted if len(b) and bool((b.diff() == 1).all())}
-    return starts.pop() if len(starts) == 1 else 0
+    _first_positions[model] = starts.pop() if len(starts) == 1 else 0
+    return _first_positions[model]
+
+
+_first_positions: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 def _table(parts: Sequence[Tensor], device: torch.device) -> Segments:
