@@ -208,7 +208,7 @@ def _benchmark_row(prepared: PreparedCase) -> Row | None:
     command = [
         sys.executable, "-m", "benchmarks.training.run", "--device", prepared.options.device, "--only",
         prepared.case.bench, "--ways", "ours packed compiled,uniform compiled", "--out", str(out),
-        "--seconds", str(prepared.options.peer_seconds),
+        "--seconds", str(3 * prepared.options.peer_seconds),
     ]  # fmt: skip
     environment = _environment(prepared.folder)
     subprocess.run(

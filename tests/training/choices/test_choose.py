@@ -197,9 +197,23 @@ def test_the_smallest_budget_that_is_nearly_fastest_is_taken():
     assert measured.fastest(2048) == 1024
 
 
+@pytest.mark.parametrize(
+    ("changes", "cells"), [({}, 32768), ({"compile": False}, 4096), ({"samples_per_step": 2}, 4096)]
+)
+def test_rows_to_be_compiled_are_wide_where_they_stay_full_and_fast(changes, cells):
+    measured = MeasuredSpeed(
+        fit=None, speeds={4096: 3_990.0, 16384: 4_000.0, 32768: 3_950.0, 65536: 3_900.0}, load_seconds=0.0
+    )
+    opened = {"choose": ("cells", *(() if "compile" in changes else ("compile",)))}
+    config = replace(PACKED, cells=None, **{**opened, **changes})
+    choice = choose_cells(layered(np.minimum(example_lengths("chat", 3000), 4096)), config, measured, "now")
+    assert choice.value == cells
+
+
 def test_budgets_hold_the_longest_sample_and_go_no_further_than_a_step():
     lengths = np.array([10, 3000, 500])
-    assert budgets_to_try(lengths, most=9000, is_gpu=True) == [3000, 4096, 8192, 9000]
+    assert budgets_to_try(lengths, most=10000, is_gpu=True) == [3000, 4096, 8192, 10000]
+    assert budgets_to_try(lengths, most=9000, is_gpu=True) == [3000, 4096, 9000]
     assert budgets_to_try(lengths, most=100, is_gpu=False) == [ALONE, 3000]
     assert largest_useful(lengths, TrainConfig(samples_per_step=8)) == 8 * 1170
     assert largest_useful(lengths, TrainConfig(samples_per_step=2)) == 3000

@@ -52,6 +52,8 @@ HOST_SHARE = 0.5
 """Of the memory of the host that is free, what budgets which are tried may take."""
 FULL = 0.95
 """Compiled rows that are emptier lose what compiling gains."""
+ABOUT_AS_FAST, FULL_WIDE, WIDEST = 0.93, 0.965, 32768
+"""Rows to be compiled are the widest that are about as fast before, and this full; wider ones gained nothing more."""
 LOAD_SHARE, MOST_WORKERS = 0.02, 8
 """Reading samples in the process that trains may take this share of its time."""
 
@@ -263,7 +265,38 @@ def choose_cells(chooser: Chooser, config: TrainConfig, measured: MeasuredSpeed 
             setting="cells", value=None, why=f"one sample at a time is fastest here ({speed}), {why}", also=also
         )
     safe = "" if most is None else f"; up to {most:,} fit in memory"
+    wide = _cells_for_compiling(chooser, config, measured, most)
+    if wide is not None:
+        speed = f"{measured.speeds[wide]:,.0f} tokens/s before compiling"
+        return SettingChoice(
+            setting="cells", value=wide, why=f"wide rows, which compiling gains most on ({speed}){safe}, {why}"
+        )
     return SettingChoice(setting="cells", value=cells, why=f"the fastest here ({speed}){safe}, {why}")
+
+
+def _cells_for_compiling(
+    chooser: Chooser, config: TrainConfig, measured: MeasuredSpeed, most: int | None
+) -> int | None:
+    """The widest rows that are about as fast before compiling and full after it; None where nothing will be compiled.
+
+    Compiling shortens what a row's cells take. What every micro-batch takes beside that, such as casting the weights and
+    adding their gradients, stays, and weighs less in wide rows.
+    """
+    for cells in sorted(measured.nearly_fastest(most, share=ABOUT_AS_FAST), reverse=True):
+        tried = replace(config, cells=cells)
+        may_compile = choose_compile(chooser, tried, measured).value if "compile" in config.choose else config.compile
+        if may_compile and cells <= WIDEST and _compiled_rows(chooser, tried)[1] >= FULL_WIDE:
+            return cells
+    return None
+
+
+def _compiled_rows(chooser: Chooser, config: TrainConfig) -> tuple[tuple[int, ...], float]:
+    """The widths of compiled rows under this budget, and the share of their cells that are tokens."""
+    assert chooser.data.measured is not None
+    assert config.cells is not None
+    lengths, samples = chooser.data.measured.lengths, config.num_samples_per_step()
+    widths = choose_row_widths(lengths, cells=config.cells, samples_per_step=samples, ranks=config.devices)
+    return widths, fill_of(lengths, widths, samples_per_step=samples, ranks=config.devices)
 
 
 def _safe_cells(chooser: Chooser, config: TrainConfig, measured: MeasuredSpeed) -> int | None:
@@ -294,9 +327,7 @@ def choose_compile(chooser: Chooser, config: TrainConfig, measured: MeasuredSpee
         return off("which was not measured together with gradient_checkpointing")
     if chooser.data.measured is None:
         return off("which needs the lengths of all samples")
-    lengths, samples = chooser.data.measured.lengths, config.num_samples_per_step()
-    widths = choose_row_widths(lengths, cells=config.cells, samples_per_step=samples, ranks=config.devices)
-    fill = fill_of(lengths, widths, samples_per_step=samples, ranks=config.devices)
+    widths, fill = _compiled_rows(chooser, config)
     if fill < FULL:
         return off(f"for rows of few widths would be {fill:.0%} full with so few samples per step")
     if measured is None:

@@ -44,6 +44,8 @@ WORSE = 0.8
 """Where a budget reaches less than this share of a smaller one, larger ones are not tried."""
 NEARLY = 0.98
 """The smallest budget is taken that reaches this share of the fastest."""
+APART = 1.2
+"""On a GPU, of two budgets that are closer than this only the larger one is tried."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,9 +61,12 @@ class MeasuredSpeed:
 
     def fastest(self, most: int | None = None) -> int:
         """The smallest budget, none above `most`, that is nearly as fast as the fastest."""
+        return min(self.nearly_fastest(most, share=NEARLY))
+
+    def nearly_fastest(self, most: int | None, *, share: float) -> list[int]:
+        """Budgets, none above `most`, that reach this share of the fastest one's speed."""
         allowed = {cells: speed for cells, speed in self.speeds.items() if most is None or cells <= most}
-        best = max(allowed.values())
-        return min(cells for cells, speed in allowed.items() if speed >= NEARLY * best)
+        return [cells for cells, speed in allowed.items() if speed >= share * max(allowed.values())]
 
 
 def budgets_to_try(lengths: Ints, *, most: int, is_gpu: bool) -> list[int]:
@@ -70,7 +75,9 @@ def budgets_to_try(lengths: Ints, *, most: int, is_gpu: bool) -> list[int]:
     end = max(longest, most)
     powers = [1 << k for k in range(LEAST_CELLS.bit_length() - 1, MOST_CELLS.bit_length())]
     tried = sorted({longest, *(cells for cells in powers if longest < cells < end), end})
-    return tried if is_gpu else [ALONE, *tried]
+    if not is_gpu:
+        return [ALONE, *tried]
+    return [cells for at, cells in enumerate(tried) if at + 1 == len(tried) or tried[at + 1] > APART * cells]
 
 
 def time_budgets(
@@ -78,16 +85,23 @@ def time_budgets(
 ) -> dict[int, float]:
     """Tokens a second under each budget; a budget that runs out of memory, and larger ones, are left out.
 
-    All are timed with the same samples, in turns, so that a busy spell of the machine meets all of them.
+    All are timed with the same samples, in turns, so that a busy spell of the machine meets all of them. On a GPU the first
+    row of a new size waits for memory and kernels, so one is run before the clock starts, and no budget is given up early.
     """
     assert data.measured is not None
     lengths = data.measured.lengths
     speeds: dict[int, float] = {}
+    is_gpu = engine.device.type == "cuda"
     with untouched(engine):
         pool = _pool(engine, data, config, max(budgets))
         tokens = int(lengths[pool].sum())
         say(f"timing {len(budgets)} budgets of cells with {tokens:,} tokens")
         left = list(budgets)
+        for cells in budgets if is_gpu else ():
+            cuts = _cuts(lengths, pool, config, cells)
+            if seconds_that_fit(engine, data, [cuts[0], cuts[-1]], config.layout) is None:
+                left = [one for one in left if one < cells]
+                break
         for _ in range(PASSES):
             for cells in list(left):
                 seconds = seconds_that_fit(engine, data, _cuts(lengths, pool, config, cells), config.layout)
@@ -95,7 +109,7 @@ def time_budgets(
                     left = [one for one in left if one < cells]
                     break
                 speeds[cells] = max(speeds.get(cells, 0.0), tokens / max(seconds, 1e-9))
-                if speeds[cells] < WORSE * max(speeds.values()) and cells != left[0]:
+                if not is_gpu and speeds[cells] < WORSE * max(speeds.values()) and cells != left[0]:
                     left = [one for one in left if one <= cells]
                     break
     return {cells: speeds[cells] for cells in left if cells in speeds}
