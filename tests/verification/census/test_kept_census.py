@@ -31,7 +31,7 @@ def test_it_covers_as_many_architectures_as_promised(kept):
     examined = {head: number["built tiny and examined"] for head, number in counts.items()}
     assert examined.pop("causal_lm") >= 140
     assert sum(examined.values()) >= 60
-    assert counts["causal_lm"]["packed and equal, through our attention"] >= 95
+    assert counts["causal_lm"]["packed and equal"] >= 95
 
 
 def test_a_leak_would_have_been_seen_in_every_row_that_counts_as_right(kept):
@@ -45,4 +45,4 @@ def test_the_summary_has_a_column_for_every_kind_of_head_and_lines_up(kept):
     _, head, *body = summary_lines(kept["facts"], kept["rows"])
     assert head.split() == list(summary_counts(kept["rows"]))
     assert {len(line) for line in body} == {len(head)}
-    assert "architectures of transformers" in body[0]
+    assert body[0].startswith("architectures ")

@@ -10,9 +10,19 @@ import pytest
 from tests.verification.census import works
 from truebatch.cli.app import run
 from truebatch.errors import ConfigError
+from truebatch.testing.tiny_hf.model import tiny_types
 from truebatch.verification.census import journal as census_journal
 from truebatch.verification.census.journal import append_row, journal_key, read_journal
-from truebatch.verification.census.runner import CensusConfig, census_tasks, finish, main, run_census, split_names
+from truebatch.verification.census.popular import most_used, popular_names
+from truebatch.verification.census.runner import (
+    HEADS,
+    CensusConfig,
+    census_tasks,
+    finish,
+    main,
+    run_census,
+    split_names,
+)
 from truebatch.verification.census.tables import markdown, summary_counts
 
 
@@ -150,3 +160,48 @@ def test_a_wrong_name_is_a_usage_error(capsys):
     assert run(["census", "--only", "lama"]) == 2
     assert main(["--only", "lama"]) == 2
     assert "lama" in capsys.readouterr().err
+
+
+KNOWN = {head: tiny_types(head) for head in HEADS}
+
+
+def test_the_most_used_come_first_and_each_once():
+    names = popular_names()
+    assert len(set(names)) == len(names)
+    assert len(most_used(200, KNOWN)) == 200
+    assert most_used(3, KNOWN) == [("causal_lm", "llama"), ("causal_lm", "qwen2"), ("causal_lm", "qwen3")]
+    assert most_used(2, {"masked_lm": ["roberta"]}) == [("masked_lm", "roberta")]
+
+
+def test_the_quick_check_examines_the_most_used_in_the_layout_that_is_used():
+    tasks = census_tasks(CensusConfig(top=30))
+    assert [task.model_type for task in tasks[:2]] == ["llama", "qwen2"]
+    assert {task.head for task in tasks} == set(HEADS)
+    assert all(task.is_quick for task in tasks)
+    assert not any(task.is_quick for task in census_tasks(CensusConfig(only=("llama",))))
+
+
+def test_quick_rows_are_kept_apart_from_those_of_every_layout(tmp_path):
+    asked = config(tmp_path, top=1)
+    assert run_census(asked, work=works.noted).rows[0]["model_type"] == "llama"
+    assert read_journal(asked.journal, journal_key("cpu", "float32")) == {}
+    assert list(read_journal(asked.journal, journal_key("cpu", "float32", quick=True))) == [("causal_lm", "llama")]
+    works.notes_of(os.getpid()).unlink()
+
+
+def test_a_number_beside_names_is_refused(capsys):
+    assert run(["census", "--top", "5", "--only", "llama"]) == 2
+    assert "top=5, only=['llama']" in capsys.readouterr().err
+    assert run(["census", "--top", "-1"]) == 2
+    assert main(["--top", "-1"]) == 2
+
+
+def test_the_page_of_a_quick_check_counts_no_layout_that_was_not_examined():
+    row = equal_row("llama", how="segment table", speed={"packed_s": 1.0, "padded_s": 1.5, "times": 1.5})
+    other = equal_row("t5", how="rows of samples; T5Attention by groups of similar length")
+    page = markdown({**FACTS, "layouts": "the one that is used"}, [row, other])
+    assert "Only the layout that is used was examined" in page
+    assert "right padded and equal" not in page
+    assert "right padded and equal" in markdown(FACTS, [row, other])
+    assert "| llama | equal | packed | equal | 1.5x |" in page
+    assert "* rows of samples; T5Attention by groups of similar length: t5" in page

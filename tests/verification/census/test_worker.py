@@ -41,6 +41,13 @@ def test_an_architecture_is_equal_or_falls_back_and_a_leak_would_have_been_seen(
     assert min(row["leak"]["planted"], row["leak"]["seen_by_verify"]) >= 100
 
 
+def test_a_quick_row_has_the_layouts_that_were_tried_and_what_packing_costs():
+    row = examine(CensusTask(model_type="qwen3_next", head="causal_lm", is_quick=True))
+    assert (row["verdict"], set(row["layouts"]), row["plain"]) == ("equal", {"packed"}, {}), row
+    assert row["how"] == "segment table; Qwen3NextGatedDeltaNet by groups of similar length"
+    assert row["speed"]["times"] > 0
+
+
 def test_plain_transformers_packs_gpt_oss_wrongly_and_llama_rightly():
     # gpt_oss never hands its positions to the mask, so nothing keeps packed samples apart.
     plain = {name: row_of(name)["plain"]["packed"]["verdict"] for name in ("gpt_oss", "llama")}

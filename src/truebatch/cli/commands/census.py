@@ -13,6 +13,9 @@ def show_census(
         str, typer.Option(help="causal_lm, masked_lm, seq2seq, vision_language or all; several with commas.")
     ] = "all",
     only: Annotated[str, typer.Option(help="Only these architectures, such as llama,qwen2.")] = "",
+    top: Annotated[
+        int, typer.Option(help="Only the most used architectures of a kept list, in the layout used; 200 take minutes.")
+    ] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     jobs: Annotated[int, typer.Option(help="Architectures examined at once.")] = 2,
@@ -35,6 +38,8 @@ def show_census(
 
       truebatch census --only llama,qwen2
 
+      truebatch census --top 200
+
       truebatch census --markdown docs/census.md --json docs/results/census.json
     """
     # Imported here so that `truebatch --help` answers at once.
@@ -43,6 +48,7 @@ def show_census(
     config = CensusConfig(
         heads=split_names(head),
         only=split_names(only),
+        top=top,
         device=cast(Any, device),
         dtype=cast(Any, dtype),
         jobs=jobs,

@@ -100,7 +100,7 @@ def head_of(model: nn.Module, sample: Mapping[str, Any] | None = None) -> ModelH
 @contextmanager
 def packed_attention_on(head: ModelHead, model: nn.Module, route: Route) -> Iterator[None]:
     """While open, packed rows may go through the model. Keep it open around backward with gradient checkpointing."""
-    part = _packed_part(head, model)
+    part = packed_part(head, model)
     is_on = part.config._attn_implementation == NAME
     if route != "packed" or is_packing(part) or (is_on and packing_plan_of(part).is_plain):
         yield
@@ -112,17 +112,18 @@ def packed_attention_on(head: ModelHead, model: nn.Module, route: Route) -> Iter
 def settle_packing(head: ModelHead, model: nn.Module, route: Route) -> None:
     """Find out how packed rows of this model are made right, if that is not known: its modules are called for it."""
     if route == "packed":
-        packing_plan_of(_packed_part(head, model))
+        packing_plan_of(packed_part(head, model))
 
 
-def _packed_part(head: ModelHead, model: nn.Module) -> Any:
+def packed_part(head: ModelHead, model: nn.Module) -> Any:
+    """The part of a model that reads packed rows: all of it, or its language model."""
     return inner_model(model) if head.pools_last else language_model(model)
 
 
 @contextmanager
 def packed_rows_held(head: ModelHead, model: nn.Module, batch: MicroBatch, route: Route) -> Iterator[None]:
     """The same around forward and backward; layers that are run again there find the rows of this micro-batch."""
-    part = _packed_part(head, model)
+    part = packed_part(head, model)
     with packed_attention_on(head, model, route):
         is_run_again = getattr(model, "is_gradient_checkpointing", False) and part in (model, inner_model(model))
         if route != "packed" or not is_run_again or packing_plan_of(part).is_plain:

@@ -27,8 +27,8 @@ UNFINISHED = ("killed", "crashed", "failed")
 Row = dict[str, Any]
 
 
-def journal_key(device: str, dtype: str) -> dict[str, str]:
-    """What a row depends on beside its architecture."""
+def journal_key(device: str, dtype: str, *, quick: bool = False) -> dict[str, str]:
+    """What a row depends on beside its architecture. `quick`: only the layout that is used was examined."""
     versions = {name: metadata.version(name) for name in ("torch", "transformers")}
     return {
         **versions,
@@ -36,6 +36,7 @@ def journal_key(device: str, dtype: str) -> dict[str, str]:
         "code": _code(),
         "device": device,
         "dtype": dtype,
+        **({"layouts": "the one that is used"} if quick else {}),
     }
 
 

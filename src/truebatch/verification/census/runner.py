@@ -25,6 +25,7 @@ from truebatch.io.atomic_files import write_text
 from truebatch.language.console import say_error
 from truebatch.testing.tiny_hf.model import tiny_types
 from truebatch.verification.census.journal import append_row, journal_key, read_journal
+from truebatch.verification.census.popular import most_used
 from truebatch.verification.census.processes import Ended, Workers, run_each
 from truebatch.verification.census.progress import progress
 from truebatch.verification.census.tables import markdown, summary_lines, wrong_rows
@@ -51,6 +52,8 @@ class CensusConfig:
     heads: tuple[str, ...] = HEADS
     only: tuple[str, ...] = ()
     """Only these architectures; all if empty."""
+    top: int = 0
+    """Only so many of the most used ones, each in the layout that is used; 0: all, in every layout."""
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     jobs: int = 2
@@ -66,6 +69,12 @@ class CensusConfig:
         _check_choice("dtype", self.dtype, ("float32", "bfloat16"))
         for head in self.heads:
             _check_choice("head", head, (*HEADS, "all"))
+        if self.top < 0 or (self.top and self.only):
+            raise ConfigError(
+                "a census of the most used architectures needs their number, and no names",
+                seen=f"top={self.top}, only={list(self.only)}",
+                do="use --top 200 for the quick check, or --only llama,qwen2 for single ones",
+            )
         if self.jobs < 1 or not self.time_limit_s > 0:
             raise ConfigError(
                 "a census needs at least one job and some time",
@@ -91,7 +100,7 @@ class Census:
 def run_census(config: CensusConfig, *, work: Callable[[CensusTask], Row] = examine) -> Census:
     """Examine every architecture asked for; rows already in the journal are not made again."""
     tasks = census_tasks(config)
-    key = journal_key(config.device, config.dtype)
+    key = journal_key(config.device, config.dtype, quick=bool(config.top))
     if config.fresh:
         config.journal.unlink(missing_ok=True)
     known = read_journal(config.journal, key)
@@ -116,10 +125,11 @@ def census_tasks(config: CensusConfig) -> list[CensusTask]:
             seen=f"heads {list(heads)}, transformers {metadata.version('transformers')}",
             do="name architectures as their `model_type`, such as llama,qwen2",
         )
+    every = [(head, name) for head, names in named.items() for name in names]
+    asked = most_used(config.top, named) if config.top else every
     return [
-        CensusTask(model_type=name, head=head, device=config.device, dtype=config.dtype)
-        for head, names in named.items()
-        for name in names
+        CensusTask(model_type=name, head=head, device=config.device, dtype=config.dtype, is_quick=bool(config.top))
+        for head, name in asked
         if not config.only or name in config.only
     ]
 
@@ -188,6 +198,7 @@ def _facts(config: CensusConfig, key: dict[str, str]) -> dict[str, Any]:
     hardware = machine["accelerator"] if config.device == "cuda" else f"{machine['cpus']} CPU cores"
     options = [f"--head {head}" for head in config.heads if head != "all" and config.heads != HEADS]
     options += [f"--only {','.join(config.only)}"] if config.only else []
+    options += [f"--top {config.top}"] if config.top else []
     options += [f"--device {config.device}"] if config.device != "cpu" else []
     options += [f"--dtype {config.dtype}"] if config.dtype != "float32" else []
     return {
@@ -209,6 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m truebatch.verification.census.runner")
     parser.add_argument("--head", action="append", help=", ".join((*HEADS, "all")))
     parser.add_argument("--only", default="")
+    parser.add_argument("--top", type=int, default=0)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--jobs", type=int, default=2)
@@ -220,8 +232,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     try:
         config = CensusConfig(
-            heads=tuple(asked.head or HEADS), only=split_names(asked.only), device=asked.device, dtype=asked.dtype,
-            jobs=asked.jobs, time_limit_s=asked.time_limit, journal=asked.journal, fresh=asked.fresh,
+            heads=tuple(asked.head or HEADS), only=split_names(asked.only), top=asked.top, device=asked.device,
+            dtype=asked.dtype, jobs=asked.jobs, time_limit_s=asked.time_limit, journal=asked.journal, fresh=asked.fresh,
         )  # fmt: skip
         return finish(run_census(config), json_file=asked.json, markdown_file=asked.markdown)
     except TruebatchError as error:

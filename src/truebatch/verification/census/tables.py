@@ -19,6 +19,8 @@ TITLES = {
 VERDICTS = ("equal", "fell back", "refused", "not proven", "wrong and not noticed", "killed", "crashed", "failed")
 UNEXAMINED = ("not built", "not fed")
 """No model of this size, or one that needs more than a sample of its head has."""
+TABLE = "segment table"
+"""What is said of a row that is packed through our attention and nothing else."""
 PACKED, MASKED, PADDED, GROUPED, LEFT = "packed", "packed under a dense mask", "padded", "grouped", "left padded"
 
 
@@ -41,9 +43,15 @@ def _ends_as(verdict: str) -> Callable[[Row], bool]:
 
 
 COUNTED: Mapping[str, Callable[[Row], bool]] = {
-    "architectures of transformers": lambda row: True,
+    "architectures": lambda row: True,
     "built tiny and examined": lambda row: row["verdict"] not in UNEXAMINED,
-    "packed and equal, through our attention": lambda row: _is(row, PACKED, "equal"),
+    "packed and equal": lambda row: _is(row, PACKED, "equal"),
+    "packed and equal, every attention by the segment table": lambda row: (
+        _is(row, PACKED, "equal") and row.get("how") == TABLE
+    ),
+    "packed and equal, some modules called by groups of samples": lambda row: (
+        _is(row, PACKED, "equal") and row.get("how", TABLE) != TABLE
+    ),
     "packed and equal, only under a dense mask": lambda row: (
         _is(row, MASKED, "equal") and not _is(row, PACKED, "equal")
     ),
@@ -57,6 +65,15 @@ COUNTED: Mapping[str, Callable[[Row], bool]] = {
     "plain transformers: left padded and silently wrong": lambda row: _plain(row, LEFT) == "different",
 }
 """What the summary counts, in words."""
+
+OF_EVERY_LAYOUT = (
+    "packed and equal, only under a dense mask",
+    "right padded and equal",
+    "left padded and equal",
+    "equal in groups of one length",
+    "a layout that is not used differs in the second check only",
+)
+"""Counts that only a census of every layout has."""
 
 LEGEND = """\
 How to read it. Every architecture is built tiny from its configuration with random weights; nothing is downloaded.
@@ -73,6 +90,10 @@ see), or **wrong and not noticed**: the layout that is used is not equal after a
 written apart from `verify`, on other samples with other lengths: each sample alone through the plain model, its own
 loss, cell by cell and over the whole gradient. It is put to every layout that `verify` calls equal, and where the two
 disagree the table shows the stricter one.
+
+*Speed* is what a step (forward and backward) of 32 samples with heavy-tailed lengths costs padded, eight samples in
+random order at a time, divided by what it costs in one packed row: processor time of the tiny model on one core, where
+most of the time is spent between operations. It shows what packing costs an architecture, not what a GPU gains.
 
 *Leak* is how far a sample moves when a neighbour is laid before it as if both were one, in tolerances; below 100 a row
 is not proven (bf16, whose tolerance is wide: below 10, and the second check looks at typical cells, because rounding
@@ -103,7 +124,7 @@ def summary_lines(facts: Mapping[str, Any], rows: Sequence[Row]) -> list[str]:
     lines += align(
         [
             ["", *counts],
-            *([words, *(_figure(rows, head, words, counts) for head in counts)] for words in _shown(counts)),
+            *([words, *(_figure(rows, head, words, counts) for head in counts)] for words in _shown(counts, facts)),
         ]
     )
     lines += [f"WRONG: {row['head']} {row['model_type']}: {row['why']}" for row in wrong_rows(rows)]
@@ -118,9 +139,10 @@ def markdown(facts: Mapping[str, Any], rows: Sequence[Row]) -> str:
         f"Made by `{_today(facts['command'])}` on {facts['date']}: transformers {facts['transformers']}, "
         f"torch {facts['torch']}, "
         f"truebatch {facts['truebatch']}, {facts['python']}, {facts['hardware']}, {facts['dtype']}. Do not edit.",
+        *(["Only the layout that is used was examined, and those tried before it."] if "layouts" in facts else []),
         markdown_table(
             ["", *(TITLES[head] for head in counts)],
-            [[w, *(_figure(rows, h, w, counts) for h in counts)] for w in _shown(counts)],
+            [[w, *(_figure(rows, h, w, counts) for h in counts)] for w in _shown(counts, facts)],
         ),
         LEGEND,
         *(part for head in counts for part in _head_part(head, rows)),
@@ -129,9 +151,11 @@ def markdown(facts: Mapping[str, Any], rows: Sequence[Row]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _shown(counts: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Counts that are zero everywhere are left out, except the one that matters."""
-    return [w for w in COUNTED if any(c[w] for c in counts.values()) or w == "verdict: wrong and not noticed"]
+def _shown(counts: Mapping[str, Mapping[str, int]], facts: Mapping[str, Any]) -> list[str]:
+    """Counts that are zero everywhere are left out, except the one that matters; a quick census has few layouts."""
+    kept = "verdict: wrong and not noticed"
+    shown = [words for words in COUNTED if any(count[words] for count in counts.values()) or words == kept]
+    return [words for words in shown if "layouts" not in facts or words not in OF_EVERY_LAYOUT]
 
 
 def _figure(rows: Sequence[Row], head: str, words: str, counts: Mapping[str, Mapping[str, int]]) -> str:
@@ -143,13 +167,14 @@ def _figure(rows: Sequence[Row], head: str, words: str, counts: Mapping[str, Map
 def _head_part(head: str, rows: Sequence[Row]) -> list[str]:
     own = [row for row in rows if row["head"] == head and row["verdict"] not in UNEXAMINED]
     has_plain = any(row.get("plain") for row in own)
-    header = ["architecture", "verdict", "used", "packed", "dense mask", "right", "left", "grouped", "leak"]
+    header = ["architecture", "verdict", "used", "packed", "speed", "dense mask", "right", "left", "grouped", "leak"]
     header += ["plain packed", "plain left"] if has_plain else []
     body = [[*_cells(row), *([_plain(row, PACKED), _plain(row, LEFT)] if has_plain else [])] for row in own]
     reasons = Counter(_short(row["why"]) for row in own if row["why"])
     named = {why: [row["model_type"] for row in own if _short(row["why"]) == why] for why in reasons}
     why = [f"* {text}: {', '.join(names)}" for text, names in sorted(named.items(), key=lambda item: -len(item[1]))]
     explained = ["Why the others are not packed, or not used:", "\n".join(why)] if why else []
+    explained = [*_how_part(own), *explained]
     second = [f"* {row['model_type']}: {', '.join(_seen_by_second(row))}" for row in own if _only_second(row)]
     late = (
         ["Layouts that are not used, where only the second check sees a difference:", "\n".join(second)]
@@ -157,6 +182,21 @@ def _head_part(head: str, rows: Sequence[Row]) -> list[str]:
         else []
     )
     return [f"## {TITLES[head]}", markdown_table(header, body), *explained, *late]
+
+
+def _how_part(rows: Sequence[Row]) -> list[str]:
+    """How packed rows are made where the segment table alone is not enough."""
+    ways = [(row["how"], row["model_type"]) for row in rows if row.get("how", TABLE) != TABLE]
+    named = {how: [name for one, name in ways if one == how] for how, _ in ways}
+    lines = [
+        f"* {how}: {', '.join(names)}"
+        for how, names in sorted(named.items(), key=lambda item: (-len(item[1]), item[0]))
+    ]
+    return (
+        ["How rows are packed where the segment table alone does not keep samples apart:", "\n".join(lines)]
+        if lines
+        else []
+    )
 
 
 def _seen_by_second(row: Row) -> list[str]:
@@ -178,7 +218,20 @@ def _cells(row: Row) -> list[str]:
     without_images = row["head"] == "vision_language" and row.get("fed") == "text"
     leak = row.get("leak", {}).get("planted")
     name = row["model_type"] + (" (text alone)" if without_images else "")
-    return [name, row["verdict"], row.get("chosen") or "", *shown, "" if leak is None else f"{float(leak):,.0f}x"]
+    return [
+        name,
+        row["verdict"],
+        row.get("chosen") or "",
+        shown[0],
+        _speed(row),
+        *shown[1:],
+        "" if leak is None else f"{float(leak):,.0f}x",
+    ]
+
+
+def _speed(row: Row) -> str:
+    times = row.get("speed", {}).get("times")
+    return "" if times is None else f"{times:.1f}x"
 
 
 def _short(why: str) -> str:

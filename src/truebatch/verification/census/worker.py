@@ -36,6 +36,7 @@ from truebatch.verification.census.reference import (
     plain_layout,
     planted_leak,
 )
+from truebatch.verification.census.speed import how_packed, speed_of_packing
 from truebatch.verification.choose_layout import ORDER, LayoutChoice, choose_layout, reason_against, try_layout
 from truebatch.verification.config import VerifyConfig
 from truebatch.verification.report import VerifyReport
@@ -62,6 +63,8 @@ class CensusTask:
     head: str
     device: str = "cpu"
     dtype: str = "float32"
+    is_quick: bool = False
+    """Only the layout that is used, and those that were tried before it; not what transformers does by itself."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,9 +113,11 @@ def _examine(task: CensusTask, build: Build) -> dict[str, Any]:
         patient = _admit(model, head, mode)
     except Exception as error:  # then there is nothing to compare with, and its user sees the same
         return {"class": type(model).__name__, **_without_reference(error, reasons)}
-    layouts = {name: _layout(patient, name, reports.get(name)) for name in LAYOUTS}  # type: ignore[call-overload]
+    asked = reports if task.is_quick else LAYOUTS
+    layouts = {name: _layout(patient, name, reports.get(name)) for name in asked}  # type: ignore[call-overload]
     chosen = None if choice is None else choice.layout
     visible = _visibility(patient, reports, chosen)
+    has_plain = task.head in PLAIN_HEADS and not task.is_quick
     return {
         "class": type(model).__name__,
         "fed": "text" if head.images is None else "text and images",
@@ -121,7 +126,8 @@ def _examine(task: CensusTask, build: Build) -> dict[str, Any]:
         **_verdict(layouts, chosen, reasons, visible),
         "mode": mode,
         "leak": visible,
-        "plain": {name: _plain(patient, name) for name in ("packed", LEFT)} if task.head in PLAIN_HEADS else {},
+        **({"how": how_packed(model, head), "speed": speed_of_packing(model, head)} if chosen == ORDER[0] else {}),
+        "plain": {name: _plain(patient, name) for name in ("packed", LEFT)} if has_plain else {},
     }
 
 
