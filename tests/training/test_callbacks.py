@@ -84,6 +84,40 @@ def test_a_stop_ends_the_run_at_that_step_with_exit_code_1(tmp_path):
     assert run(Counter(), tmp_path).exit_code == 1  # It does not go on by itself.
 
 
+class Judge(Counter):
+    """Judges the end as well."""
+
+    def __init__(self, verdict):
+        super().__init__()
+        self.verdict = verdict
+
+    def at_end(self, step):
+        self.seen.append(("end", step))
+        return CallbackAction(stop=self.verdict, say="all is well" if not self.verdict else "")
+
+
+def test_the_end_is_judged_once_and_a_bad_one_is_a_failed_check_each_time_the_run_is_started(tmp_path):
+    judge = Judge("dead")
+    result = run(judge, tmp_path, max_steps=3)
+    assert judge.seen[-3:] == [("before", 2), ("end", 3), ("ended", 3)]
+    assert (result.step, result.exit_code) == (3, 1)
+    assert result.why == "failed a check at the end: dead"
+    again = run(Judge("never asked"), tmp_path, max_steps=3)
+    assert (again.exit_code, again.why) == (1, "failed a check at the end: dead")
+    longer = run(Judge(""), tmp_path, max_steps=5)
+    assert (longer.step, longer.exit_code) == (5, 0)
+
+
+def test_a_run_that_validation_ends_is_judged_too():
+    judge = Judge("dead")
+    torch.manual_seed(0)
+    data = TrainData(samples=DATA.samples, fields=TEXT_FIELDS, validation=DATA.samples)
+    config = TrainConfig(epochs=9, samples_per_step=8, validate_every=1, patience=1, min_delta=1e9)
+    result = train(TextModel(), NextToken(), data, config, callbacks=[judge])
+    assert (result.step, result.exit_code) == (2, 1)
+    assert ("end", 2) in judge.seen
+
+
 def test_a_kept_checkpoint_outlives_all_later_ones(tmp_path):
     run(Counter(keep_at=(2, 5)), tmp_path, save_every=1, keep=1)
     assert kept_step(tmp_path / "checkpoints") == 5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from truebatch.training.callbacks import CallbackAction, join_actions
+from truebatch.training.callbacks import CallbackAction, EndCheck, join_actions
 from truebatch.training.checkpoint.save_resume import save_run
 from truebatch.training.context import Job
 from truebatch.training.distributed.collectives import all_reduce_max, broadcast_from_rank0
@@ -20,11 +20,13 @@ def finish_step(job: Job, state: TrainState, log: MetricsLog | None) -> None:
     is_due = is_last or _is_due(job.config.validate_every, state, is_end_of_epoch)
     is_best = _validate(job, state, log) if is_due else False
     wants_stop = _agree(job, job.stop.requested is not None)
-    action = _ask_callbacks(job, state.step)
+    is_end = is_last or state.is_done
+    action = _ask_callbacks(job, state.step, is_end=is_end)
     if action.say:
         job.say(f"step {state.step}: {action.say}")
     if action.stop:
-        state.finish(EndReason.CHECK_FAILED, f"stopped by a check: {action.stop}")
+        how = "failed a check at the end" if is_end else "stopped by a check"
+        state.finish(EndReason.CHECK_FAILED, f"{how}: {action.stop}")
         job.say(f"step {state.step}: {state.why}")
     elif is_last:
         state.finish(EndReason.ALL_STEPS_DONE, "all steps are done")
@@ -52,11 +54,13 @@ def _is_in_doubt(job: Job) -> bool:
     return job.engine.guard is not None and job.engine.guard.left_in_row > 0
 
 
-def _ask_callbacks(job: Job, step: int) -> CallbackAction:
+def _ask_callbacks(job: Job, step: int, *, is_end: bool) -> CallbackAction:
     """What the callbacks ask for, the same on every rank."""
     if not job.engine.callbacks:
         return CallbackAction()
-    return broadcast_from_rank0(join_actions([one.after_step(step) for one in job.engine.callbacks]))
+    asked = job.engine.callbacks
+    actions = [one.at_end(step) if is_end and isinstance(one, EndCheck) else one.after_step(step) for one in asked]
+    return broadcast_from_rank0(join_actions(actions))
 
 
 def _is_due(every: int | None, state: TrainState, is_end_of_epoch: bool) -> bool:

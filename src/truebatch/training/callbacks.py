@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,18 @@ class Callback(Protocol):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; from the beginning if it is empty."""
+        ...
+
+
+@runtime_checkable
+class EndCheck(Protocol):
+    """A callback that also judges the end of a run; one that has no such method is asked as after any other step."""
+
+    def at_end(self, step: int) -> CallbackAction:
+        """`step` was the last step: asked in place of `after_step`, on every rank, before the last checkpoint is saved.
+
+        `stop` makes the run end as a check that failed (exit code 1). A run that is interrupted has not ended.
+        """
         ...
 
 

@@ -256,11 +256,12 @@ def _resume_or_start(job: Job) -> TrainState:
     for why in rejected:
         job.say(f"skipped a corrupt checkpoint: {why}")
     job.say(f"resuming after step {state.step}")
+    failed_at_end = state.end is EndReason.CHECK_FAILED and state.step >= state.num_steps > 0
     _take_num_steps(job, state)
-    is_stopped_early = state.end in (EndReason.CHECK_FAILED, EndReason.NO_IMPROVEMENT)
     if state.step >= job.num_steps:
-        state.finish(EndReason.ALL_STEPS_DONE, "all steps were done before")
-    elif not is_stopped_early:
+        if state.end is not EndReason.CHECK_FAILED:
+            state.finish(EndReason.ALL_STEPS_DONE, "all steps were done before")
+    elif failed_at_end or state.end not in (EndReason.CHECK_FAILED, EndReason.NO_IMPROVEMENT):
         state.reopen()
     return state
 

@@ -150,7 +150,9 @@ class DetectorConfig:
 
     enabled: bool = True
     check_frequency: int = 50
-    """Steps between two checks."""
+    """Steps between two checks. The end of a run is checked as well."""
+    grace_share: float = 0.1
+    """No alarm in this share of the run, nor while beta is rising, but half of the run at most. The end is always judged."""
     window: int = 512
     """Sets a check looks back on."""
     kl_threshold: float = 0.01
@@ -162,13 +164,15 @@ class DetectorConfig:
     active_threshold: float = 0.01
     """Variance of the posterior mean over sets above this: the unit is active."""
     active_share: float = 0.1
-    """Fewer active units than this share: nothing of the input is in the latents."""
+    """A level with fewer active units than this share: next to nothing of the input is in its latents."""
     collapsed_share: float = 0.9
-    """Collapsed dimensions from this share on: collapse."""
+    """A level with collapsed dimensions from this share on: collapse."""
     min_information: float = 0.1
-    """Fewer nats than this between a set and its latents, over all levels: they say nothing of it."""
+    """Fewer nats than this between a set and the latents of a level: they say nothing of it."""
+    max_kl: float = 50.0
+    """More nats of KL than this for a dimension of a level, on average: the posterior explodes."""
     min_gap: float = 0.01
-    """Latents of other sets must make reconstruction worse by this share, or the decoder does not use them."""
+    """Latents of other sets must make reconstruction worse by this share, or the decoder does not use them; 0: not judged."""
     sharp_variance: float = 1e-3
     """Mean posterior variance below this: too sharp, which is another fault."""
     enter: int = 3
@@ -183,8 +187,9 @@ class DetectorConfig:
         check_choice(self, "action", Action)
         check_range(self, "check_frequency", "window", "enter", "leave", above=0)
         check_range(self, "kl_threshold", "mean_threshold", "variance_threshold", "active_threshold", "sharp_variance")
-        check_range(self, "active_share", "collapsed_share", most=1)
+        check_range(self, "active_share", "collapsed_share", "grace_share", most=1)
         check_range(self, "min_information", "min_gap")
+        check_range(self, "max_kl", above=0)
         check_range(self, "anneal_factor", above=0, below=1)
 
 

@@ -25,7 +25,7 @@ from truebatch_systems.seqset_vae.data.variables import Variables
 from truebatch_systems.seqset_vae.eval.evaluate import evaluate
 from truebatch_systems.seqset_vae.model.model import SeqSetVAE
 from truebatch_systems.seqset_vae.train.callbacks import CollapseWatch, LossSchedule, make_probe
-from truebatch_systems.seqset_vae.train.collapse import Detector
+from truebatch_systems.seqset_vae.train.collapse import Detector, count_grace_steps
 from truebatch_systems.seqset_vae.train.loss import CLASS, SeqSetObjective, balanced_weights
 from truebatch_systems.seqset_vae.train.pretrained_weights import WEIGHTS, load_weights, read_weights
 
@@ -75,10 +75,21 @@ def _callbacks(
     schedule = LossSchedule(objective, per_step)
     if not config.detector.enabled or config.mode == "finetune":
         return [schedule]
-    grace = -(-config.loss.beta_warmup // per_step) + config.detector.check_frequency
+    grace = count_grace_steps(
+        config.detector,
+        num_steps=_num_steps(config, len(ready.train), per_step),
+        warmup_steps=-(-config.loss.beta_warmup // per_step),
+    )
     detector = Detector(config=config.detector, grace_steps=grace)
     probe = make_probe(ready.train, config.detector.window)
     return [schedule, CollapseWatch(model, objective, probe, detector, folder)]
+
+
+def _num_steps(config: SeqSetConfig, num_stays: int, per_step: int) -> int:
+    """Steps of the whole run."""
+    stays = min(num_stays, config.train.limit or num_stays)
+    steps = config.train.epochs * -(-stays // per_step)
+    return min(steps, config.train.max_steps or steps)
 
 
 def _describe(config: SeqSetConfig, ready: PreparedStays) -> list[str]:

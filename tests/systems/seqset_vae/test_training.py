@@ -71,9 +71,12 @@ def whole(tmp_path_factory):
 pytestmark = pytest.mark.xdist_group("seqset_training")
 
 
-def test_a_run_that_was_broken_off_ends_with_the_same_bits(whole, tmp_path):
-    run(tmp_path / "run", config_of(train={"max_steps": 5}))
-    run(tmp_path / "run", config_of())
+def test_a_run_that_was_broken_off_ends_with_the_same_bits(tmp_path):
+    at_once = replace(LOSS, beta_warmup=0)  # The grace is a share of a run; without a warm-up it is the same for both.
+    whole = tmp_path / "whole"
+    run(whole, config_of(loss=at_once))
+    run(tmp_path / "run", config_of(loss=at_once, train={"max_steps": 5}))
+    run(tmp_path / "run", config_of(loss=at_once))
     one, other = (load_newest(folder / "checkpoints").checkpoint.parts for folder in (whole, tmp_path / "run"))
     assert_equal(one["model"], other["model"])
     assert one["attendants"] == other["attendants"]
@@ -108,7 +111,8 @@ def test_checks_are_logged_one_line_each_and_drawn_for_the_report(whole):
     lines = [json.loads(line) for line in (whole / CHECKS).read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4, 6, 8]
     assert all(len(line["kl"]) == TINY.levels and line["num_sets"] >= 30 for line in lines)
-    assert [line["grace"] for line in lines] == [True, True, True, False]  # 16 stays of 4, and one check more
+    assert [line["grace"] for line in lines] == [True, True, False, False]  # Half of the run, though beta rises longer.
+    assert [line["end"] for line in lines] == [False, False, False, True]
     pictures = {name: text for name, text in kept_findings(whole) if isinstance(text, str)}
     assert "information" in pictures["40-collapse"]
 
@@ -143,8 +147,28 @@ def test_annealing_lowers_beta_at_every_bad_check_of_an_alarm_and_is_resumed(tmp
     run(tmp_path / "run", config_of(detector=bad, train={"max_steps": 11}))
     run(tmp_path / "run", config_of(detector=bad, train={"max_steps": 14}))
     lines = [json.loads(line) for line in (tmp_path / "run" / CHECKS).read_text().splitlines()]
-    assert [(line["step"], line["beta_factor"]) for line in lines[3:]] == [(8, 1.0), (10, 0.5), (12, 0.25), (14, 0.125)]
-    assert lines[-1]["free_bits_factor"] == 8.0
+    expected = [(6, 1.0), (8, 0.5), (10, 0.25), (12, 0.125), (14, 0.0625)]
+    assert [(line["step"], line["beta_factor"]) for line in lines[2:]] == expected
+    assert lines[-1]["free_bits_factor"] == 16.0
+
+
+def test_a_posterior_that_is_dead_at_the_end_is_a_failed_check_even_of_a_run_without_any_other(tmp_path):
+    said: list[str] = []
+    dead = DetectorConfig(check_frequency=50, active_threshold=1e9)
+    result = train_system(SEQSET_VAE, config_of(detector=dead), Start(out=tmp_path / "run", say=said.append))
+    assert (result.step, result.exit_code) == (8, 1)
+    assert (
+        "failed a check at the end: posterior collapse since step 8: in level 1 of 2: 0 of 8 units vary" in result.why
+    )
+    assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 1
+    assert train_system(SEQSET_VAE, config_of(detector=dead), Start(out=tmp_path / "run")).exit_code == 1
+
+
+def test_a_healthy_end_is_said_with_its_units_and_nats(tmp_path):
+    said: list[str] = []
+    result = train_system(SEQSET_VAE, config_of(), Start(out=tmp_path / "run", say=said.append))
+    assert result.exit_code == 0
+    assert any("posterior is healthy at the end; in level 1: " in line and "in level 2: " in line for line in said)
 
 
 def test_the_probe_is_made_of_whole_stays_from_all_over_the_data():

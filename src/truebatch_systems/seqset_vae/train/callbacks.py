@@ -6,6 +6,7 @@ every check: the same stays of the training data -> posteriors in eval mode -> s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,14 @@ from truebatch_systems.seqset_vae.train.loss import SeqSetObjective, look_at, re
 CHECKS, PICTURE = "collapse.jsonl", "40-collapse"
 SMALLEST_FACTOR = 2.0**-6
 """Annealing goes no further: beta is then as good as off."""
-EVENTS = {
-    "alarm": "posterior alarm",
-    "recovered": "posterior recovered",
-    "too sharp": "posterior too sharp",
+DECODER_STEPS = 100
+"""At the end of a shorter run the latents are judged, but not whether the decoder uses them: it cannot have learned to."""
+FAULTS = {
+    "collapsed": "posterior collapse",
+    "uninformative": "posterior collapse",
+    "exploding": "exploding posterior",
 }
+"""States that are none of health, in words."""
 
 
 class LossSchedule:
@@ -83,36 +87,66 @@ class CollapseWatch:
 
     def after_step(self, step: int) -> CallbackAction:
         """A check if one is due, its line in the log, and what follows from it."""
-        config = self.detector.config
-        if step % config.check_frequency:
+        if not self._is_due(step):
             return CallbackAction()
-        line = self.detector.check(step, probe_signals(self.model, self.probe, config))
-        if config.action == "anneal" and self.detector.is_alarmed and line["state"] != "healthy":
-            self._anneal()
-        line |= {"beta_factor": self.objective.beta_factor, "free_bits_factor": self.objective.free_bits_factor}
+        line = self._check(step, probe_signals(self.model, self.probe, self.detector.config))
         self._write(step, line)
         return self._wish(line)
+
+    def at_end(self, step: int) -> CallbackAction:
+        """The last word on the posterior: a bad one makes the run a failed check, whatever the action.
+
+        The detector itself takes in only a check that was due, so that a run that gets more steps goes on as if it had
+        not ended.
+        """
+        signals = probe_signals(self.model, self.probe, self.detector.config)
+        verdict = replace(self.detector)
+        if self._is_due(step):
+            self._check(step, signals)
+        if step < DECODER_STEPS:
+            signals = replace(signals, gap=None)
+        line = {**verdict.check(step, signals, is_end=True), **self._factors()}
+        self._write(step, line, is_kept=self._is_due(step))
+        if line["state"] == "healthy":
+            return CallbackAction(say=_health(line))
+        return CallbackAction(stop=_fault(line, verdict))
+
+    def _is_due(self, step: int) -> bool:
+        return step % self.detector.config.check_frequency == 0
+
+    def _check(self, step: int, signals: Signals) -> dict[str, Any]:
+        line = self.detector.check(step, signals)
+        is_dying = line["state"] in ("collapsed", "uninformative")
+        if self.detector.config.action == "anneal" and self.detector.is_alarmed and is_dying:
+            self._anneal()
+        return {**line, **self._factors()}
+
+    def _factors(self) -> dict[str, float]:
+        return {"beta_factor": self.objective.beta_factor, "free_bits_factor": self.objective.free_bits_factor}
 
     def _wish(self, line: Mapping[str, Any]) -> CallbackAction:
         action = self.detector.config.action
         is_good = line["grace"] or line["state"] == "healthy"
-        said = [f"{EVENTS[event]}: {'; '.join(line['reasons']) or line['state']}" for event in line["events"]]
-        stop = f"posterior collapse since step {self.detector.first_bad_step}: {'; '.join(line['reasons'])}"
+        said = [_event_words(event, line) for event in line["events"]]
         is_over = action == "stop" and "alarm" in line["events"]
-        return CallbackAction(keep=action != "warn" and is_good, stop=stop if is_over else "", say="; ".join(said))
+        stop = _fault(line, self.detector) if is_over else ""
+        return CallbackAction(keep=action != "warn" and is_good, stop=stop, say="; ".join(said))
 
     def _anneal(self) -> None:
         factor = self.detector.config.anneal_factor
         self.objective.beta_factor = max(self.objective.beta_factor * factor, SMALLEST_FACTOR)
         self.objective.free_bits_factor = min(self.objective.free_bits_factor / factor, 1 / SMALLEST_FACTOR)
 
-    def _write(self, step: int, line: Mapping[str, Any]) -> None:
-        """One line on rank 0; what a killed run wrote after its last checkpoint is removed first."""
+    def _write(self, step: int, line: Mapping[str, Any], *, is_kept: bool = True) -> None:
+        """One line on rank 0; what a killed run wrote after its last checkpoint is removed first.
+
+        A line that is not kept is removed when the run gets more steps: without the end, nobody would have looked.
+        """
         if self.log is not None and rank() == 0:
             log = open_metrics(self.log, step=self.last_step or None)
             log.write(step, {k: v for k, v in line.items() if k != "step"})
             log.close()
-        self.last_step = step
+        self.last_step = step if is_kept else self.last_step
 
     def ended(self, step: int) -> None:
         """A picture of all checks for the report of the run."""
@@ -134,6 +168,27 @@ class CollapseWatch:
         self.objective.beta_factor = float(state.get("beta_factor", 1.0))
         self.objective.free_bits_factor = float(state.get("free_bits_factor", 1.0))
         self.last_step = int(state.get("last_step", 0))
+
+
+def _event_words(event: str, line: Mapping[str, Any]) -> str:
+    """What has changed, for a line of the run."""
+    if event == "alarm":
+        return f"posterior alarm: {'; '.join(line['reasons'])}"
+    return "posterior recovered" if event == "recovered" else "posterior too sharp"
+
+
+def _fault(line: Mapping[str, Any], detector: Detector) -> str:
+    return f"{FAULTS[line['state']]} since step {detector.first_bad_step}: {'; '.join(line['reasons'])}"
+
+
+def _health(line: Mapping[str, Any]) -> str:
+    """Active units and information of every level, for the end of a run."""
+    levels = [
+        f"in level {k + 1}: {active} of {line['units']} units active, {line['information'][k]:.3g} nats of information"
+        for k, active in enumerate(line["active"])
+    ]
+    head = "the posterior is too sharp at the end" if line["too_sharp"] else "the posterior is healthy at the end"
+    return f"{head}; {'; '.join(levels)}"
 
 
 def make_probe(stays: Stays, window: int) -> MicroBatch:

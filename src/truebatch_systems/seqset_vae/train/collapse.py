@@ -1,14 +1,16 @@
 """Posterior collapse, seen as what it is: latents that no longer tell sets apart.
 
-mean and variance of many sets -> signals -> judgement -> alarm after some bad checks, over after some good ones
+mean and variance of many sets -> signals of each level -> judgement -> alarm after some bad checks, over after good ones
 
 Raw KL alone does not tell: it is high for latents that are the same for every set, and low on purpose while beta is
-small. So the information between sets and latents counts, and the first steps do not. A posterior that has become too
-sharp is another fault, with a warning of its own.
+small. So the information between sets and latents counts, and the first steps do not. Levels are judged apart: a deep
+level can be dead beside a healthy shallow one. The end of a run is judged however few checks there were. A posterior
+that has become too sharp is another fault, with a warning of its own.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -20,10 +22,14 @@ from truebatch_systems.seqset_vae.config import DetectorConfig
 from truebatch_systems.seqset_vae.model.autoencoder import Posterior
 from truebatch_systems.seqset_vae.train.loss import kl_per_dimension
 
-State = Literal["healthy", "collapsed", "uninformative"]
+State = Literal["healthy", "collapsed", "uninformative", "exploding"]
 Severity = Literal["none", "yellow", "orange", "red"]
 AT_LIMIT = 0.99
 """A log variance this near to its clamp lies on it."""
+GROWTH = 0.05
+"""Information that has grown by this share of the least information (`min_information`) since the last check is rising."""
+MOST_GRACE = 0.5
+"""Of a run: beta may rise for longer, but nobody waits for more than half of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,11 +61,12 @@ class Judgement:
 
     state: State
     reasons: tuple[str, ...]
+    """What is wrong, with the level where one is meant."""
     is_sharp: bool
 
     @property
     def is_bad(self) -> bool:
-        """Collapsed, in one way or the other. Too sharp is not."""
+        """Collapsed, in one way or the other, or exploding. Too sharp is not."""
         return self.state != "healthy"
 
 
@@ -100,23 +107,42 @@ def _kl_of_all(mean: Tensor, variance: Tensor, spread: Tensor) -> Tensor:
 
 
 def judge(signals: Signals, config: DetectorConfig) -> Judgement:
-    """Collapsed, uninformative or healthy, with every reason; and whether the posterior is too sharp."""
-    total = signals.units * len(signals.kl)
-    share, active = sum(signals.collapsed) / total, sum(signals.active) / total
-    information = sum(signals.information)
-    found: list[tuple[State, str]] = []
-    if share >= config.collapsed_share:
-        found.append(("collapsed", f"{share:.0%} of the dimensions are the prior"))
-    if active < config.active_share:
-        found.append(("uninformative", f"{sum(signals.active)} of {total} units vary over sets"))
-    if information < config.min_information:
-        found.append(("uninformative", f"{information:.3g} nats between a set and its latents"))
-    if signals.gap is not None and signals.gap < config.min_gap:
+    """Collapsed, uninformative, exploding or healthy, with every reason; and whether the posterior is too sharp.
+
+    One bad level makes the posterior bad, however healthy the others are.
+    """
+    found = [fault for level in range(len(signals.kl)) for fault in _faults_of_level(signals, level, config)]
+    if config.min_gap and signals.gap is not None and not signals.gap >= config.min_gap:
         found.append(("uninformative", f"latents of other sets change reconstruction by {signals.gap:.2%}"))
     states = [state for state, _ in found]
+    order: tuple[State, ...] = ("exploding", "collapsed", "uninformative")
+    state: State = next((one for one in order if one in states), "healthy")
     is_sharp = min(signals.variance) < config.sharp_variance or max(signals.at_limit) > 0.5
-    state: State = "collapsed" if "collapsed" in states else (states or ["healthy"])[0]
     return Judgement(state=state, reasons=tuple(words for _, words in found), is_sharp=is_sharp)
+
+
+def _faults_of_level(signals: Signals, level: int, config: DetectorConfig) -> list[tuple[State, str]]:
+    """What is wrong with one level, each with its state."""
+    units, of = signals.units, len(signals.kl)
+    kl, information = signals.kl[level], signals.information[level]
+    active, collapsed = signals.active[level], signals.collapsed[level]
+    if not kl <= config.max_kl * units:  # NaN too
+        return [("exploding", f"in level {level + 1} of {of}: a KL of {kl:.3g} nats over {units} units")]
+    found: list[tuple[State, str]] = []
+    if collapsed >= config.collapsed_share * units:
+        found.append(("collapsed", f"in level {level + 1} of {of}: {collapsed} of {units} dimensions are the prior"))
+    if active < config.active_share * units:
+        found.append(("uninformative", f"in level {level + 1} of {of}: {active} of {units} units vary over sets"))
+    if not information >= config.min_information:
+        words = f"in level {level + 1} of {of}: {information:.3g} nats between a set and its latents"
+        found.append(("uninformative", words))
+    return found
+
+
+def count_grace_steps(config: DetectorConfig, *, num_steps: int, warmup_steps: int) -> int:
+    """Steps without an alarm: a share of the run, longer while beta is rising, half of the run at most."""
+    wanted = max(math.ceil(config.grace_share * num_steps), warmup_steps + config.check_frequency)
+    return min(wanted, int(MOST_GRACE * num_steps))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -134,40 +160,57 @@ class Detector:
     num_alarms: int = 0
     first_bad_step: int | None = None
     """The first bad check of the alarm, or of the row that may become one."""
+    last_information: tuple[float, ...] = ()
+    """Of the levels, at the check before."""
 
-    def check(self, step: int, signals: Signals) -> dict[str, Any]:
-        """Take one check in; the line of the log it makes. `events` are what changed: alarm, recovered, too sharp."""
+    def check(self, step: int, signals: Signals, *, is_end: bool = False) -> dict[str, Any]:
+        """Take one check in; the line of the log it makes. `events` are what changed: alarm, recovered, too sharp.
+
+        At the end of a run one bad check is enough, one good check ends an alarm, and there is no grace.
+        """
         judgement = judge(signals, self.config)
-        is_grace = step <= self.grace_steps
+        is_rising = judgement.state in ("collapsed", "uninformative") and self._is_rising(signals)
+        self.last_information = signals.information
+        is_grace = step <= self.grace_steps and not is_end
         self.num_checks += 1
-        events = [] if is_grace else self._move(step, judgement)
+        events = [] if is_grace else self._move(step, judgement, is_rising=is_rising, is_end=is_end)
         return {
             "step": step,
+            "end": is_end,
             "state": judgement.state,
             "severity": self._severity(judgement, is_grace),
             "alarmed": self.is_alarmed,
             "too_sharp": judgement.is_sharp,
             "grace": is_grace,
+            "rising": is_rising,
             "events": events,
             "reasons": list(judgement.reasons),
             **asdict(signals),
         }
 
-    def _move(self, step: int, judgement: Judgement) -> list[str]:
+    def _is_rising(self, signals: Signals) -> bool:
+        """Every level that says too little says more than it did at the last check: it is waking up, not dead."""
+        least = self.config.min_information
+        pairs = list(zip(signals.information, self.last_information, strict=False))
+        low = [(now, before) for now, before in pairs if not now >= least]
+        return bool(low) and all(now - before > GROWTH * least for now, before in low)
+
+    def _move(self, step: int, judgement: Judgement, *, is_rising: bool, is_end: bool) -> list[str]:
         events: list[str] = []
         if judgement.is_sharp and not self.is_sharp:
             events.append("too sharp")
         self.is_sharp = judgement.is_sharp
-        if judgement.is_bad:
-            self.bad_in_row, self.good_in_row = self.bad_in_row + 1, 0
-            self.first_bad_step = step if self.first_bad_step is None else self.first_bad_step
-        else:
+        if not judgement.is_bad:
             self.bad_in_row, self.good_in_row = 0, self.good_in_row + 1
             self.first_bad_step = self.first_bad_step if self.is_alarmed else None
-        if not self.is_alarmed and self.bad_in_row >= self.config.enter:
+        elif not is_rising or is_end:
+            self.bad_in_row, self.good_in_row = self.bad_in_row + 1, 0
+            self.first_bad_step = step if self.first_bad_step is None else self.first_bad_step
+        enter, leave = (1, 1) if is_end else (self.config.enter, self.config.leave)
+        if not self.is_alarmed and self.bad_in_row >= enter:
             self.is_alarmed, self.num_alarms = True, self.num_alarms + 1
             events.append("alarm")
-        elif self.is_alarmed and self.good_in_row >= self.config.leave:
+        elif self.is_alarmed and self.good_in_row >= leave:
             self.is_alarmed, self.first_bad_step = False, None
             events.append("recovered")
         return events
@@ -188,4 +231,4 @@ class Detector:
         """Go on where a saved detector was; an empty state is a new one."""
         fresh = Detector(config=self.config, grace_steps=self.grace_steps)
         for name, value in {**fresh.state(), **state}.items():
-            setattr(self, name, value)
+            setattr(self, name, tuple(value) if name == "last_information" else value)
