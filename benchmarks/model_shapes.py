@@ -50,6 +50,25 @@ SHAPES = {
         sizes={"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
                "intermediate_size": 352, "vocab_size": 1024},
     ),
+    "qwen3.5-1b": Shape(
+        name="qwen3.5-1b", config="Qwen3_5TextConfig",
+        sizes={"num_hidden_layers": 24, "hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 2,
+               "head_dim": 128, "intermediate_size": 4608, "linear_num_key_heads": 12, "linear_num_value_heads": 12,
+               "linear_key_head_dim": 128, "linear_value_head_dim": 128, "vocab_size": 32000},
+    ),
+    "qwen3_next-tiny": Shape(
+        name="qwen3_next-tiny", config="Qwen3NextConfig",
+        sizes={"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+               "head_dim": 32, "intermediate_size": 352, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+               "linear_key_head_dim": 32, "linear_value_head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2,
+               "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "vocab_size": 1024},
+    ),
+    "falcon_h1-tiny": Shape(
+        name="falcon_h1-tiny", config="FalconH1Config",
+        sizes={"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+               "head_dim": 32, "intermediate_size": 352, "mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": 32,
+               "mamba_d_state": 32, "mamba_n_groups": 1, "mamba_chunk_size": 64, "vocab_size": 1024},
+    ),
     "bert-tiny": Shape(
         name="bert-tiny", config="BertConfig", masked=True,
         sizes={"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 512,

@@ -46,6 +46,9 @@ TINY = (
     Case("qwen2-tiny", "patient"),
     Case("bert-tiny", "chat"),
 )  # fmt: skip
+STATEFUL_TINY = (Case("qwen3_next-tiny", "patient"), Case("falcon_h1-tiny", "patient"))
+STATEFUL_FULL = (Case("qwen3.5-1b", "patient"), Case("qwen3.5-1b", "chat"))
+"""Models with a state along the row, measured where `--only` names them: most of their time is not attention."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,7 +128,8 @@ def make_config(
         sizes |= {"cells": cells, "cases": tuple(replace(case, cells=None) for case in sizes["cases"])}
     if quick:
         sizes |= {"thinned": 4, "way_seconds": 0.0, **({"backend": "eager"} if device == "cpu" else {})}
-    known = {case.name: case for case in sizes["cases"]}
+    more = STATEFUL_TINY if device == "cpu" else STATEFUL_FULL
+    known = {case.name: case for case in (*sizes["cases"], *more)}
     cases = tuple(known[name] for name in read_names(only, list(known), kind="case")) or sizes["cases"]
     named = read_names(ways, WAYS, kind="way")
     return TrainingBenchConfig(device=device, profile=profile, **{**sizes, "cases": cases, "ways": named})

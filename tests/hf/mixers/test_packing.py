@@ -7,13 +7,16 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from truebatch.batch.collate import collate
 from truebatch.batch.segments import packed_segments
 from truebatch.errors import AttentionError
+from truebatch.hf.attention.forward_context import ForwardContext, close_run, open_run
 from truebatch.hf.attention.packed import packed_inputs, packing_plan_of, use_packed_attention
-from truebatch.hf.heads.heads import head_of
+from truebatch.hf.heads.heads import head_of, packed_part
 from truebatch.hf.heads.objective import HeadObjective
+from truebatch.hf.mixers.group_mask import mask_of_tensor, masks_made_by_group
 from truebatch.planning.rows import packed_row
 from truebatch.testing.tiny_hf.model import tiny_model
 from truebatch.testing.tiny_hf.random_samples import make_samples
@@ -180,3 +183,33 @@ def test_layers_that_are_run_again_in_backward_find_their_rows():
         with objective.hold(model, batch):
             found.append(gradient(model, objective.sums(model, batch)["nll"]))
     assert float((found[0] - found[1]).norm() / found[0].norm()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "is_whole"), [("gemma3", True), ("paligemma", True), ("llava", False), ("qwen2_vl", False)]
+)
+def test_a_model_that_makes_the_masks_of_its_language_model_is_packed_as_a_whole(name, is_whole):
+    model = tiny_model(name, "vision_language")
+    head = head_of(model)
+    part = packed_part(head, model)
+    assert (part is model) == is_whole
+    assert packing_plan_of(part).way == ("rows" if is_whole else "table")
+
+
+def test_masks_of_images_beside_the_rows_are_made_as_ever():
+    segments = packed_segments([3, 4])
+    options = {
+        "q_length": 7, "kv_length": 7, "q_offset": 0, "kv_offset": 0, "dtype": torch.float32, "device": "cpu",
+        "config": None, "mask_function": lambda row, head, query, key: query >= key, "use_vmap": False,
+    }  # fmt: skip
+    run = ForwardContext(segments=segments, is_packed=True)
+    open_run(run)
+    try:
+        with masks_made_by_group(dense=False):
+            ours = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](batch_size=1, allow_is_causal_skip=False, **options)
+            other = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](batch_size=2, allow_is_causal_skip=False, **options)
+    finally:
+        close_run()
+    assert mask_of_tensor(ours) is not None
+    assert mask_of_tensor(other) is None
+    assert not other.all()

@@ -31,6 +31,7 @@ def row_of(model_type, head="causal_lm", **more):
         ("t5", "seq2seq", "equal", "packed"),
         ("encoder-decoder", "seq2seq", "equal", "packed"),
         ("qwen2_vl", "vision_language", "equal", "packed"),
+        ("gemma3", "vision_language", "equal", "packed"),
     ],
 )
 def test_an_architecture_is_equal_or_falls_back_and_a_leak_would_have_been_seen(model_type, head, verdict, chosen):

@@ -45,6 +45,7 @@ from truebatch.hf.attention.unsupported import (
     refuse_unknown_window,
     takes_attention,
 )
+from truebatch.hf.mixers.outer_masks import makes_own_masks
 from truebatch.hf.mixers.packing_plan import PackingPlan, find_plan, plan_opened
 from truebatch.hf.mixers.row_calls import called_in_rows
 
@@ -91,6 +92,11 @@ def packing_plan_of(model: PreTrainedModel) -> PackingPlan:
     eager = force_eager() if has_compiled_layers(model) else nullcontext()
     with eager, packing(model), without_cudnn_sdpa(model.device):
         return find_plan(model, _table_attention, is_plain=not needs_search(model))
+
+
+def packed_whole(model: PreTrainedModel, part: PreTrainedModel) -> bool:
+    """Whether a vision-language model must be packed as a whole: it makes the masks of its language model itself."""
+    return makes_own_masks(model, part, _table_attention)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import transformers
@@ -19,7 +19,7 @@ from truebatch.batch.fields import Field
 from truebatch.batch.microbatch import SAMPLES, MicroBatch
 from truebatch.errors import BatchError, ConfigError
 from truebatch.hf.attention.forward_context import is_packing
-from truebatch.hf.attention.packed import NAME, packed_rows, packing_plan_of, use_packed_attention
+from truebatch.hf.attention.packed import NAME, packed_rows, packed_whole, packing_plan_of, use_packed_attention
 from truebatch.hf.forward_inputs import (
     TARGETS,
     ForwardSignature,
@@ -117,7 +117,10 @@ def settle_packing(head: ModelHead, model: nn.Module, route: Route) -> None:
 
 def packed_part(head: ModelHead, model: nn.Module) -> Any:
     """The part of a model that reads packed rows: all of it, or its language model."""
-    return inner_model(model) if head.pools_last else language_model(model)
+    if head.pools_last:
+        return inner_model(model)
+    part: Any = language_model(model)
+    return model if part is not model and packed_whole(cast(Any, model), part) else part
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from transformers.masking_utils import (
     or_masks,
 )
 
-from truebatch.hf.attention.forward_context import current_run
+from truebatch.hf.attention.forward_context import ForwardContext, current_run
 from truebatch.hf.mixers.sample_groups import AxisRows
 
 MaskRule = Callable[..., Any]
@@ -84,13 +84,19 @@ def masks_made_by_group(*, dense: bool) -> Iterator[None]:
 def _deferring(make: Callable[..., Tensor | None], *, dense: bool) -> Callable[..., Tensor | None]:
     def mask(**options: Any) -> Tensor | None:
         run = current_run()
-        if run is None or not run.is_packed:
+        if run is None or not run.is_packed or not _is_of_rows(options, run):
             return make(**options)
         if dense:
             return make(**{**options, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
         return _stand_in(GroupMask(make, options))
 
     return mask
+
+
+def _is_of_rows(options: Mapping[str, Any], run: ForwardContext) -> bool:
+    """Whether a mask is for the packed rows, and not for the images beside them."""
+    tables = [table for table in (run.segments, run.targets) if table is not None]
+    return (options["batch_size"], options["q_length"]) in [table.shape for table in tables]
 
 
 def _stand_in(mask: GroupMask) -> Tensor:

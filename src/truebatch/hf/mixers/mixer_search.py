@@ -43,13 +43,15 @@ class Mixers:
     """Their classes."""
 
 
-def find_mixers(model: nn.Module, mode: Mode, *, stacks: bool = False) -> Mixers:
+def find_mixers(model: nn.Module, mode: Mode, *, stacks: bool = False, positioned: bool = False) -> Mixers:
     """The modules to call by group; raises AttentionError with the reason where that is not enough.
 
-    `stacks`: whole stacks of layers may be among them; then little is left that sees packed rows.
+    `stacks`: whole stacks of layers may be among them; then little is left that sees packed rows. `positioned`: the
+    samples alone get the positions that they have in packed rows, for models that count from another number and are
+    right from any; whether this one is must be asked afterwards (`is_right_packed`).
     """
     with _in_evaluation(model), torch.no_grad():
-        return _MixerSearch(model, mode, stacks).run()
+        return _MixerSearch(model, mode, stacks, positioned).run()
 
 
 def is_right_packed(model: nn.Module, mode: Mode) -> bool:
@@ -122,8 +124,9 @@ def _in_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 class _MixerSearch:
-    def __init__(self, model: nn.Module, mode: Mode, stacks: bool) -> None:
+    def __init__(self, model: nn.Module, mode: Mode, stacks: bool, positioned: bool) -> None:
         self.model, self.mode, self.rows, self.stacks = model, mode, trial_rows(model), stacks
+        self.positioned = positioned
         self.found: dict[str, ModuleAxes] = {}
         self.equal = False
         self.banned: set[str] = set()
@@ -148,9 +151,11 @@ class _MixerSearch:
         small = self._packed(fewer, None)
         known = call_axes(self._packed(self.rows, None), small, _sizes(self.rows, fewer))
         packed = self._packed(self.rows, known)
-        alone = [self._alone(alone_inputs(self.model, self.rows, at), known) for at in range(len(self.rows.tokens))]
-        twice = {k: v.repeat(2, 1) if isinstance(v, Tensor) else v
-                 for k, v in alone_inputs(self.model, self.rows, 0).items()}  # fmt: skip
+        given = [
+            alone_inputs(self.model, self.rows, at, positioned=self.positioned) for at in range(len(self.rows.tokens))
+        ]
+        alone = [self._alone(one, known) for one in given]
+        twice = {name: value.repeat(2, 1) if isinstance(value, Tensor) else value for name, value in given[0].items()}
         return _Look(self.model, self.rows, known, packed, alone, self._alone(twice, None), self.tolerance)
 
     def _alone(self, given: Mapping[str, object], axes: Mapping[str, list[CallAxes]] | None) -> Trace:

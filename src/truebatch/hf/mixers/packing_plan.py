@@ -71,13 +71,16 @@ def find_plan(model: nn.Module, table: Table, *, is_plain: bool) -> PackingPlan:
 def _searched(model: nn.Module, table: Table) -> PackingPlan:
     reasons = {}
     ways: tuple[Way, ...] = ("table", "rows", "dense")
-    for stacks, way in itertools.product((False, True), ways):
+    for (stacks, positioned), way in itertools.product(((False, False), (False, True), (True, False)), ways):
         plan = PackingPlan(way)
         try:
             mode = partial(plan_opened, model, plan, table)
-            mixers = find_mixers(model, mode, stacks=stacks)
+            mixers = find_mixers(model, mode, stacks=stacks, positioned=positioned)
+            found = replace(plan, mixers=mixers)
+            if positioned and not is_right_packed(model, partial(plan_opened, model, found, table)):
+                continue  # the reason of this way is known
             if gradients_agree(model, mode, mixers):
-                return replace(plan, mixers=mixers)
+                return found
             reasons[way] = "outputs are those of the samples alone, gradients are not"
         except Exception as error:  # whatever a model raises in rows it was not written for speaks against this way
             if is_out_of_memory(error):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,9 +13,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from truebatch.batch.segments import Segments, cell_positions, packed_segments
+from truebatch.training.memory.oom import is_out_of_memory
 
 LENGTHS = (7, 3, 19, 1, 12, 5)
 TARGET_LENGTHS = (4, 9, 2, 6, 3, 5)
+MARKED = slice(1, 4)
+"""Cells of a sample that stand for an image."""
+TYPE_WORDS = ("token_type_ids", "mm_token_type_ids")
 FEWER = 4
 """The second, shorter row has this many of the samples: what grows with a row shows where its cells lie."""
 
@@ -26,6 +30,8 @@ class TrialRows:
 
     tokens: Sequence[Tensor]
     targets: Sequence[Tensor] | None
+    has_types: bool = False
+    """Some cells are marked as those of an image, for models that attend both ways inside of one."""
 
     def sizes(self) -> dict[str, int]:
         """Axis -> cells of the packed row."""
@@ -47,7 +53,7 @@ class TrialRows:
 
     def fewer(self) -> TrialRows:
         """The first few."""
-        return TrialRows(self.tokens[:FEWER], None if self.targets is None else self.targets[:FEWER])
+        return TrialRows(self.tokens[:FEWER], None if self.targets is None else self.targets[:FEWER], self.has_types)
 
 
 def trial_rows(model: nn.Module) -> TrialRows:
@@ -61,13 +67,44 @@ def trial_rows(model: nn.Module) -> TrialRows:
         at = torch.arange(first, first + sum(lengths)) * 7919 % len(ids)
         return list(torch.split(ids[at].to(device), list(lengths)))
 
-    return TrialRows(drawn(LENGTHS, 11), drawn(TARGET_LENGTHS, 211) if two_sided else None)
+    rows = TrialRows(drawn(LENGTHS, 11), drawn(TARGET_LENGTHS, 211) if two_sided else None)
+    typed = replace(rows, has_types=True)
+    return typed if takes_types(model) and _runs(model, typed) else rows
 
 
-def alone_inputs(model: nn.Module, rows: TrialRows, at: int) -> dict[str, Any]:
-    """What a tokenizer gives with one sample."""
+def takes_types(model: nn.Module) -> bool:
+    """Whether a model that sees images is told which cells are theirs."""
+    accepted = inspect.signature(type(model).forward).parameters
+    return "pixel_values" in accepted and any(name in accepted for name in TYPE_WORDS)
+
+
+def _runs(model: nn.Module, rows: TrialRows) -> bool:
+    """Whether the model takes marked cells without an image."""
+    try:
+        with torch.no_grad():
+            model(**alone_inputs(model, rows, 0))
+    except Exception as error:  # it looks for the image, and says so in its own words
+        if is_out_of_memory(error):
+            raise
+        return False
+    return True
+
+
+def _types(tokens: Tensor) -> Tensor:
+    """[n]: 1 in the cells that stand for an image."""
+    types = torch.zeros_like(tokens)
+    types[MARKED] = 1
+    return types
+
+
+def alone_inputs(model: nn.Module, rows: TrialRows, at: int, *, positioned: bool = False) -> dict[str, Any]:
+    """What a tokenizer gives with one sample; `positioned`: and the positions that it has in a packed row."""
     tokens = rows.tokens[at][None]
     given: dict[str, Any] = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False}
+    if positioned:
+        given["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None] + first_position(model)
+    if rows.has_types:
+        given |= dict.fromkeys(TYPE_WORDS, _types(rows.tokens[at])[None])
     if rows.targets is not None:
         given["decoder_input_ids"] = rows.targets[at][None]
     return _taken(model, given)
@@ -84,6 +121,8 @@ def packed_trial_inputs(model: nn.Module, rows: TrialRows) -> dict[str, Any]:
     }
     if getattr(model.config, "type_vocab_size", 0):
         given["token_type_ids"] = torch.zeros_like(given["input_ids"])
+    if rows.has_types:
+        given |= dict.fromkeys(TYPE_WORDS, torch.cat([_types(tokens) for tokens in rows.tokens])[None])
     if rows.targets is not None:
         given["decoder_input_ids"] = torch.cat(list(rows.targets))[None]
         given["decoder_position_ids"] = cell_positions(_table(rows.targets, device))
