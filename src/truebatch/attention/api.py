@@ -14,9 +14,11 @@ from torch import Tensor
 from truebatch.attention.cudnn_graph import plans_are_possible
 from truebatch.attention.cudnn_op import attend_rows_by_plan, can_attend_rows
 from truebatch.attention.dispatch import AMPERE, Facts, Kernel, choose_kernel
+from truebatch.attention.forest import attend_forest
 from truebatch.attention.score_rule import Rule, band_of, softmax_attention, written_out_attention
 from truebatch.attention.varlen import call_varlen, varlen_has_window, varlen_in_torch
 from truebatch.attention.varlen_cpu import attend_on_host, can_attend_on_host
+from truebatch.batch.forest import sees_segment
 from truebatch.batch.key_dropout import drop_weights_of, is_keyed, next_purpose
 from truebatch.batch.segments import Segments, owner_of_cells
 from truebatch.errors import AttentionError
@@ -68,6 +70,8 @@ def attend_by(
     if segments.num_cells == 0:
         return query.sum(-1, keepdim=True).expand(*query.shape[:-1], value.shape[-1])
     query, key, value = _in_one_dtype(query, key, value)
+    if segments.forest is not None:
+        return attend_forest(rule, query, key, value, segments)
     if torch.compiler.is_compiling() and kernel is None and segments.layout == "packed":
         # Use tensors only: reading a length here would recompile the model for every row.
         query, key, value = (_empty_padding(part, segments) for part in (query, key, value))
@@ -188,9 +192,22 @@ def gather_facts(query: Tensor, value: Tensor, segments: Segments, rule: Rule) -
 def may_attend(segments: Segments, *, causal: bool, window: int | None = None) -> Tensor:
     """[B, 1, T, T] bool: True where query cell q may look at key cell k.
 
-    A cell sees its own segment only; padding sees padding, so that no softmax row is empty.
+    A cell sees its own segment only, and the segments that it continues; padding sees padding, so that no softmax row
+    is empty.
     """
-    return _may_attend_table(segments.starts, segments.shape, causal=causal, window=window)
+    if segments.forest is None:
+        return _may_attend_table(segments.starts, segments.shape, causal=causal, window=window)
+    if not causal or window is not None:
+        raise AttentionError(
+            "the segments of a forest are attended to in order, without a window",
+            seen=f"causal={causal}, window={window}",
+            do="ask for causal=True and window=None, or give every sample a copy of its beginning",
+        )
+    owner = owner_of_cells(segments.starts, segments.shape)
+    sees = sees_segment(segments.forest.parents).to(owner.device)
+    band = band_of(segments.shape[1], segments.shape[1], causal=True, window=None, device=owner.device)
+    assert band is not None
+    return sees[owner[:, :, None], owner[:, None, :]][:, None] & band  # ancestors come first in a row
 
 
 def _may_attend_table(starts: Tensor, shape: tuple[int, int], *, causal: bool, window: int | None) -> Tensor:

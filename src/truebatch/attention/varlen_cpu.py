@@ -85,22 +85,38 @@ def _for_all_heads(part: Tensor, heads: int) -> Tensor:
 def _of_own_heads(grad: Tensor, part: Tensor) -> Tensor:
     """The inverse for gradients: those of heads that share a key are summed."""
     cells, heads, width = part.shape
-    return grad if grad.shape[1] == heads else grad.view(cells, heads, -1, width).sum(2)
+    return grad if grad.shape[1] == heads else grad.reshape(cells, heads, -1, width).sum(2)
 
 
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, _bounds: Tensor, rule: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
     keep_keys(key, value)
+    return attend_segments(query, key, value, starts, causal=bool(rule[0]), scale=rule[1])
+
+
+def attend_segments(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention inside each segment: output, and the log of the softmax's denominator [cells, H]."""
     out, lse = _forward_shapes(query)
     parts = _in_a_row(query, *(_for_all_heads(part, query.shape[1]) for part in (key, value)))
     for run in _runs(starts, (out, lse)):
         found, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            *map(run.take, parts), 0.0, bool(rule[0]), scale=rule[1]
+            *map(run.take, parts), 0.0, causal, scale=scale
         )
         run.put(out, found)
         run.put(lse, sums)
     return out, lse
+
+
+def span_forward(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
+    """The same of one span of queries [n, H, D], each of which sees all keys [m, Hkv, D] of another one."""
+    parts = _in_a_row(query, *(_for_all_heads(part, query.shape[1]) for part in (key, value)))
+    found, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *(part[None].transpose(1, 2) for part in parts), 0.0, False, scale=scale
+    )
+    return found[0].transpose(0, 1), sums[0].transpose(0, 1)
 
 
 def _forward_shapes(query: Tensor, *_others: Any) -> tuple[Tensor, Tensor]:
@@ -120,16 +136,45 @@ def _backward(
     _bounds: Tensor,
     rule: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor]:
+    return segments_backward(grad, query, key, value, out, lse, starts, causal=bool(rule[0]), scale=rule[1])
+
+
+def segments_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    starts: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `attend_segments`."""
     keys, values = (_for_all_heads(part, query.shape[1]) for part in (key, value))
     parts = _in_a_row(grad, query, keys, values, out)
     grads = [part.new_empty(part.shape) for part in (query, keys, values)]
     for run in _runs(starts, grads):
         found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *map(run.take, (*parts, lse)), 0.0, bool(rule[0]), scale=rule[1]
+            *map(run.take, (*parts, lse)), 0.0, causal, scale=scale
         )
         for whole, part in zip(grads, found, strict=True):
             run.put(whole, part)
     return grads[0], _of_own_heads(grads[1], key), _of_own_heads(grads[2], value)
+
+
+def span_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `span_forward`."""
+    keys, values = (_for_all_heads(part, query.shape[1]) for part in (key, value))
+    parts = _in_a_row(grad, query, keys, values, out)
+    one, two, three = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(part[None].transpose(1, 2) for part in (*parts, lse)), 0.0, False, scale=scale
+    )
+    found = [part[0].transpose(0, 1) for part in (one, two, three)]
+    return found[0], _of_own_heads(found[1], key), _of_own_heads(found[2], value)
 
 
 _attend = define_attention("attend_on_host", _forward, _backward, shapes=_forward_shapes)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from truebatch.batch.forest import Forest, build_forest, join_forests
 from truebatch.errors import AttentionError, BatchError
 
 Layout = Literal["padded", "packed"]
@@ -72,6 +73,8 @@ class Segments:
     """`padded`: one sample per row. `packed`: samples end to end."""
     side: Side = "right"
     """The side of a row that has the padding."""
+    forest: Forest | None = None
+    """Which segments continue others, whose cells they see and count on from; None: each is alone."""
     bounds_tensor: Tensor = field(init=False, repr=False)
     """[4] int32, always on the host: `bounds` for compiled models, which guard a tensor's shape but not its values."""
 
@@ -120,6 +123,7 @@ class Segments:
             self,
             starts=self.starts.to(device, non_blocking=non_blocking),
             is_real=self.is_real.to(device, non_blocking=non_blocking),
+            forest=None if self.forest is None else self.forest.to(device, non_blocking=non_blocking),
         )
 
     def pin_memory(self) -> Segments:
@@ -154,6 +158,50 @@ def packed_segments(
         max_length=max([*sizes, *padding], default=0) if max_length is None else max_length,
         is_real=is_real,
         layout="packed",
+    )
+
+
+def forest_segments(lengths: Lengths, parents: Sequence[int], *, cells: int | None = None) -> Segments:
+    """Segments end to end in one row [1, cells], in preorder; `parents[i]` is the one that segment i continues, or -1.
+
+    >>> from truebatch.batch.segments import cell_positions, forest_segments
+    >>> cell_positions(forest_segments([3, 2, 2], [-1, 0, 0])).tolist()  # a prompt and two answers
+    [[0, 1, 2, 3, 4, 3, 4]]
+    """
+    table = packed_segments(lengths, cells=cells)
+    padding = [-1] * (len(table.lengths) - len(parents))
+    return replace(table, forest=build_forest(table.lengths, [*parents, *padding]))
+
+
+def refined_segments(
+    segments: Segments, lengths: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
+) -> Segments:
+    """Packed rows whose samples are trees: each sample's segment cut into parts of these `lengths`.
+
+    `parents` are numbers within the sample, -1 for a part that begins a path.
+    """
+    trees = iter(zip(lengths, parents, strict=True))
+    sizes: list[int] = []
+    above: list[int] = []
+    is_sample: list[bool] = []
+    for length, real in zip(segments.lengths, segments.is_sample, strict=True):
+        parts, own = next(trees) if real else ((length,), (-1,))
+        if sum(parts) != length:
+            raise BatchError(
+                "the parts of a sample do not make up its cells",
+                seen=f"parts {list(parts)}, {length} cells",
+                do="give every cell of a sample to one part",
+            )
+        above += [parent + len(sizes) if parent >= 0 else -1 for parent in own]
+        sizes += parts
+        is_sample += [real] * len(parts)
+    return replace(
+        segments,
+        starts=_starts(sizes, None).to(segments.starts.device),
+        lengths=tuple(sizes),
+        is_sample=tuple(is_sample),
+        max_length=max(sizes, default=0),
+        forest=build_forest(sizes, above).to(segments.starts.device),
     )
 
 
@@ -235,9 +283,11 @@ def cell_positions(segments: Segments) -> Tensor:
 
     Padding gets 0, so that no position is outside a position table that covers the samples.
     """
-    first = segments.starts[segment_of_cell(segments)].long()  # [B, T]
+    owner = segment_of_cell(segments)
+    first = segments.starts[owner].long()  # [B, T]
     cells = torch.arange(segments.num_cells, device=segments.starts.device).view(segments.shape)
-    return torch.where(segments.is_real, cells - first, 0)
+    before = 0 if segments.forest is None else segments.forest.before[owner]
+    return torch.where(segments.is_real, cells - first + before, 0)
 
 
 def _checked_lengths(lengths: Lengths) -> list[int]:
@@ -313,6 +363,7 @@ def stack_rows(rows: Sequence[Segments]) -> Segments:
             do="give every row the same number of cells",
         )
     lengths = tuple(length for row in rows for length in row.lengths)
+    forest = join_forests([row.forest for row in rows], [row.lengths for row in rows])
     return replace(
         rows[0],
         starts=_starts(list(lengths), sum(len(row.starts) - 1 for row in rows)),
@@ -320,4 +371,5 @@ def stack_rows(rows: Sequence[Segments]) -> Segments:
         is_sample=tuple(real for row in rows for real in row.is_sample),
         max_length=max(row.max_length for row in rows),
         is_real=torch.cat([row.is_real for row in rows]),
+        forest=forest,
     )

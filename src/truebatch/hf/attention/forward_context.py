@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import masking_utils
 
+from truebatch.batch.forest import Forest
 from truebatch.batch.segments import Segments, table_segments
 from truebatch.errors import AttentionError
 
@@ -40,6 +41,7 @@ class ForwardContext:
 _runs: list[ForwardContext] = []
 _lengths_of_table: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _samples_of_table: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_forest_of_table: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _served_by_run: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -142,6 +144,7 @@ def remember_lengths(segments: Segments) -> None:
     _lengths_of_table[segments.starts] = (_version(segments.starts), lengths)
     kinds = zip(segments.is_sample, segments.lengths, strict=True)
     _samples_of_table[segments.starts] = tuple(is_sample for is_sample, length in kinds if length)
+    _forest_of_table[segments.starts] = segments.forest
 
 
 def _version(starts: Tensor) -> int | None:
@@ -155,11 +158,18 @@ def samples_of_table(starts: Tensor) -> tuple[bool, ...] | None:
     return found
 
 
+def forest_of_table(starts: Tensor) -> Forest | None:
+    """Which segments of a table continue others, as long as somebody remembered it."""
+    found: Forest | None = _forest_of_table.get(starts)  # type: ignore[no-untyped-call]
+    return found
+
+
 def segments_of_table(starts: Tensor, *, shape: tuple[int, int], max_length: int) -> Segments:
     """`Segments` for a bare table; its lengths are read from the device only if nobody remembered them."""
     version, lengths = _lengths_of_table.get(starts, (None, None))  # type: ignore[no-untyped-call]
     if lengths is not None and version == _version(starts):
-        return table_segments(starts, shape=shape, max_length=max_length, lengths=lengths)
+        found = table_segments(starts, shape=shape, max_length=max_length, lengths=lengths)
+        return replace(found, forest=forest_of_table(starts))
     segments = table_segments(starts, shape=shape, max_length=max_length)
     if not starts.is_inference():  # a caller that reads one back may refill it unnoticed
         remember_lengths(segments)

@@ -27,6 +27,7 @@ from truebatch.hf.attention.block_mask import block_mask_inputs
 from truebatch.hf.attention.forward_context import (
     ForwardContext,
     current_run,
+    forest_of_table,
     forget_services,
     hooked_alone,
     note_service,
@@ -249,9 +250,10 @@ def _from_table(
 ) -> Tensor:
     given, max_length = options.get("max_length_q"), longest_of(starts, options)
     bound = given if isinstance(given, Tensor) else max_length
-    out = attend_table(query, key, value, starts, rule, max_length=bound)
-    if out is not None:
-        return out
+    if forest_of_table(starts) is None:
+        out = attend_table(query, key, value, starts, rule, max_length=bound)
+        if out is not None:
+            return out
     shape = (query.shape[0], query.shape[2])
     return attend_by(rule, query, key, value, segments_of_table(starts, shape=shape, max_length=max_length))
 
