@@ -36,9 +36,7 @@ def test_values_and_gradients_are_those_of_whole_logits(rule, temperature, has_b
 
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
-    for one, other in zip(
-        torch.autograd.grad(loss(*found), of), torch.autograd.grad(loss(*wanted), of), strict=True
-    ):
+    for one, other in zip(torch.autograd.grad(loss(*found), of), torch.autograd.grad(loss(*wanted), of), strict=True):
         torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
 
 

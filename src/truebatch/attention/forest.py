@@ -28,7 +28,7 @@ from truebatch.attention.varlen_cpu import (
     span_forward,
 )
 from truebatch.attention.varlen_static import KernelCall, flash_backward, flash_forward
-from truebatch.batch.forest import Forest, Level, ancestors_of
+from truebatch.batch.forest import Forest, ForestLevel, ancestors_of
 from truebatch.batch.segments import Segments
 from truebatch.errors import AttentionError
 
@@ -76,7 +76,7 @@ def _refuse(rule: Rule, forest: Forest) -> None:
         raise AttentionError(
             "a shared beginning cannot be attended to in this way",
             seen="; ".join(found),
-            do="give every sample a copy of its beginning (share_prefixes=False)",
+            do="give every sample a copy of its beginning (share='nothing')",
         )
 
 
@@ -107,15 +107,15 @@ def _merged(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale
 class _Kernels(Protocol):
     """Fused attention of one table: denominators as [cells, H] logarithms."""
 
-    levels: tuple[Level, ...]
+    levels: tuple[ForestLevel, ...]
 
     def own(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]: ...
 
     def own_backward(self, *parts: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
 
-    def above(self, level: Level, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]: ...
+    def above(self, level: ForestLevel, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]: ...
 
-    def add_above_backward(self, level: Level, grads: tuple[Tensor, ...], *parts: Tensor) -> None: ...
+    def add_above_backward(self, level: ForestLevel, grads: tuple[Tensor, ...], *parts: Tensor) -> None: ...
 
 
 class _MergedAttention(torch.autograd.Function):
@@ -138,7 +138,7 @@ class _MergedAttention(torch.autograd.Function):
         return (*grads, None)
 
 
-def merge_below(level: Level, out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+def merge_below(level: ForestLevel, out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
     """Add to `out` and `lse`, in place, what the cells below a level found among its keys: [nq, H, D] and [nq, H]."""
     cells = level.query_cells
     own, own_lse = out[cells], lse[cells]
@@ -163,7 +163,7 @@ class _HostKernels:
     def own_backward(self, *parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return segments_backward(*parts, self.starts, causal=True, scale=self.scale)
 
-    def above(self, level: Level, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def above(self, level: ForestLevel, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         found = [
             span_forward(query[slice(*some)], key[slice(*seen)], value[slice(*seen)], scale=self.scale)
             for some, seen in zip(level.queries, level.keys, strict=True)
@@ -171,7 +171,7 @@ class _HostKernels:
         outs, sums = zip(*found, strict=True)
         return torch.cat(outs), torch.cat(sums)
 
-    def add_above_backward(self, level: Level, grads: tuple[Tensor, ...], *parts: Tensor) -> None:
+    def add_above_backward(self, level: ForestLevel, grads: tuple[Tensor, ...], *parts: Tensor) -> None:
         grad, query, key, value, out, lse = parts
         for some, seen in zip(level.queries, level.keys, strict=True):
             below, above = slice(*some), slice(*seen)
@@ -199,7 +199,7 @@ class _FlashKernels:
         *others, lse = parts
         return flash_backward(*others, lse.t().contiguous(), self.call)  # type: ignore[call-arg,arg-type]
 
-    def above(self, level: Level, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def above(self, level: ForestLevel, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         queries, keys = level.longest
         found = torch.ops.aten._flash_attention_forward(
             query[level.query_cells], key[level.key_cells], value[level.key_cells], level.query_starts,
@@ -208,7 +208,7 @@ class _FlashKernels:
         )  # fmt: skip
         return found[0], found[1].t()
 
-    def add_above_backward(self, level: Level, grads: tuple[Tensor, ...], *parts: Tensor) -> None:
+    def add_above_backward(self, level: ForestLevel, grads: tuple[Tensor, ...], *parts: Tensor) -> None:
         grad, query, key, value, out, lse = parts
         queries, keys = level.longest
         below, above = level.query_cells, level.key_cells

@@ -23,7 +23,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Level:
+class ForestLevel:
     """The segments of one depth that have children: keys for everything below them, in one variable-length call."""
 
     keys: tuple[Span, ...]
@@ -43,7 +43,7 @@ class Level:
         """Of the spans of queries, and of keys."""
         return max(b - a for a, b in self.queries), max(b - a for a, b in self.keys)
 
-    def to(self, device: torch.device | str, *, non_blocking: bool) -> Level:
+    def to(self, device: torch.device | str, *, non_blocking: bool) -> ForestLevel:
         """The same with its tensors on `device`."""
         names = ("key_cells", "query_cells", "key_starts", "query_starts")
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=non_blocking) for name in names})
@@ -57,7 +57,7 @@ class Forest:
     """For each segment, the number of the one it continues; -1 where a path begins."""
     before: Tensor
     """[S] int64: cells of all ancestors, the position of a segment's first cell."""
-    levels: tuple[Level, ...]
+    levels: tuple[ForestLevel, ...]
     """From the roots down."""
     longest_path: int
 
@@ -88,14 +88,14 @@ def build_forest(lengths: Sequence[int], parents: Sequence[int]) -> Forest:
     return Forest(tuple(parents), torch.tensor(before, dtype=torch.int64), levels, longest)
 
 
-def _level(keys: list[Span], queries: list[Span]) -> Level:
+def _level(keys: list[Span], queries: list[Span]) -> ForestLevel:
     tensors = []
     for spans in (keys, queries):
         cells = np.concatenate([np.arange(a, b) for a, b in spans])
         starts = np.cumsum([0, *(b - a for a, b in spans)], dtype=np.int32)
         tensors.append((torch.from_numpy(cells.astype(np.int64)), torch.from_numpy(starts)))
     (key_cells, key_starts), (query_cells, query_starts) = tensors
-    return Level(tuple(keys), tuple(queries), key_cells, query_cells, key_starts, query_starts)
+    return ForestLevel(tuple(keys), tuple(queries), key_cells, query_cells, key_starts, query_starts)
 
 
 def _cells_before(lengths: Sequence[int], parents: Sequence[int]) -> list[int]:

@@ -54,6 +54,11 @@ class ModelHead:
     start_id: int = 0
     """What the decoder of an encoder-decoder begins with."""
 
+    @property
+    def reads_left_to_right(self) -> bool:
+        """True where what is read of a token depends on no token behind it."""
+        return self.kind.name == "causal_lm" or self.pools_last
+
     def prepare(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         """The sample with what its fields need, made before any padding: labels and the inputs of a decoder."""
         return _prepare(self, sample)

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from truebatch.errors import BatchError
-from truebatch.planning.prefix_trees import grow_trees, plan_tree_rows, tree_cells
+from truebatch.planning.trees.pack_trees import plan_tree_rows
+from truebatch.planning.trees.prefix_trees import grow_trees, tree_cells
 
 
 def path_tokens(trees, node):
@@ -79,7 +80,7 @@ def test_a_tree_that_is_too_large_is_cut_between_completions():
     assert [int(trees.lengths[row.nodes].sum()) for row in rows] == [22, 22, 16]
 
 
-@pytest.mark.parametrize(("prompts", "completions"), [([[1]], []), ([[1], []], [[2], [3]])])
+@pytest.mark.parametrize(("prompts", "completions"), [([[1]], []), ([[1], []], [[2], [3]]), ([], [])])
 def test_what_cannot_be_a_tree_is_refused(prompts, completions):
     with pytest.raises(BatchError):
         grow_trees(prompts, completions)

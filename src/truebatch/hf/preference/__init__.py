@@ -1,0 +1,1 @@
+"""Log-probabilities of completions, rewards, and training on preferences."""

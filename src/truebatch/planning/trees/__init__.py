@@ -1,0 +1,1 @@
+"""Prompts and completions as trees, and the rows that hold them."""
