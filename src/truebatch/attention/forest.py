@@ -43,11 +43,11 @@ def attend_forest(
     assert segments.forest is not None
     _refuse(rule, segments.forest)
     scale = query.shape[-1] ** -0.5 if rule.scale is None else rule.scale
-    parts = [part.transpose(1, 2).flatten(0, 1) for part in (query, key, value)]  # [cells, H, D]
+    q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))  # [cells, H, D]
     if (kernel or choose_forest_kernel(query, key, value)) == "merged":
-        out = _merged(*parts, segments, scale)
+        out = _merged(q, k, v, segments, scale)
     else:
-        out = _per_segment(*parts, segments, rule)
+        out = _per_segment(q, k, v, segments, rule)
     return out.view(query.shape[0], query.shape[2], *out.shape[1:]).transpose(1, 2)
 
 
@@ -82,14 +82,15 @@ def _refuse(rule: Rule, forest: Forest) -> None:
 
 def _per_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, rule: Rule) -> Tensor:
     assert segments.forest is not None
-    pieces = [part.split(list(segments.lengths)) for part in (query, key, value)]
+    pieces = [torch.split(part, list(segments.lengths)) for part in (query, key, value)]
     outs = []
     for at, length in enumerate(segments.lengths):
         path = ancestors_of(segments.forest.parents, at)
         q = pieces[0][at]
         k, v = (torch.cat([part[one] for one in path]) for part in pieces[1:])
         allowed = torch.ones(length, len(k), dtype=torch.bool, device=q.device).tril(len(k) - length)
-        found = softmax_attention(*(part[None].transpose(1, 2) for part in (q, k, v)), allowed, rule, causal=False)
+        q, k, v = (part[None].transpose(1, 2) for part in (q, k, v))
+        found = softmax_attention(q, k, v, allowed, rule, causal=False)
         outs.append(found[0].transpose(0, 1))
     return torch.cat(outs)
 
@@ -161,7 +162,8 @@ class _HostKernels:
         return attend_segments(query, key, value, self.starts, causal=True, scale=self.scale)
 
     def own_backward(self, *parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return segments_backward(*parts, self.starts, causal=True, scale=self.scale)
+        grad, query, key, value, out, lse = parts
+        return segments_backward(grad, query, key, value, out, lse, self.starts, causal=True, scale=self.scale)
 
     def above(self, level: ForestLevel, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         found = [
@@ -196,8 +198,8 @@ class _FlashKernels:
         return out, lse.t().contiguous()
 
     def own_backward(self, *parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        *others, lse = parts
-        return flash_backward(*others, lse.t().contiguous(), self.call)  # type: ignore[call-arg,arg-type]
+        grad, query, key, value, out, lse = parts
+        return flash_backward(grad, query, key, value, out, lse.t().contiguous(), self.call)
 
     def above(self, level: ForestLevel, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         queries, keys = level.longest

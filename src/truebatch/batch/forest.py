@@ -106,7 +106,7 @@ def _cells_before(lengths: Sequence[int], parents: Sequence[int]) -> list[int]:
 
 
 def _ends_of_subtrees(lengths: Sequence[int], parents: Sequence[int]) -> list[int]:
-    ends = np.cumsum(lengths, dtype=np.int64).tolist()
+    ends: list[int] = np.cumsum(lengths, dtype=np.int64).tolist()
     for at in range(len(parents) - 1, -1, -1):
         if parents[at] >= 0:
             ends[parents[at]] = max(ends[parents[at]], ends[at])

@@ -119,7 +119,7 @@ def logprobs(
 
 def as_ids(texts: Sequence[Tokens | Tensor]) -> list[Tokens]:
     """Token ids as Python lists."""
-    found = [text.tolist() if isinstance(text, Tensor) else list(text) for text in texts]
+    found: list[Tokens] = [text.tolist() if isinstance(text, Tensor) else list(text) for text in texts]
     for at, text in enumerate(found):
         if not all(isinstance(token, int) for token in text):
             raise BatchError(
@@ -253,17 +253,16 @@ def _in_order(plan: RowsPlan, values: Sequence[RowValues], number: int, *, entro
     entropies, references = list(tokens), list(tokens)
     for rows, one in zip(plan.rows, values, strict=True):
         counts = list(rows.counts)
-        parts = [one.found.log_probs.split(counts), one.found.entropy.split(counts)]
-        parts.append(parts[0] if one.reference is None else one.reference.split(counts))
+        values_of = (*one.found, one.found.log_probs if one.reference is None else one.reference)
+        parts = [torch.split(part, counts) for part in values_of]
         for at, *found in zip(rows.completions, *parts, strict=True):
             tokens[at], entropies[at], references[at] = found
     has_reference = any(one.reference is not None for one in values)
-    copied = plan.trees if plan.way.way == "shared" else None
     return LogProbs(
         tokens,
         entropies if entropy else None,
         references if has_reference else None,
         sum(rows.input_ids.numel() for rows in plan.rows),
         tree_cells(plan.trees).copied_cells,
-        "" if copied is not None else plan.way.why,
+        plan.way.why,
     )

@@ -56,53 +56,61 @@ class CompletionRows:
         )  # fmt: skip
 
 
+class _Reading:
+    """Where the completions of some rows are read, collected one after the other."""
+
+    def __init__(self) -> None:
+        self.cells: list[int] = []
+        self.labels: list[int] = []
+        self.last: list[int] = []
+        self.counts: list[int] = []
+        self.paths: list[int] = []
+
+    def add(self, own: Tokens, *, prompt_end: int, begin: int, path: int) -> None:
+        """A completion whose tokens are at `begin`, after a prompt that ends before `prompt_end`."""
+        if len(own):
+            self.cells += [prompt_end - 1, *range(begin, begin + len(own) - 1)]
+        self.labels += own
+        self.last.append((begin + len(own) if len(own) else prompt_end) - 1)
+        self.counts.append(len(own))
+        self.paths.append(path)
+
+    def rows(self, tokens: Sequence[Tokens], segments: Segments, row: TreeRow) -> CompletionRows:
+        ids = torch.from_numpy(np.concatenate([np.asarray(some, dtype=np.int64) for some in tokens]))
+        cells, labels, last = (torch.tensor(part, dtype=torch.int64) for part in (self.cells, self.labels, self.last))
+        return CompletionRows(
+            input_ids=ids.view(segments.shape), segments=segments, completions=tuple(row.completions.tolist()),
+            counts=tuple(self.counts), cells=cells, labels=labels, last=last, paths=tuple(self.paths),
+        )  # fmt: skip
+
+
 def packed_tree_row(trees: PrefixTrees, row: TreeRow) -> CompletionRows:
     """The trees of a row in one packed row."""
     nodes = row.nodes.tolist()
     at = {node: k for k, node in enumerate(nodes)}
     tokens = [trees.tokens[node] for node in nodes]
     parents = [at.get(int(trees.parents[node]), -1) for node in nodes]
-    ends = np.cumsum([len(some) for some in tokens])
-    before = _cells_to(parents, tokens)
-    cells, labels, last, counts, paths = [], [], [], [], []
+    ends: list[int] = np.cumsum([len(some) for some in tokens]).tolist()
+    before, read = _cells_to(parents, tokens), _Reading()
     for one in row.completions.tolist():
         prompt, leaf = at[int(trees.prompt_of[one])], at.get(int(trees.leaf_of[one]), -1)
         own: Tokens = tokens[leaf] if leaf >= 0 else ()
-        first = int(ends[leaf]) - len(own)
-        cells += [int(ends[prompt]) - 1, *range(first, first + len(own) - 1)] if len(own) else []
-        labels += own
-        last.append(int(ends[leaf if leaf >= 0 else prompt]) - 1)
-        counts.append(len(own))
-        paths.append(before[leaf if leaf >= 0 else prompt])
-    return _rows(tokens, _tree_segments(tokens, parents), row, cells, labels, last, counts, paths)
+        path = before[leaf if leaf >= 0 else prompt]
+        read.add(own, prompt_end=ends[prompt], begin=ends[leaf] - len(own) if leaf >= 0 else 0, path=path)
+    return read.rows(tokens, _tree_segments(tokens, parents), row)
 
 
 def padded_rows(prompts: Sequence[Tokens], completions: Sequence[Tokens], row: TreeRow) -> CompletionRows:
     """Each prompt with its completion in a row of its own."""
-    cells, labels, last, counts, paths = [], [], [], [], []
-    some = row.completions.tolist()
+    some, read = row.completions.tolist(), _Reading()
     width = max(len(prompts[one]) + len(completions[one]) for one in some)
     for at, one in enumerate(some):
-        first = at * width + len(prompts[one])
-        own = completions[one]
-        cells += range(first - 1, first - 1 + len(own))
-        labels += own
-        last.append(first + len(own) - 1)
-        counts.append(len(own))
-        paths.append(len(prompts[one]) + len(own))
-    tokens = [[*prompts[one], *completions[one], *[0] * (width - paths[at])] for at, one in enumerate(some)]
-    return _rows(tokens, padded_segments(paths, width), row, cells, labels, last, counts, paths)
-
-
-def _rows(
-    tokens: Sequence[Tokens], segments: Segments, row: TreeRow, cells: list[int], labels: list[int], last: list[int],
-    counts: list[int], paths: list[int],
-) -> CompletionRows:  # fmt: skip
-    ids = torch.from_numpy(np.concatenate([np.asarray(some, dtype=np.int64) for some in tokens]))
-    found = [torch.tensor(part, dtype=torch.int64) for part in (cells, labels, last)]
-    return CompletionRows(
-        ids.view(segments.shape), segments, tuple(row.completions.tolist()), tuple(counts), *found, tuple(paths)
-    )
+        begin = at * width + len(prompts[one])
+        read.add(completions[one], prompt_end=begin, begin=begin, path=len(prompts[one]) + len(completions[one]))
+    tokens = [
+        [*prompts[one], *completions[one], *[0] * (width - path)] for one, path in zip(some, read.paths, strict=True)
+    ]
+    return read.rows(tokens, padded_segments(read.paths, width), row)
 
 
 def _tree_segments(tokens: Sequence[Tokens], parents: Sequence[int]) -> Segments:
