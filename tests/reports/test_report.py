@@ -52,7 +52,8 @@ def run(tmp_path) -> Path:
     (folder / "config.yaml").write_text("name: x\ntrain:\n  learning_rate: 0.001\n")
     (folder / "status.json").write_text(json.dumps({"state": "done", "step": 30, "exit_code": 0, "message": "all"}))
     records = [
-        {"step": i, "loss": 3.0 / i, "loss/nll": 3.0 / i, "tokens_per_second": 5.0, "fill": 0.9} for i in range(1, 31)
+        {"step": i, "loss": 3.0 / i, "loss/nll": 3.0 / i, "tokens_per_second": 5.0 + i, "fill": 0.9 + i / 1000}
+        for i in range(1, 31)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     return folder

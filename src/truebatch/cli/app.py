@@ -29,7 +29,7 @@ from truebatch.cli.commands.fit import show_fit
 from truebatch.cli.commands.generate import show_generate
 from truebatch.cli.commands.init import show_init
 from truebatch.cli.commands.plan import show_plan
-from truebatch.cli.commands.report import show_report
+from truebatch.cli.commands.report import show_report, show_watch
 from truebatch.cli.commands.run import run_app
 from truebatch.cli.commands.score import show_score
 from truebatch.cli.commands.show import show_pictures
@@ -77,6 +77,7 @@ app.command("generate", short_help="Text from a trained run, for prompts or in a
 app.command("score", short_help="Score or generate for every sample of a file; the same command resumes.")(show_score)
 app.add_typer(run_app, name="run", short_help="Look at a scoring run, export it, retry its failures.")
 app.command("report", short_help="One HTML file about a run, or about several side by side.")(show_report)
+app.command("watch", short_help="Watch runs in the terminal as they go.")(show_watch)
 app.command("diff", short_help="Name the first step and tensor at which two runs differ.")(show_diff)
 app.command("init", short_help="Write the starting files of a system.")(show_init)
 app.command("doctor", short_help="Check this machine; with --drill, kill a small run everywhere and see it recover.")(

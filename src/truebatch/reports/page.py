@@ -64,18 +64,21 @@ class _Ready:
         return own + sum(len(data) for _, data, _ in images)
 
 
-def render_page(title: str, sections: Sequence[Section]) -> str:
-    """Render the page. If it would be too large, the largest pictures are omitted and their section says so."""
+def render_page(title: str, sections: Sequence[Section], *, refresh_seconds: int | None = None) -> str:
+    """Render the page. If it would be too large, the largest pictures are omitted and their section says so.
+
+    A browser loads it again after `refresh_seconds`, if they are given.
+    """
     ready = [_Ready(section, [draw() for draw in section.drawn]) for section in sections]
-    text = _render(title, ready)
+    text = _render(title, ready, refresh_seconds)
     while len(text.encode()) > MOST_BYTES and any(one.weight for one in ready):
         heaviest = max(range(len(ready)), key=lambda number: ready[number].weight)
         ready[heaviest] = _without_pictures(ready[heaviest])
-        text = _render(title, ready)
+        text = _render(title, ready, refresh_seconds)
     return text
 
 
-def _render(title: str, ready: Sequence[_Ready]) -> str:
+def _render(title: str, ready: Sequence[_Ready], refresh_seconds: int | None) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -89,7 +92,11 @@ def _render(title: str, ready: Sequence[_Ready]) -> str:
     environment.filters["words"] = lambda text: in_words(shown_text(text))
     environment.filters["cell"] = lambda text: shown_text(in_words(text) if " " in text else text)
     text = environment.get_template("page.html.jinja").render(
-        title=title, parts=ready, version=__version__, language="zh-CN" if language() == "zh" else "en"
+        title=title,
+        parts=ready,
+        version=__version__,
+        language="zh-CN" if language() == "zh" else "en",
+        refresh=refresh_seconds,
     )
     return text.encode("utf-8", "replace").decode("utf-8")
 

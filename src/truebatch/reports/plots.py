@@ -27,6 +27,9 @@ _SIZE = (6.4, 3.6)
 FEW = 12
 """Points of a curve below which each is marked: one alone would not be seen."""
 
+MANY = 60
+"""Points from which on a curve may be smoothed."""
+
 Points = tuple[Sequence[float], Sequence[float]]
 
 
@@ -39,10 +42,12 @@ def curves(
     log_x: bool = False,
     log_y: bool = False,
     marks: Mapping[str, float] = {},
+    smooth: bool = False,
 ) -> str:
     """Lines over one axis, by name. Points that are not finite are left out; `marks` are vertical lines with a name.
 
-    The first line is drawn widest, so that it stays visible under an equal one.
+    The first line is drawn widest, so that it stays visible under an equal one. `smooth` draws the values of long lines
+    faintly, and a moving average over them.
     """
     with _figure(title, x, y) as (axes, finished):
         for number, (name, points) in enumerate(lines.items()):
@@ -50,9 +55,12 @@ def curves(
             width = 3.2 if number == 0 and len(lines) > 1 else 1.5
             style = "-" if number % 2 == 0 else "--"
             marker = "o" if len(xs) < FEW else ""
+            colour = COLOURS[number % len(COLOURS)]
+            if smooth and len(xs) >= MANY:
+                axes.plot(xs, ys, color=colour, linewidth=1, alpha=0.25)
+                ys = moving_average(ys)
             axes.plot(
-                xs, ys, style, color=COLOURS[number % len(COLOURS)], linewidth=width, marker=marker, markersize=4,
-                label=_plain(name),
+                xs, ys, style, color=colour, linewidth=width, marker=marker, markersize=4, label=_plain(name)
             )  # fmt: skip
         for name, place in marks.items():
             axes.axvline(place, color=_INK, linestyle=":", linewidth=1)
@@ -222,6 +230,19 @@ def _powers_of_two(axes: Any, places: Sequence[float]) -> None:
     shown = sorted(set(places))
     axes.set_xticks(shown, [f"{place:g}" for place in shown])
     axes.xaxis.set_minor_locator(NullLocator())
+
+
+def moving_average(values: Sequence[float]) -> list[float]:
+    """Exponential, over about a thirtieth of the values, without the pull towards its beginning.
+
+    >>> moving_average([2.0, 2.0, 2.0])
+    [2.0, 2.0, 2.0]
+    """
+    kept, total, weight, found = 1 - 1 / max(len(values) / 30, 1), 0.0, 0.0, []
+    for value in values:
+        total, weight = kept * total + value, kept * weight + 1
+        found.append(total / weight)
+    return found
 
 
 def _legend(axes: Any, number: int) -> None:

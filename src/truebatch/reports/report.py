@@ -24,7 +24,7 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
 
     Several runs get their figures and curves side by side first, then a section each.
     """
-    names, sections = _checked_names(runs), list(report_sections(runs))
+    names, sections = check_names(runs), list(report_sections(runs))
     target = out or (runs[0] / REPORT if len(runs) == 1 else Path(REPORT))
     target.parent.mkdir(parents=True, exist_ok=True)
     write_text(target, render_page(", ".join(names), sections))
@@ -33,7 +33,7 @@ def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
 
 def print_report(runs: Sequence[Path], out: TextIO) -> None:
     """The words and tables of the same report, without its pictures."""
-    _checked_names(runs)
+    check_names(runs)
     for section in report_sections(runs):
         if not (section.words or section.tables or section.cards):
             continue
@@ -49,7 +49,7 @@ def print_report(runs: Sequence[Path], out: TextIO) -> None:
 
 def report_sections(runs: Sequence[Path]) -> Iterator[Section]:
     """All parts of a report, in reading order."""
-    names = _checked_names(runs)
+    names = check_names(runs)
     if len(runs) == 1:
         yield from run_sections(runs[0])
         return
@@ -63,7 +63,7 @@ def report_sections(runs: Sequence[Path]) -> Iterator[Section]:
             yield replace(section, title=f"{name}: {section.title}")
 
 
-def _checked_names(runs: Sequence[Path]) -> list[str]:
+def check_names(runs: Sequence[Path]) -> list[str]:
     """The names of the folders, or their whole paths if two have the same name; raises for a folder that is not a
     run."""
     if not runs:

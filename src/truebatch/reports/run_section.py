@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from truebatch.io.text_encoding import open_file, read_start
 from truebatch.reports.artifacts import FOLDER, Gallery, kept_findings
 from truebatch.reports.fit_section import fit_sections
 from truebatch.reports.gallery import make_card
+from truebatch.reports.headline import headline_section
 from truebatch.reports.length_section import length_sections
 from truebatch.reports.page import Drawing, Section
 from truebatch.reports.plots import curves
@@ -93,8 +95,9 @@ def _record(path: Path, number: int, line: bytes) -> dict[str, Any]:
 def run_sections(run: Path) -> Iterator[Section]:
     """Every part of one run's report, in reading order."""
     settings = read_yaml(run / CONFIG).values if (run / CONFIG).is_file() else {}
-    yield from _overview(run)
-    yield from log_sections([read_log(run)])
+    log = read_log(run)
+    yield from headline_section(run, log)
+    yield from log_sections([log])
     for stage in stages_of(run):
         for section in scoring_sections(read_scored(stage)):
             if stage == run:
@@ -108,6 +111,7 @@ def run_sections(run: Path) -> Iterator[Section]:
     yield from _findings(run)
     if settings:
         yield Section(title="Settings", tables=[figures_table(settings, name="setting")])
+    yield from _end(run)
 
 
 def log_sections(logs: Sequence[RunLog]) -> Iterator[Section]:
@@ -122,9 +126,17 @@ def log_sections(logs: Sequence[RunLog]) -> Iterator[Section]:
     drawn += [_curve(logs, key, key) for key in held]
     yield Section(title="Loss", tables=[runs_table(logs)], drawn=[draw for draw in drawn if draw])
     rest = ["tokens_per_second", "fill", "memory_gib", *_named(logs, "grad_norm/"), *_named(logs, "learning_rate/")]
-    pictures = [draw for key in rest if (draw := _curve(logs, key, key))]
-    if pictures:
-        yield Section(title="Speed, fill and memory", drawn=pictures)
+    flat = [key for key in rest if is_flat(logs, key)]
+    pictures = [draw for key in rest if key not in flat and (draw := _curve(logs, key, key))]
+    words = [f"{key}: {logs[0].numbers(key)[0]:.6g} at every step" for key in flat]
+    if pictures or words:
+        yield Section(title="Speed, fill and memory", words=words, drawn=pictures)
+
+
+def is_flat(logs: Sequence[RunLog], key: str) -> bool:
+    """One value at every step of every run: a sentence says it, a picture would be empty."""
+    values = {value for log in logs for value in log.numbers(key)}
+    return len(values) == 1 and all(math.isfinite(value) for value in values)
 
 
 def runs_table(logs: Sequence[RunLog]) -> Table:
@@ -154,13 +166,14 @@ def _named(logs: Sequence[RunLog], start: str) -> list[str]:
 
 def _curve(logs: Sequence[RunLog], key: str, y: str) -> Drawing | None:
     lines = {log.name: line for log in logs if (line := log.line(key))[0]}
-    return partial(curves, lines, title=key, x="step", y=y) if lines else None
+    return partial(curves, lines, title=key, x="step", y=y, smooth=key.startswith("loss")) if lines else None
 
 
-def _overview(run: Path) -> Iterator[Section]:
+def _end(run: Path) -> Iterator[Section]:
+    """How the run stands or ended, with its exit code."""
     if (run / STATUS).is_file():
         status = read_status(run)
-        names = ("state", "step", "exit_code", "message", "time")
+        names = ("state", "step", "num_steps", "starts", "exit_code", "message", "time")
         rows = [(name, str(status[name])) for name in names if status.get(name) not in (None, "")]
         yield Section(title="Run", tables=[Table(("run", run.resolve().name), tuple(rows))])
 

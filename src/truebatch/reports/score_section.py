@@ -14,6 +14,7 @@ from typing import Any
 from truebatch.errors import TruebatchError
 from truebatch.io.atomic_files import read_json
 from truebatch.reports.gallery import Exhibit, make_card
+from truebatch.reports.headline import scoring_headline
 from truebatch.reports.page import Section
 from truebatch.reports.plots import histogram, histograms
 from truebatch.reports.tables import Table, figures_table
@@ -79,6 +80,7 @@ def read_scored(run: Path, name: str | None = None) -> Scored:
 
 def scoring_sections(scored: Scored) -> Iterator[Section]:
     """Counts and settings, failures, scores, and a gallery; sections without data are omitted."""
+    yield scoring_headline(scored.status)
     manifest = figures_table(dict(read_manifest(scored.run).fields), name="setting", title="Made with")
     yield Section(title="Samples", tables=[status_table([scored]), manifest])
     if scored.status.failed:

@@ -295,7 +295,15 @@ def _write_status(
 ) -> None:
     if job.run is not None and rank() == 0:
         message = message or state.why
-        write_status(job.run, run_state, step=state.step, exit_code=exit_code, message=message, reason=state.end)
+        write_status(
+            job.run, run_state, step=state.step, num_steps=_known_steps(job), exit_code=exit_code, message=message,
+            reason=state.end,
+        )  # fmt: skip
+
+
+def _known_steps(job: Job) -> int | None:
+    """How many steps the run has; None for a stream that is read to its end."""
+    return job.num_steps if job.num_steps < sys.maxsize else None
 
 
 def _train_epoch(job: Job, state: TrainState, log: MetricsLog | None) -> None:

@@ -124,11 +124,13 @@ def write_status(
     state: RunState,
     *,
     step: int,
+    num_steps: int | None = None,
     exit_code: int | None = None,
     message: str = "",
     reason: str | None = None,
 ) -> None:
-    """Replace `status.json`: state, step, exit code, time and process; why it ended, for programs and in words.
+    """Replace `status.json`: state, step, how often it was started, exit code, time and process; why it ended, for programs
+    and in words.
 
     Without a `reason`, a start that ended is `interrupted` or ended by an `error`, as its exit code says.
     """
@@ -137,7 +139,10 @@ def write_status(
     if reason is None and exit_code:
         reason = "interrupted" if exit_code == EXIT_INTERRUPTED else "error"
     ended = {"exit_code": exit_code, "reason": reason, "message": message}
-    status = {"state": state, "step": step, **ended, **_this_process()}
+    before = _kept_status(run.folder)
+    starts = int(before.get("starts", 0)) + (state == "running")
+    status = {"state": state, "step": step, "num_steps": num_steps or before.get("num_steps"), "starts": starts}
+    status |= {**ended, **_this_process()}
     status |= _kept_equality(run.folder)
     try:
         failpoint("status.before_write")
@@ -145,6 +150,15 @@ def write_status(
         failpoint("status.written")
     except OSError as error:
         raise storage_error(RunError, error, what=STATUS, folder=run.folder) from error
+
+
+def _kept_status(folder: Path) -> dict[str, Any]:
+    """What the last start has written; nothing where the file is missing or damaged: it is about to be replaced."""
+    try:
+        kept = read_json(folder / STATUS, max_bytes=_MOST_BYTES) if (folder / STATUS).exists() else None
+    except TruebatchError:
+        return {}
+    return kept if isinstance(kept, dict) and isinstance(kept.get("starts", 0), int) else {}
 
 
 def _kept_equality(folder: Path) -> dict[str, Any]:
