@@ -1,7 +1,7 @@
-"""Embeddings of texts: a question, its answer and wrong answers of its own (`nested`), one softmax for each question.
+"""Embeddings of texts: a question, its answer and wrong answers of its own (`nested`), beside the answers of all others.
 
-Negatives belong to the sample. Those taken from the rest of a batch make a loss of neighbours: another training for
-every batch size, which `verify` reports.
+Negatives from other samples couple the step: the loss is declared so, and is then that of the whole step, however it is
+cut. Taken over each micro-batch instead, it would be another training for every batch size.
 """
 
 import torch
@@ -30,29 +30,30 @@ class Encoder(nn.Module):
         super().__init__()
         self.words, self.out = nn.Embedding(50, 16), nn.Linear(16, 16)
 
-    def encode(self, ids, is_real):
+    def forward(self, ids, is_real):
         mean = (self.words(ids) * is_real[..., None]).sum(1) / is_real.sum(1, keepdim=True)
         return F.normalize(self.out(mean), dim=-1)
 
-    def forward(self, batch):
-        """The likeness of each answer to the question, one list for each sample."""
-        words, choices = batch.rows("words"), batch.rows("choices")
-        answers = batch.per_sample(choices.put_tokens(self.encode(batch["answers"], words.is_real)), "choices")
-        asked = [self.words(ids).mean(0) for ids in batch.per_sample(batch["question"])]
-        asked = F.normalize(self.out(torch.stack(asked)), dim=-1)
-        return [one @ question / 0.1 for one, question in zip(answers, asked, strict=True)]
 
-
-class RightAnswer:
+class RightAnswer(tb.CoupledObjective):
     def counts(self, batch):
         return {"nll": batch.num_samples}
 
-    def sums(self, model, batch):
-        return {"nll": -torch.stack([scores.log_softmax(-1)[0] for scores in model(batch)]).sum()}
+    def embed(self, model, batch):  # what the loss needs of each sample: one question, a list of answers
+        words, choices = batch.rows("words"), batch.rows("choices")
+        answers = choices.put_tokens(model(batch["answers"], words.is_real))
+        asked = [model(ids[None], torch.ones(1, len(ids)))[0] for ids in batch.per_sample(batch["question"])]
+        return {"questions": torch.stack(asked), "answers": batch.per_sample(answers, "choices")}
+
+    def loss(self, found):  # once, over all samples of the step and of all ranks
+        answers = torch.cat(found["answers"])
+        right = torch.tensor([0, *(len(one) for one in found["answers"][:-1])]).cumsum(0)  # the first of each
+        return {"nll": F.cross_entropy(found["questions"] @ answers.T / 0.1, right, reduction="sum")}
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
     print(tb.assert_batchable(Encoder(), RightAnswer(), samples, fields))
     data = tb.TrainData(samples=samples, fields=fields)
-    print(tb.train(Encoder(), RightAnswer(), data, tb.TrainConfig(samples_per_step=3)).records[-1]["loss"])
+    config = tb.TrainConfig(samples_per_step=6, batch_size=2)
+    print(tb.train(Encoder(), RightAnswer(), data, config).records[-1]["loss"])

@@ -11,6 +11,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOME: dict[str, str] = {
+    "CoupledObjective": "objective",
     "Field": "batch.fields",
     "KeyedDropout": "batch.keyed_random",
     "Measured": "planning.lengths.measured_values",

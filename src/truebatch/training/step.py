@@ -3,16 +3,16 @@
 counts of the whole step -> forward and backward of every micro-batch -> sum over ranks -> finite? -> clip -> update
 
 Three functions say it all: `take_gradients`, in it `accumulate` with its retries after out-of-memory, and `apply_update`.
+A loss that couples its samples takes two passes in `accumulate`: embeddings of all samples, then gradients.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,21 +21,25 @@ from truebatch.attention.score_rule import without_cudnn_sdpa
 from truebatch.batch.keyed_random import noise_for
 from truebatch.batch.microbatch import MicroBatch
 from truebatch.errors import BatchError, ConfigError, MemoryLimitError
-from truebatch.objective import Objective, add_counts, divide_once, forward_context
+from truebatch.objective import CoupledObjective, Objective, add_counts, divide_once, forward_context
 from truebatch.testing.failpoints import failpoint
 from truebatch.training.callbacks import Callback
 from truebatch.training.checkpoint.state_dict import copy_buffers, restore_buffers
+from truebatch.training.checks.loss_terms import check_declared, check_sums, index_errors_named, stand_in_of
+from truebatch.training.coupled.embeddings import StepEmbeddings, join, read_embeddings
+from truebatch.training.coupled.gather import PeerSampleTooLarge, gather_over_ranks, tell_failure
+from truebatch.training.coupled.injected import inject
 from truebatch.training.distributed.collectives import (
     is_sharded,
     names_over_ranks,
     num_ranks,
     reduce_gradients,
+    reshard,
     sum_numbers,
     sum_over_ranks,
 )
 from truebatch.training.exactness.atoms import AtomBudget, sum_atoms
-from truebatch.training.memory.oom import first_line, is_out_of_memory
-from truebatch.training.memory.oom_retry import OomGuard, OomRetry, SampleTooLarge
+from truebatch.training.memory.oom_retry import OomGuard, SampleTooLarge, run_with_oom_retry
 from truebatch.training.memory.quarantine import (
     TooLarge,
     agree_on_quarantine,
@@ -47,6 +51,7 @@ from truebatch.training.optim.grad_accumulation import batched_grad_accumulation
 from truebatch.training.optim.grad_clip import clip_group, grad_norm
 from truebatch.training.optim.optimizer_step import optimizer_step_with_oom_retry
 from truebatch.training.optim.param_groups import Group
+from truebatch.training.random_state import random_state, restore_random
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -72,6 +77,8 @@ class StepEngine:
     """Steps have the same bits under any cut (`exactness: bits`): micro-batches are atoms, summed in a fixed tree."""
     changes_buffers: bool = False
     """A forward pass may change buffers (it is allowed to): a try that memory broke off leaves none changed."""
+    exchanges: bool = True
+    """A coupled loss is that of all ranks; False where one rank measures something on its own."""
     is_sharded: bool = field(init=False)
     """Parameters are sharded over ranks; found once, for a step would look at every parameter."""
 
@@ -105,7 +112,7 @@ def step_counts(
     """
     real = [objective.counts(batch) for batch in batches if batch.num_samples]
     for batch, counts in zip([b for b in batches if b.num_samples], real, strict=True):
-        _check_declared(batch, counts)
+        check_declared(batch, counts)
     local = add_counts(real)
     if declared:
         missing = sorted(set(local) - set(declared))
@@ -117,17 +124,6 @@ def step_counts(
             )
         return dict(declared)
     return _sum_counts(local, device)
-
-
-def _check_declared(batch: MicroBatch, counts: Mapping[str, int]) -> None:
-    wrong = {k: (n, counts[k]) for k, n in batch.counts.items() if k in counts and counts[k] != n}
-    if wrong:
-        term, (said, real) = next(iter(wrong.items()))
-        raise BatchError(
-            f"the count of {term!r} is not what was declared",
-            seen=f"{real} in the micro-batch of samples {list(batch.sample_ids[:8])}, {said} in the plan",
-            do="make `measure` and the objective count the same thing; the loss would be divided by the wrong number",
-        )
 
 
 def _sum_counts(local: dict[str, int], device: torch.device) -> dict[str, int]:
@@ -169,23 +165,6 @@ def check_has_gradient(engine: StepEngine, outcome: StepOutcome) -> None:
         )
 
 
-def check_sums(sums: Any) -> None:
-    """Raise `ConfigError` for what an objective gives unless it names its terms, each a tensor of no axes."""
-    if not isinstance(sums, Mapping):
-        raise ConfigError(
-            "an objective's `sums` must name its terms",
-            seen=f"a {type(sums).__name__}",
-            do="return {'nll': total}",
-        )
-    for name, value in sums.items():
-        if not isinstance(value, Tensor) or value.ndim:
-            raise ConfigError(
-                f"the sum of {name!r} must be a tensor of no axes",
-                seen=f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}",
-                do="add it up over the micro-batch (reduction='sum'), and leave it a tensor",
-            )
-
-
 def clear_gradients(engine: StepEngine) -> None:
     """No parameter that is trained has a gradient any more."""
     for group in engine.groups:
@@ -212,6 +191,8 @@ def accumulate_what_fits(
             sums = accumulate(engine, kept, kept_counts, epoch=epoch)
         except SampleTooLarge as error:
             too_large = (error.sample_id, f"{error.wrong}: {error.seen}")
+        except PeerSampleTooLarge:
+            pass  # the rank that has it says which
         new = agree_on_quarantine(guard, too_large, device=device)
         if not new:
             note_quarantined(guard, found, is_empty=is_empty)
@@ -239,34 +220,91 @@ def run_atom(engine: StepEngine, atom: MicroBatch, counts: Mapping[str, int], *,
 def accumulate(
     engine: StepEngine, batches: Sequence[MicroBatch], counts: Mapping[str, int], *, epoch: int
 ) -> dict[str, Tensor]:
-    """Forward and backward of every micro-batch; the sums of the terms, still on the device.
+    """The gradient of these micro-batches, added to `.grad`; the sums of the terms, still on the device.
 
-    With a guard, memory that runs out only changes the cut: gradients are cleared and all of it runs again, at most
-    ceil(log2 samples) + 1 times. Nothing here talks to other ranks unless parameters are sharded.
+    A loss that couples its samples is taken at the embeddings of the whole step, which every rank gets from all others.
+    Otherwise nothing here talks to other ranks unless parameters are sharded.
     """
-    sharded = engine.is_sharded
-    retry = engine.guard and OomRetry(engine.guard, batches, device=engine.device, is_sharded=sharded)
-    buffers = copy_buffers(engine.model) if retry and engine.changes_buffers else []
-    batched = [] if sharded else parameters_to_add(engine.model, [p for g in engine.groups for p in g.parameters])
-    while True:
-        parts, at = retry.next_cut() if retry else batches, 0
-        try:
-            sums = {name: torch.zeros((), device=engine.device) for name in counts}
-            for at, batch in enumerate(parts):
-                if sharded:
-                    engine.model.set_requires_gradient_sync(at == len(parts) - 1)  # type: ignore[operator]
-                if batch.num_samples or sharded:
-                    _forward_backward(engine, batch, counts, sums, epoch=epoch, batched=batched)
-            if retry:
-                retry.note_success()
-            return sums
-        except Exception as error:  # memory runs out in errors of many classes
-            if not (retry and is_out_of_memory(error)):
-                raise
-            said = first_line(error)  # Only text leaves this block: the traceback holds the tensors of the try.
-        clear_gradients(engine)
-        restore_buffers(buffers)
-        retry.lower_budget(parts[at], said)
+    if not isinstance(engine.objective, CoupledObjective):
+        return forward_backward(engine, batches, counts, epoch=epoch)
+    step = _embed_step(engine, batches, epoch=epoch)
+    if step is None:  # every sample is left out
+        return {name: torch.zeros((), device=engine.device) for name in counts}
+    injected = inject(engine.objective, step)
+    return injected.with_loss(forward_backward(replace(engine, objective=injected), batches, counts, epoch=epoch))
+
+
+def coupled_loss(engine: StepEngine, batches: Sequence[MicroBatch], *, epoch: int) -> Mapping[str, Tensor]:
+    """The sums of a step and all its ranks under a loss that couples its samples, without a gradient."""
+    assert isinstance(engine.objective, CoupledObjective)
+    step = _embed_step(engine, batches, epoch=epoch)
+    return {} if step is None else inject(engine.objective, step, needs_gradient=False).values
+
+
+def _embed_step(engine: StepEngine, batches: Sequence[MicroBatch], *, epoch: int) -> StepEmbeddings | None:
+    """The embeddings of all samples of the step and of all its ranks, by sample id."""
+    found = embed_samples(engine, batches, epoch=epoch)
+    if engine.exchanges:
+        return gather_over_ranks(found, engine.device)
+    return None if found is None else found.in_order()
+
+
+def embed_samples(engine: StepEngine, batches: Sequence[MicroBatch], *, epoch: int) -> StepEmbeddings | None:
+    """The first pass of a coupled loss: what `embed` gives for every sample, without a graph. Nothing else changes."""
+    objective, parts = engine.objective, list[StepEmbeddings]()
+    assert isinstance(objective, CoupledObjective)
+
+    def embed(batch: MicroBatch) -> None:
+        with torch.no_grad(), _opened(engine, batch, epoch) as moved, index_errors_named(moved):
+            with engine.autocast():
+                found = objective.embed(engine.model, moved)
+            if batch.num_samples:
+                parts.append(read_embeddings(found, moved, objective))
+
+    generators, buffers = random_state(), copy_buffers(engine.model) if engine.changes_buffers else []
+    try:
+        run_with_oom_retry(engine, batches, begin=parts.clear, run=embed, is_step=False)
+    except SampleTooLarge:
+        if engine.exchanges:
+            tell_failure()
+        raise
+    finally:
+        reshard(engine.model)
+    restore_buffers(buffers)
+    restore_random(generators)
+    return join(parts)
+
+
+def forward_backward(
+    engine: StepEngine, batches: Sequence[MicroBatch], counts: Mapping[str, int], *, epoch: int
+) -> dict[str, Tensor]:
+    """Forward and backward of every micro-batch; the sums of the terms, still on the device."""
+    batched = [] if engine.is_sharded else parameters_to_add(engine.model, _parameters(engine))
+    sums: dict[str, Tensor] = {}
+
+    def begin() -> None:
+        sums.update({name: torch.zeros((), device=engine.device) for name in counts})
+
+    def run(batch: MicroBatch) -> None:
+        _forward_backward(engine, batch, counts, sums, epoch=epoch, batched=batched)
+
+    run_with_oom_retry(engine, batches, begin=begin, run=run)
+    return sums
+
+
+def _parameters(engine: StepEngine) -> list[nn.Parameter]:
+    return [p for group in engine.groups for p in group.parameters]
+
+
+@contextmanager
+def _opened(engine: StepEngine, batch: MicroBatch, epoch: int) -> Iterator[MicroBatch]:
+    """The micro-batch on the device, with everything around it that its forward and backward need."""
+    failpoint("step.transfer")
+    moved = (batch if batch.num_samples else stand_in_of(engine)).to(engine.device, non_blocking=True)
+    context = forward_context(engine.objective, engine.model, moved)
+    with noise_for(moved, seed=engine.seed, epoch=epoch), context, without_cudnn_sdpa(engine.device):
+        failpoint("step.forward")
+        yield moved
 
 
 def _forward_backward(
@@ -280,11 +318,7 @@ def _forward_backward(
 ) -> None:
     """Add the gradient of one micro-batch to `.grad`, and its sums to `sums`."""
     weight = 1.0 if batch.num_samples else 0.0
-    failpoint("step.transfer")
-    moved = (batch if batch.num_samples else _stand_in(engine)).to(engine.device, non_blocking=True)
-    context = forward_context(engine.objective, engine.model, moved)
-    with noise_for(moved, seed=engine.seed, epoch=epoch), context, without_cudnn_sdpa(engine.device):
-        failpoint("step.forward")
+    with _opened(engine, batch, epoch) as moved:
         with engine.autocast():
             given = sums_of(engine, moved)
         check_sums(given)
@@ -298,24 +332,8 @@ def _forward_backward(
 
 def sums_of(engine: StepEngine, batch: MicroBatch) -> Mapping[str, Tensor]:
     """What the objective gives for a micro-batch; an index that the model has no row for names the samples."""
-    try:
+    with index_errors_named(batch):
         return engine.objective.sums(engine.model, batch)
-    except IndexError as error:
-        raise BatchError(
-            f"the model or the loss has no row for an index in the data: {str(error)[:120]}",
-            seen=f"in the micro-batch of samples {list(batch.sample_ids[:16])}",
-            do="look for token ids or labels below 0 or beyond the vocabulary, the positions or the classes",
-        ) from error
-
-
-def _stand_in(engine: StepEngine) -> MicroBatch:
-    if engine.stand_in is None:
-        raise BatchError(
-            "a rank has nothing to do in this step, and sharded parameters need every rank to run",
-            seen="an empty micro-batch and no stand-in",
-            do="give Engine(stand_in=...) a function that returns any micro-batch; train() does",
-        )
-    return engine.stand_in()
 
 
 def _backward(engine: StepEngine, sums: Mapping[str, Tensor], counts: Mapping[str, int], *, weight: float) -> None:

@@ -56,7 +56,7 @@ from truebatch.training.distributed.collectives import (
     rank,
 )
 from truebatch.training.distributed.device import DeviceContext, find_device, move_model
-from truebatch.training.exactness.atom_run import keep_atoms, open_atoms
+from truebatch.training.exactness.atom_run import keep_atoms, open_atoms, refuse_coupled_bits
 from truebatch.training.exactness.first_step import check_first_atoms
 from truebatch.training.exactness.kernels import deterministic_kernels, no_deterministic_kernel
 from truebatch.training.logging.metrics_jsonl import MetricsLog, find_gaps, open_metrics
@@ -109,7 +109,8 @@ def train(
         device_context: the device to run on, if it has been found already.
     """
     config, say = config or TrainConfig.auto(), say or (lambda _line: None)
-    couplings = refuse_couplings(model.train(), config.allow)
+    couplings = refuse_couplings(model.train(), config.allow, taken=getattr(objective, "couplings", ()))
+    refuse_coupled_bits(objective, config)
     config, choices = settle_open(model, objective, data, config, groups=groups, out=out, say=say)
     device_context = device_context or find_device(config)
     _prepare_model(model, device_context, config)

@@ -1,9 +1,12 @@
-"""The loss of a dataset without training on it: sums and counts over everything, divided once."""
+"""The loss of a dataset without training on it: sums and counts over everything, divided once.
+
+A loss that couples the samples of a step is taken over steps as large as those of training.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,7 +19,7 @@ from truebatch.batch.torch_compile import force_eager
 from truebatch.data.fetch import Dataset
 from truebatch.data.loader import LoaderConfig, load_steps
 from truebatch.errors import DataError
-from truebatch.objective import add_counts
+from truebatch.objective import CoupledObjective, add_counts
 from truebatch.planning.config import PlanConfig
 from truebatch.planning.lengths.measured_values import Measured
 from truebatch.planning.plan import Plan, build_plan
@@ -26,7 +29,7 @@ from truebatch.training.distributed.collectives import all_gather_list, names_ov
 from truebatch.training.memory.oom import first_line, is_out_of_memory
 from truebatch.training.memory.oom_retry import OomRetry
 from truebatch.training.run_dir.watchdog import Watchdog
-from truebatch.training.step import StepEngine, sums_of
+from truebatch.training.step import StepEngine, coupled_loss, sums_of
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -74,18 +77,32 @@ def validate(engine: StepEngine, data: ValidationSet, *, watchdog: Watchdog | No
     counts: dict[str, int] = {}
     try:
         with torch.no_grad(), force_eager():  # these rows are made to measure
-            for batch in (batch for step in steps for batch in step):
-                if watchdog is not None:
-                    watchdog.beat("validation")
-                if batch.num_samples == 0:
-                    continue
-                counts = add_counts([counts, engine.objective.counts(batch)])
-                for name, value in _sums_of_batch(engine, batch).items():
-                    totals.setdefault(name, []).append(value)
+            for step in steps:
+                real = [batch for batch in step if batch.num_samples]
+                counts = add_counts([counts, *(engine.objective.counts(batch) for batch in real)])
+                for sums in _sums_of_step(engine, real, watchdog):
+                    for name, value in sums.items():
+                        totals.setdefault(name, []).append(value)
             return _divide(totals, counts, engine.device)
     finally:
         steps.close()
         engine.model.train(was_training)
+
+
+def _sums_of_step(
+    engine: StepEngine, batches: Sequence[MicroBatch], watchdog: Watchdog | None
+) -> Iterator[Mapping[str, torch.Tensor]]:
+    """The sums of every micro-batch; those of a loss that couples the samples of a step are of all ranks, given by rank 0."""
+    if isinstance(engine.objective, CoupledObjective):
+        if watchdog is not None:
+            watchdog.beat("validation")
+        loss = coupled_loss(engine, batches, epoch=0)
+        yield loss if rank() == 0 else {}
+        return
+    for batch in batches:
+        if watchdog is not None:
+            watchdog.beat("validation")
+        yield _sums_of_batch(engine, batch)
 
 
 def _sums_of_batch(engine: StepEngine, batch: MicroBatch) -> dict[str, torch.Tensor]:

@@ -43,9 +43,12 @@ def leaves_out_layers(name: str) -> bool:
     return any(word in name for word in ("layerdrop", "layer_drop", "path", "token"))
 
 
-def refuse_couplings(model: nn.Module, allow: Sequence[str]) -> list[Coupling]:
-    """Raise LawError for couplings that are not allowed by name; return those that are."""
-    found = find_couplings(model)
+def refuse_couplings(model: nn.Module, allow: Sequence[str], *, taken: Sequence[str] = ()) -> list[Coupling]:
+    """Raise LawError for couplings that are not allowed by name; return those that are.
+
+    `taken` are those that the objective takes over the whole step (`CoupledObjective.couplings`).
+    """
+    found = [c for c in find_couplings(model) if c.name not in taken]
     _refuse([c for c in found if c.name not in allow])
     return found
 

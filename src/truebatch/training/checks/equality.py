@@ -23,11 +23,13 @@ from truebatch.batch.torch_compile import force_eager
 from truebatch.objective import add_counts, divide_once, forward_context
 from truebatch.training.checks.checked_samples import CheckedSamples
 from truebatch.training.checks.gradient_sketch import Sketch, norm, sketch_tensor, squared_norms
+from truebatch.training.checks.loss_terms import check_sums
 from truebatch.training.distributed.collectives import is_peer_failure, is_sharded
 from truebatch.training.memory.oom import is_out_of_memory
-from truebatch.training.step import StepEngine, check_sums, sums_of
+from truebatch.training.step import StepEngine, sums_of
 
 Verdict = Literal["equal", "bits", "in_distribution", "broken", "not_checked"]
+Compared = Literal["loss", "embeddings"]
 TOLERANCE = 1e-5
 """The most by which loss terms and gradient may differ in fp32, relative."""
 MOST_ROUNDING = 4.0
@@ -55,6 +57,8 @@ class Gap:
     """The parameter whose gradient differs most."""
     counts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Terms whose counts differ: as cut, and alone."""
+    compared: Compared = "loss"
+    """What `loss` is the difference of: a loss that couples samples is compared at their embeddings."""
 
     def is_over(self, limit: float) -> bool:
         """Whether anything differs by more than this; NaN does."""
@@ -65,6 +69,9 @@ class Gap:
         if self.counts:
             name, (cut, alone) = next(iter(self.counts.items()))
             return f"the count of {name!r} is {cut} as cut and {alone} alone"
+        if self.compared == "embeddings":
+            where = f"the gradient of the loss by {short(self.gradient)}, most in {self.parameter!r}"
+            return f"the embeddings differ by {short(self.loss)}, {where}"
         if not self.loss <= limit:
             return f"loss term {self.term!r} differs by {short(self.loss)}, the gradient by {short(self.gradient)}"
         return f"the gradient differs by {short(self.gradient)}, most in {self.parameter!r}; the loss by {short(self.loss)}"
@@ -82,11 +89,14 @@ class Equality:
     """What differs, why nothing was compared, or what holds in distribution only."""
     rounding: float | None = None
     """Half precision: how far the gradient of the samples alone is from fp32."""
+    compared: Compared = "loss"
+    """What `loss` is the difference of."""
 
     def record(self) -> dict[str, Any]:
         """As `status.json` and the first record of a run keep it."""
         found = {"samples": self.samples, "loss": self.loss, "gradient": self.gradient, "verdict": self.verdict}
-        more = {"why": self.why or None, "rounding": self.rounding}
+        other = None if self.compared == "loss" else self.compared
+        more = {"why": self.why or None, "rounding": self.rounding, "compared": other}
         return found | {name: value for name, value in more.items() if value is not None}
 
     def __str__(self) -> str:
@@ -96,7 +106,10 @@ class Equality:
             return f"bits, {self.why}"
         measured = ""
         if self.loss is not None and self.gradient is not None:
-            measured = f", loss {short(self.loss)}, gradient {short(self.gradient)}"
+            numbers = short(self.loss), short(self.gradient)
+            measured = ", loss {}, gradient {}".format(*numbers)
+            if self.compared == "embeddings":
+                measured = ", embeddings {}, gradient {}".format(*numbers)
         if self.rounding is not None:
             measured += f" (rounding alone: {short(self.rounding)})"
         more = f"; {self.why}" if self.why else ""
@@ -121,6 +134,7 @@ class PassResult:
     """Of every term: what the sums of the micro-batches come to without their signs."""
     counts: dict[str, int]
     gradient: Sketch
+    compared: Compared = "loss"
 
 
 Owners = Sequence[tuple[tuple[str, ...] | None, list[str]]]
@@ -162,7 +176,8 @@ def take_outcome(
         if p.grad is not None:
             gradient[name] = sketch_tensor(_local(p.grad)) / scale
             p.grad = None
-    return PassResult(sums, sizes, add_counts(found), gradient)
+    compared: Compared = getattr(engine.objective, "compared", "loss")
+    return PassResult(sums, sizes, add_counts(found), gradient, compared)
 
 
 def _local(gradient: Any) -> Tensor:
@@ -212,6 +227,7 @@ def compare(cut: PassResult, alone: PassResult) -> Gap:
     return Gap(
         loss=gaps.get(term, 0.0), gradient=0.0 if difference == 0 else difference / (whole or 1.0), term=term,
         parameter=parameter, counts={n: pair for n, pair in counts.items() if pair[0] != pair[1]},
+        compared=alone.compared,
     )  # fmt: skip
 
 

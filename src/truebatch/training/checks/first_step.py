@@ -27,6 +27,7 @@ from truebatch.io.atomic_files import read_json, write_json
 from truebatch.training.checkpoint.state_dict import copy_buffers, restore_buffers
 from truebatch.training.checks.batch_coupling import Coupling, random_generators, refused_if_seen
 from truebatch.training.checks.checked_samples import CheckedSamples
+from truebatch.training.checks.comparable import comparable
 from truebatch.training.checks.equality import (
     Equality,
     MeasuredGap,
@@ -94,7 +95,8 @@ def _check_here(first: FirstStep) -> Equality:
     generators, buffers = random_state(), copy_buffers(engine.model)
     try:
         with undisturbed(engine):
-            judged, is_drawn = _judged(first, samples, seen, passes)
+            found = comparable(engine, _without_quarantined(first), epoch=first.epoch)
+            judged, is_drawn = _judged(replace(first, engine=found), samples, seen, passes)
     except RaisedAloneError as error:
         return Equality(verdict="broken", samples=number, why=f"a sample that runs beside others raises alone: {error}")
     except Exception as error:
@@ -148,7 +150,12 @@ def _verdict(judged: MeasuredGap | None, number: int, names: Sequence[str], *, i
     if judged.gap is None:
         return Equality(verdict="not_checked", why="loss or gradient is not finite, alone and as cut")
     found = Equality(
-        verdict="equal", samples=number, loss=judged.gap.loss, gradient=judged.gap.gradient, rounding=judged.rounding
+        verdict="equal",
+        samples=number,
+        loss=judged.gap.loss,
+        gradient=judged.gap.gradient,
+        rounding=judged.rounding,
+        compared=judged.gap.compared,
     )
     if judged.broken:
         return replace(found, verdict="broken", why=judged.broken)

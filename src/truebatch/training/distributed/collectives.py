@@ -31,6 +31,13 @@ def is_sharded(model: nn.Module) -> bool:
     return any(hasattr(p, "full_tensor") for p in model.parameters())
 
 
+def reshard(model: nn.Module) -> None:
+    """Give up the whole parameters that a forward pass without a backward pass leaves gathered (FSDP2)."""
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
 def sum_over_ranks(values: Tensor) -> Tensor:
     """The same tensor summed over ranks, in place."""
     if num_ranks() > 1:

@@ -11,6 +11,7 @@ from torch import nn
 
 from truebatch.errors import ConfigError, RunError
 from truebatch.io.atomic_files import corrupt_file_errors, read_json, storage_error, write_json
+from truebatch.objective import CoupledObjective, Objective
 from truebatch.training.config import TrainConfig
 from truebatch.training.context import Job, Plans
 from truebatch.training.distributed.collectives import is_sharded, rank
@@ -41,6 +42,16 @@ def open_atoms(
             do="leave pairs out, and give atom_cells",
         )
     return AtomBudget(resident=max(1, (config.cells or 0) // (width or 1)), say=say)
+
+
+def refuse_coupled_bits(objective: Objective, config: TrainConfig) -> None:
+    """A loss of all samples together is no sum over atoms."""
+    if config.exactness == "bits" and isinstance(objective, CoupledObjective):
+        raise ConfigError(
+            "exactness: bits is for a loss that is a sum over samples",
+            seen=f"{type(objective).__name__}, which couples the samples of a step",
+            do="train it with exactness: rounding: no cut changes its gradient by more than rounding",
+        )
 
 
 def keep_atoms(

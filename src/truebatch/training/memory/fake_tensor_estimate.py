@@ -51,7 +51,7 @@ def _without_values(engine: StepEngine, mode: FakeTensorMode) -> StepEngine:
         groups.append(Group(name=group.name, optimiser=torch.optim.SGD(own, lr=0.0), terms=group.terms))
     for parameter in copies.values():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    return replace(engine, model=model, groups=tuple(groups), guard=None, scaler=None)
+    return replace(engine, model=model, groups=tuple(groups), guard=None, scaler=None, exchanges=False)
 
 
 def _estimate(engine: StepEngine, batch: MicroBatch, mode: FakeTensorMode) -> int:

@@ -283,7 +283,7 @@ def _probe(engine: StepEngine, batch: MicroBatch) -> int | None:
 
 def run_batch(engine: StepEngine, batch: MicroBatch) -> None:
     """Forward and backward as a step does them, adding to the gradients that are there."""
-    accumulate(replace(engine, guard=None), [batch], engine.objective.counts(batch), epoch=0)
+    accumulate(replace(engine, guard=None, exchanges=False), [batch], engine.objective.counts(batch), epoch=0)
 
 
 def make_batch(data: TrainData, ids: Ints, layout: Layout) -> tuple[MicroBatch, MemoryShape]:

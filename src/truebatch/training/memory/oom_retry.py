@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,10 +29,14 @@ from truebatch.io.atomic_files import corrupt_file_errors, read_json, write_json
 from truebatch.planning.plan import Plan
 from truebatch.planning.rows import padded_rows
 from truebatch.testing.failpoints import failpoint
+from truebatch.training.checkpoint.state_dict import copy_buffers, restore_buffers
 from truebatch.training.config import WhenTooLarge
 from truebatch.training.distributed.collectives import all_reduce_max, broadcast_from_rank0, rank
-from truebatch.training.memory.oom import free_memory, is_out_of_memory
+from truebatch.training.memory.oom import first_line, free_memory, is_out_of_memory
 from truebatch.training.random_state import random_state, restore_random
+
+if TYPE_CHECKING:
+    from truebatch.training.step import StepEngine
 
 FIRST_PATIENCE, MOST_PATIENCE = 32, 1024
 """Steps without trouble before the budget grows; doubled each time memory runs out again."""
@@ -165,6 +170,44 @@ class OomRetry:
     @property
     def _is_last(self) -> bool:
         return self.num_tries >= self.most_tries
+
+
+def run_with_oom_retry(
+    engine: StepEngine,
+    batches: Sequence[MicroBatch],
+    *,
+    begin: Callable[[], None],
+    run: Callable[[MicroBatch], None],
+    is_step: bool = True,
+) -> None:
+    """Run every micro-batch after `begin`.
+
+    With a guard, memory that runs out only changes the cut: gradients are cleared and all of it begins again, at most
+    ceil(log2 samples) + 1 times. `is_step` is False for a pass that the step itself follows.
+    """
+    sharded = engine.is_sharded
+    retry = engine.guard and OomRetry(engine.guard, batches, device=engine.device, is_sharded=sharded)
+    buffers = copy_buffers(engine.model) if retry and engine.changes_buffers else []
+    while True:
+        parts, at = retry.next_cut() if retry else batches, 0
+        begin()
+        try:
+            for at, batch in enumerate(parts):
+                if sharded:
+                    engine.model.set_requires_gradient_sync(at == len(parts) - 1)  # type: ignore[operator]
+                if batch.num_samples or sharded:
+                    run(batch)
+            if retry and is_step:
+                retry.note_success()
+            return
+        except Exception as error:  # memory runs out in errors of many classes
+            if not (retry and is_out_of_memory(error)):
+                raise
+            said = first_line(error)  # Only text leaves this block: the traceback holds the tensors of the try.
+        for group in engine.groups:
+            group.optimiser.zero_grad(set_to_none=True)
+        restore_buffers(buffers)
+        retry.lower_budget(parts[at], said)
 
 
 def most_tries(batches: Collection[MicroBatch]) -> int:

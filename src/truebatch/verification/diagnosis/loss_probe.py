@@ -120,5 +120,6 @@ def _mixed(name: str) -> Cause:
         "samples are mixed",
         f"the outputs are right, but the loss term {name!r} of two samples is not the sum of their own: the loss compares "
         "samples with each other (negatives from the batch, a ranking, a statistic of the micro-batch)",
-        "declare the samples that belong together one sample, or compare each sample with what belongs to it alone",
+        "declare it coupled (a truebatch.CoupledObjective takes it over the whole step, however that is cut), or compare each "
+        "sample with what belongs to it alone",
     )

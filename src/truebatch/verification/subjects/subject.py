@@ -19,7 +19,8 @@ from truebatch.batch.fields import Field
 from truebatch.batch.keyed_random import noise_for
 from truebatch.batch.microbatch import CELLS, MicroBatch
 from truebatch.errors import DataError
-from truebatch.objective import Objective, add_counts, forward_context
+from truebatch.objective import CoupledObjective, Objective, add_counts, forward_context
+from truebatch.training.checks.comparable import EmbeddingsAlone
 from truebatch.verification.arrangements import ArrangedBatch
 from truebatch.verification.outputs import PerSample, Readings, split_output
 
@@ -114,8 +115,11 @@ def model_subject(
 ) -> Subject:
     """A model and its objective.
 
-    Outputs are the objective's own `outputs_and_sums` or `outputs`, else what the model's forward returned.
+    Outputs are the objective's own `outputs_and_sums` or `outputs`, else what the model's forward returned; of a loss that
+    couples its samples their embeddings, which are all that a cut could change.
     """
+    if isinstance(objective, CoupledObjective):
+        objective = EmbeddingsAlone(objective)
     both = getattr(objective, "outputs_and_sums", None)
     own = getattr(objective, "outputs", None)
     readings = Readings()
