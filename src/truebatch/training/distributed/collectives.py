@@ -35,7 +35,7 @@ def reshard(model: nn.Module) -> None:
     """Give up the whole parameters that a forward pass without a backward pass leaves gathered (FSDP2)."""
     for module in model.modules():
         if hasattr(module, "reshard"):
-            module.reshard()
+            module.reshard()  # type: ignore[operator]
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:
