@@ -12,6 +12,7 @@ from truebatch.errors import ConfigError
 from truebatch.training.config import TrainConfig
 
 GENERATED, NAFLD = "generated", "nafld"
+NO_LABELS = Path("none")
 Mode = Literal["joint", "pretrain", "finetune"]
 Head = Literal["attention", "gaussian_mil"]
 ClassLoss = Literal["cross_entropy", "weighted", "focal"]
@@ -26,7 +27,7 @@ class ColumnConfig:
     patient: str = "patient"
     """Long tables: whose event it is."""
     time: str = "minute"
-    """When, counted from admission, in `unit_minutes`."""
+    """When: hh:mm or a number of `unit_minutes` since admission, or a date or timestamp, counted from the first event."""
     variable: str = "variable"
     value: str = "value"
     set_index: str = "set_index"
@@ -210,9 +211,11 @@ class SeqSetConfig:
     """Stays, model, loss and detector of one run."""
 
     data: str = GENERATED
-    """`generated`, `nafld`, a folder with patient_ehr/, or a long table (.csv, .tsv, .parquet)."""
+    """`generated`, `nafld`, a folder (patient_ehr/, MEDS, OMOP tables, PhysioNet 2012), or a long table (.csv, .tsv,
+    .parquet; .gz)."""
     labels: Path | None = None
-    """The label file; by default oc.csv beside patient_ehr/."""
+    """The label file; by default oc.csv beside patient_ehr/, the only task of a MEDS folder, or Outcomes-a.txt;
+    `none` for no labels."""
     embeddings: Path | None = None
     """Vectors of the variables; by default cached.csv beside patient_ehr/, else drawn from the names."""
     statistics: Path | None = None
@@ -228,6 +231,8 @@ class SeqSetConfig:
     """Only events of the last hours of what is left."""
     use_dynamic_padding: bool = True
     """False pads every stay to max_events, as the original script does without it: more cells, the same results."""
+    clip: float | None = 10.0
+    """Values farther from the mean than so many deviations are cut to that limit, and counted."""
     carry_minutes: float | None = None
     """Carry the last value of every variable forward for so long; by default not at all."""
     always_carry: tuple[str, ...] = ()
@@ -258,7 +263,7 @@ class SeqSetConfig:
 
     def __post_init__(self) -> None:
         check_choice(self, "mode", Mode)
-        for name in ("max_events", "max_sets", "first_hours", "last_hours", "carry_minutes"):
+        for name in ("max_events", "max_sets", "first_hours", "last_hours", "carry_minutes", "clip"):
             if getattr(self, name) is not None:
                 check_range(self, name, above=0)
         check_range(self, "validation_share", "test_share", below=1)

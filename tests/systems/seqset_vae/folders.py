@@ -58,7 +58,7 @@ def write_folder(
         write_stay(root / "patient_ehr" / split / f"{name}.parquet", rows)
     names = ["HR", "SBP", "Lactate", "Age"]
     write_csv(root / "cached.csv", ["Key", "0", "1", "2"], [[n, i, 1.0, -i] for i, n in enumerate(names)])
-    deviations = {"HR": 10.0, "SBP": 20.0, "Lactate": 1.0, "Age": 15.0} | dict(std or {})
+    deviations = {"HR": 10.0, "SBP": 20.0, "Lactate": 20.0, "Age": 15.0} | dict(std or {})
     write_csv(root / "stats.csv", ["variable", "mean", "std"], [[n, 50.0, deviations[n]] for n in names])
     given = {name.removesuffix(".0"): i % 2 for i, name in enumerate(stays)} if labels is None else labels
     write_csv(

@@ -30,7 +30,7 @@ def test_the_folder_of_the_note_is_read_with_its_tables(tmp_path):
     assert ready.variables.vectors.shape == (5, 3)
     sample = ready.train[1]
     assert sample["label"] == 1
-    assert sample["val"].tolist() == pytest.approx([(81 - 50) / 10, (119 - 50) / 20, (86 - 50) / 10, 3 - 50])
+    assert sample["val"].tolist() == pytest.approx([(81 - 50) / 10, (119 - 50) / 20, (86 - 50) / 10, (3 - 50) / 20])
     assert sample["set_minute"].tolist() == [0.0, 30.0, 95.0]
 
 

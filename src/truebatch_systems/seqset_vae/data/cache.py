@@ -19,7 +19,7 @@ from truebatch_systems.seqset_vae.data.variables import name_variables
 
 LARGE_FILES, LARGE_BYTES = 1000, 64 * 2**20
 """From either on, stays are kept."""
-READING = ("columns", "drop_faulty", "strict", "validation_share", "test_share", "split_seed")
+READING = ("columns", "labels", "drop_faulty", "strict", "validation_share", "test_share", "split_seed")
 """Settings that decide what is read from the files, beside the files themselves."""
 ABOUT = "about.json"
 

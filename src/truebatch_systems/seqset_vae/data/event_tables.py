@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from truebatch.errors import DataError
-from truebatch.io.data_files import open_parquet, read_samples
-from truebatch.io.text_encoding import nearest
 from truebatch.planning.rows import Ints
 from truebatch_systems.seqset_vae.config import ColumnConfig
+from truebatch_systems.seqset_vae.data.formats.shapes import shape_of
+from truebatch_systems.seqset_vae.data.formats.tables import Table, header_of, read_table, table_kind
+from truebatch_systems.seqset_vae.data.formats.times import read_numbers, read_times
 
-TIME_NAMES = ("minute", "time")
-"""The files of the carry-forward tool call it `time`."""
+VALUELESS = ", no value"
+"""Ends the name of a variable where it has no value, if it has one elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,19 +33,22 @@ class Events:
     """[n] names."""
     value: NDArray[np.float64]
     minute: NDArray[np.float64]
+    """[n] since admission, or minutes of the calendar while `is_clock`."""
     set_index: Ints | None = None
     patient: NDArray[Any] | None = None
     label: NDArray[Any] | None = None
     is_carried: bool = False
     """Written by the carry-forward tool: values are normalised already."""
+    is_clock: bool = False
+    """Times are those of the calendar, and are counted from the first event of a patient by `since_first`."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def place(self, at: int) -> str:
         """Where event `at` stands, for a message."""
-        is_text = self.path.suffix.lower() in (".csv", ".tsv")
-        return f"{self.path}:{self.rows[at]}" if is_text else f"{self.path} row {self.rows[at]}"
+        is_parquet = table_kind(self.path) == ".parquet"
+        return f"{self.path} row {self.rows[at]}" if is_parquet else f"{self.path}:{self.rows[at]}"
 
     def take(self, keep: Any) -> Events:
         """The events at these places."""
@@ -62,13 +66,16 @@ class Events:
 
 def read_stay_file(path: Path, columns: ColumnConfig) -> Events:
     """The events of one Parquet file, which is one stay."""
-    return _events(path, _read_parquet(path), columns)
+    return since_first(events_of(read_table(path), columns, is_long=False))
 
 
 def read_long_table(path: Path, columns: ColumnConfig) -> Events:
-    """The events of all patients from one CSV, TSV or Parquet file."""
-    table = _read_parquet(path) if path.suffix.lower() == ".parquet" else _read_text(path)
-    return _events(path, table, columns, is_long=True)
+    """The events of all patients from one CSV, TSV or Parquet file. Times of the calendar are left as they are."""
+    shape = shape_of(columns, header_of(path), is_long=True)
+    events = events_of(read_table(path, texts=[shape.patient, shape.variable]), columns, is_long=True)
+    if not len(events):
+        raise DataError(f"{path} has no events", seen="a header at most", do="check that this is the file you meant")
+    return events
 
 
 def by_patient(events: Events) -> Iterator[tuple[str, Events]]:
@@ -79,104 +86,81 @@ def by_patient(events: Events) -> Iterator[tuple[str, Events]]:
     ends = np.cumsum(np.bincount(code, minlength=len(names)))
     for at in np.argsort(first):
         start = ends[at - 1] if at else 0
-        yield str(names[at]), events.take(order[start : ends[at]])
+        yield str(names[at]), since_first(events.take(order[start : ends[at]]))
 
 
-def _events(path: Path, table: dict[str, NDArray[Any]], columns: ColumnConfig, *, is_long: bool = False) -> Events:
-    time = columns.time
-    if time not in table and time in TIME_NAMES:
-        time = next((name for name in TIME_NAMES if name in table), time)
-    needed = [time, columns.variable, columns.value, *([columns.patient] if is_long else [])]
-    _check_columns(path, table, needed)
-    length = len(table[time])
+def since_first(events: Events) -> Events:
+    """The same events with times of the calendar counted from the first of them."""
+    is_finite = np.isfinite(events.minute)
+    if not events.is_clock or not is_finite.any():
+        return replace(events, is_clock=False)
+    return replace(events, minute=events.minute - events.minute[is_finite].min(), is_clock=False)
+
+
+def events_of(table: Table, columns: ColumnConfig, *, is_long: bool, valued: Collection[str] | None = None) -> Events:
+    """The rows of a table as events. `valued` are variables that have a value elsewhere; by default those of the table."""
+    shape = shape_of(columns, table.columns, is_long=is_long)
+    times = read_times(table.need(shape.time, setting="columns.time"), unit_minutes=columns.unit_minutes)
+    variable = read_names(table.need(shape.variable, setting="columns.variable"))
+    name = columns.value if shape.needs_values else shape.value
+    value = (
+        np.full(len(times.minute), np.nan) if name is None else read_numbers(table.need(name, setting="columns.value"))
+    )
+    variable = variable if not shape.prefix else np.array([f"{shape.prefix}{one}" for one in variable], dtype=object)
+    if not shape.needs_values:
+        variable, value = name_valueless(variable, value, valued)
+    patient = read_names(table.need(shape.patient, setting="columns.patient")) if is_long else None
+    label = table.columns.get(columns.label) if is_long else None
     return Events(
-        path=path,
-        rows=table.get(_LINES, np.arange(length)),
-        variable=_texts(table[columns.variable]),
-        value=_numbers(table[columns.value]),
-        minute=_numbers(table[time]) * columns.unit_minutes,
-        set_index=_set_index(path, table, columns.set_index),
-        patient=_texts(table[columns.patient]) if is_long else None,
-        label=table.get(columns.label) if is_long else None,
-        is_carried="is_carry" in table,
+        path=table.path,
+        rows=np.arange(len(times.minute)) + table.first_row,
+        variable=variable,
+        value=value,
+        minute=times.minute,
+        set_index=_set_index(table, columns.set_index),
+        patient=patient,
+        label=None if label is None else np.array(label.to_pylist(), dtype=object),
+        is_carried="is_carry" in table.columns,
+        is_clock=times.is_clock,
     )
 
 
-def _check_columns(path: Path, table: dict[str, Any], needed: Sequence[str]) -> None:
-    for name in needed:
-        if name not in table:
-            have = [c for c in table if c != _LINES]
-            raise DataError(
-                f"{path} has no column {name!r}{nearest(name, have)}",
-                seen=f"columns {', '.join(have[:8])}",
-                do="name the file's own columns: --set columns.time=... (patient, variable, value, set_index, label)",
-            )
+def name_valueless(
+    variable: NDArray[Any], value: NDArray[np.float64], valued: Collection[str] | None
+) -> tuple[NDArray[Any], NDArray[np.float64]]:
+    """Events without a value become events of value 1: what counts is that they happened.
+
+    Where their variable has values elsewhere, they get a name of their own.
+    """
+    is_missing = np.isnan(value)
+    if not is_missing.any():
+        return variable, value
+    known = set(variable[~is_missing].tolist()) if valued is None else valued
+    named = variable.copy()
+    named[is_missing] = [f"{name}{VALUELESS}" if name in known else name for name in variable[is_missing]]
+    return named, np.where(is_missing, 1.0, value)
 
 
-_LINES = "\0lines"
-
-
-def _read_parquet(path: Path) -> dict[str, NDArray[Any]]:
-    with open_parquet(path) as file:
-        table = file.read(columns=[name for name in file.schema_arrow.names if not _is_vector(name)])
-    return {name: _to_numpy(table.column(name)) for name in table.column_names}
-
-
-def _is_vector(name: str) -> bool:
-    """The carry-forward tool writes each variable's vector into every row, as v0, v1, ..."""
-    return name[:1] == "v" and name[1:].isdigit()
-
-
-def _to_numpy(column: Any) -> NDArray[Any]:
-    return np.asarray(column.to_numpy(zero_copy_only=False) if column.num_chunks == 1 else column.to_numpy())
-
-
-def _read_text(path: Path) -> dict[str, NDArray[Any]]:
-    rows, lines = [], []
-    for place, row in read_samples(path):
-        rows.append(row)
-        lines.append(int(place.rpartition(":")[2]))
-    names = list(rows[0]) if rows else []
-    if not rows:
-        raise DataError(f"{path} has no events", seen="a header at most", do="check that this is the file you meant")
-    table = {name: np.array([row[name] for row in rows], dtype=object) for name in names}
-    return {**table, _LINES: np.array(lines, dtype=np.int64)}
-
-
-def _texts(values: NDArray[Any]) -> NDArray[Any]:
+def read_names(column: Any) -> NDArray[Any]:
     """Names; whole numbers are written without a decimal point, a missing one is empty."""
-    return np.array([_text(value) for value in values], dtype=object)
+    return np.array([_name(value) for value in column.to_pylist()], dtype=object)
 
 
-def _text(value: Any) -> str:
+def _name(value: Any) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
-def _numbers(values: NDArray[Any]) -> NDArray[np.float64]:
-    """Numbers; what is none becomes NaN, which is then found as a fault with its place."""
-    if values.dtype.kind in "biuf":
-        return values.astype(np.float64)
-    return np.array([_number(value) for value in values], dtype=np.float64)
-
-
-def _number(value: Any) -> float:
-    try:
-        return float(value) if value not in (None, "") else math.nan
-    except (TypeError, ValueError):
-        return math.nan
-
-
-def _set_index(path: Path, table: dict[str, NDArray[Any]], name: str) -> Ints | None:
-    if name not in table:
+def _set_index(table: Table, name: str) -> Ints | None:
+    if name not in table.columns:
         return None
-    numbers = _numbers(table[name])
+    numbers = read_numbers(table.columns[name])
     wrong = np.flatnonzero(~(np.abs(numbers) < 2**53))  # NaN too
     if len(wrong):
         raise DataError(
-            f"{path} row {int(wrong[0])}: an event without a set",
-            seen=f"{name}={table[name][wrong[0]]!r}",
+            f"{table.path} row {int(wrong[0])}: an event without a set",
+            seen=f"{name}={table.columns[name][int(wrong[0])].as_py()!r}",
             do=f"number every set, or leave the column {name!r} out: events of one time are then a set",
         )
     return numbers.astype(np.int64)

@@ -33,11 +33,15 @@ KINDS: dict[str, FaultKind] = {
     "negative_minute": FaultKind("an event before admission", "its time becomes minute 0", "corrected"),
     "unsorted": FaultKind("events that are not in order of time", "the stay is sorted by time", "corrected"),
     "duplicate": FaultKind("a variable twice in one set", "the last value is kept", "corrected"),
+    "not_known": FaultKind("a descriptor that says it is not known", "the event is left out", "corrected"),
+    "outlier": FaultKind(
+        "a value farther from the mean than `clip` deviations", "it is cut to that limit", "corrected"
+    ),
     "empty": FaultKind("a stay without events", "it holds the one event 'nothing charted'", "corrected"),
     "missing_label": FaultKind("a stay without a label", "it is kept, and no class is learned from it", "corrected"),
     "zero_std": FaultKind(
         "a variable with a standard deviation of 0",
-        "its mean becomes 1: what counts is that it was charted",
+        "that value counts as one deviation: what matters is that it was charted",
         "corrected",
     ),
     "no_statistics": FaultKind("a variable without mean and deviation", "0 and 1 are used", "corrected"),

@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from truebatch.errors import DataError
-from truebatch.io.data_files import read_samples
-from truebatch.io.text_encoding import nearest
 from truebatch.planning.rows import Ints
 from truebatch_systems.seqset_vae.config import ColumnConfig
 from truebatch_systems.seqset_vae.data.admissions import UNLABELLED
 from truebatch_systems.seqset_vae.data.faults import Findings
+from truebatch_systems.seqset_vae.data.formats.shapes import label_columns
+from truebatch_systems.seqset_vae.data.formats.tables import header_of, read_table
 
 Labels = dict[str, int]
 
@@ -31,18 +30,16 @@ def stay_key(name: object) -> str:
 
 def read_labels(path: Path, columns: ColumnConfig, findings: Findings, *, num_classes: int = 2) -> Labels:
     """Stay -> class, from a table with one row a stay."""
+    patient, label = label_columns(columns, header_of(path))
+    table = read_table(path, texts=[patient, label])
+    names = table.need(patient, setting="columns.label_patient").to_pylist()
+    values = table.need(label, setting="columns.label").to_pylist()
+    mark = ":" if table.first_row else " row "
     found: Labels = {}
-    for place, row in read_samples(path):
-        for name in (columns.label_patient, columns.label):
-            if name not in row:
-                raise DataError(
-                    f"{path} has no column {name!r}{nearest(name, list(row))}",
-                    seen=f"columns {', '.join(map(str, list(row)[:8]))}",
-                    do="name them: --set columns.label_patient=... --set columns.label=...",
-                )
-        label = parse_label(row[columns.label], place, findings, num_classes=num_classes)
-        if label != UNLABELLED:
-            found[stay_key(row[columns.label_patient])] = label
+    for at, (name, value) in enumerate(zip(names, values, strict=True), start=table.first_row):
+        number = parse_label(value, f"{path}{mark}{at}", findings, num_classes=num_classes)
+        if number != UNLABELLED:
+            found[stay_key(name)] = number
     return found
 
 

@@ -29,7 +29,7 @@ from truebatch_systems.seqset_vae.data.variables import (
 DATA_FIELDS = (
     "data", "labels", "embeddings", "statistics", "columns", "max_events", "max_sets", "first_hours", "last_hours",
     "carry_minutes", "always_carry", "carry_counts", "drop_faulty", "strict", "validation_share", "test_share", "split_seed",
-    "generator",
+    "generator", "clip",
 )  # fmt: skip
 """Settings that decide what the stays are."""
 
@@ -108,7 +108,7 @@ def _prepare(key: _StaysKey) -> PreparedStays:
             stays = carry_forward(stays, minutes=config.carry_minutes, always=always, count_from=count_from)
         stays, lines = cut_to_settings(config, stays)
         cuts += [f"{split}: {line}" for line in lines]
-        splits[split] = normalise(stays, variables)
+        splits[split] = normalise(stays, variables, clip=config.clip, place=f"{split} stays", findings=findings)
     about = [f"{split}: {describe_stays(stays)}" for split, stays in splits.items()]
     lines = [*about, f"variables: {len(variables) - 1}", *findings.lines(), *cuts]
     return PreparedStays(splits, variables, tuple(lines))

@@ -14,10 +14,12 @@ import numpy as np
 
 from truebatch.errors import DataError
 from truebatch.io.text_encoding import nearest
-from truebatch_systems.seqset_vae.config import GENERATED, NAFLD, ColumnConfig, SeqSetConfig
+from truebatch_systems.seqset_vae.config import GENERATED, NAFLD, NO_LABELS, ColumnConfig, SeqSetConfig
 from truebatch_systems.seqset_vae.data.admissions import UNLABELLED, Stays, make_stays, take_stays
 from truebatch_systems.seqset_vae.data.event_tables import Events, by_patient, read_long_table, read_stay_file
 from truebatch_systems.seqset_vae.data.faults import Findings
+from truebatch_systems.seqset_vae.data.formats.folder import FoundStays, read_known_format
+from truebatch_systems.seqset_vae.data.formats.tables import TABLES, table_kind
 from truebatch_systems.seqset_vae.data.labels import (
     SPLITS,
     TEST,
@@ -36,7 +38,6 @@ from truebatch_systems.seqset_vae.data.synthetic import generate_stays
 from truebatch_systems.seqset_vae.data.variables import NOTHING_NAME, Variables, name_variables, read_embeddings
 
 SPLIT_FOLDERS = {TRAIN: ("train",), VALIDATION: ("valid", "validation", "val"), TEST: ("test",)}
-TABLES = (".csv", ".tsv", ".parquet")
 PATIENTS = "patient_ehr"
 
 
@@ -67,14 +68,18 @@ def read_source(config: SeqSetConfig, findings: Findings) -> Source:
         return _built_in(config)
     path = Path(config.data)
     if path.is_dir():
-        return _read_folder(config, find_files(path), findings)
-    if path.suffix.lower() in TABLES:
+        known = read_known_format(config, path, findings)
+        return (
+            _read_folder(config, find_files(path), findings) if known is None else _read_known(config, known, findings)
+        )
+    if table_kind(path) in TABLES:
         return _read_table(config, path, findings)
     names = [GENERATED, NAFLD]
     raise DataError(
         f"there is no data {config.data!r}{nearest(config.data, names)}",
         seen="it is no folder, no table and no name" if not path.exists() else f"a file that ends in {path.suffix!r}",
-        do=f"give a folder with {PATIENTS}/, a table ({', '.join(TABLES)}), or one of {', '.join(names)}",
+        do=f"give a folder ({PATIENTS}/, MEDS, OMOP or PhysioNet 2012), a table ({', '.join(TABLES)}), or one of "
+        f"{', '.join(names)}",
     )
 
 
@@ -109,9 +114,12 @@ def find_files(folder: Path) -> Layout:
 def find_table(config: SeqSetConfig, name: str, default: str) -> Path | None:
     """A table named in the settings (which must exist), or the usual one beside the stays (which may)."""
     given: Path | None = getattr(config, name)
-    if given is not None or not Path(config.data).is_dir():
+    if given == NO_LABELS:
+        return None
+    folder = Path(config.data)
+    if given is not None or not folder.is_dir():
         return given
-    usual = find_files(Path(config.data)).root / default
+    usual = (folder.parent if folder.name == PATIENTS else folder) / default
     return usual if usual.is_file() else None
 
 
@@ -143,6 +151,12 @@ def _read_folder(config: SeqSetConfig, layout: Layout, findings: Findings) -> So
     return reader.source(splits)
 
 
+def _read_known(config: SeqSetConfig, found: FoundStays, findings: Findings) -> Source:
+    reader = _SplitReader(config, findings, known_variables(config))
+    splits = {s: reader.read(found.splits[s], found.labels, found.place) for s in SPLITS if found.splits.get(s)}
+    return reader.source(splits)
+
+
 def _open_files(files: Iterable[Path], columns: ColumnConfig, findings: Findings) -> Iterator[tuple[str, Events]]:
     """The events of every file. One that cannot be read is an error, or a line of the report on all faults."""
     for file in files:
@@ -166,7 +180,9 @@ def _read_table(config: SeqSetConfig, path: Path, findings: Findings) -> Source:
     table = read_long_table(path, config.columns)
     patients = list(by_patient(table))
     place, labels = str(path), {}
-    if config.labels is not None:
+    if config.labels == NO_LABELS:
+        place = "no labels"
+    elif config.labels is not None:
         place = str(config.labels)
         labels = read_labels(config.labels, config.columns, findings, num_classes=config.model.num_classes)
     elif table.label is not None:

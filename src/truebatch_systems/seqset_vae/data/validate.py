@@ -13,6 +13,7 @@ from truebatch_systems.seqset_vae.data.faults import KINDS, Findings, Policy, do
 from truebatch_systems.seqset_vae.data.labels import TRAIN
 from truebatch_systems.seqset_vae.data.prepare import describe_stays, find_statistics
 from truebatch_systems.seqset_vae.data.read import Source, read_source
+from truebatch_systems.seqset_vae.data.variables import normalise
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +40,9 @@ def validate(config: SeqSetConfig) -> Validation:
     findings = Findings(Policy(drop_faulty=config.drop_faulty, strict=config.strict, collect=True))
     source = read_source(config, findings)
     if TRAIN in source.splits:
-        find_statistics(config, source, findings)
+        variables = find_statistics(config, source, findings)
+        for split, stays in source.splits.items():
+            normalise(stays, variables, clip=config.clip, place=f"{split} stays", findings=findings)
     return Validation(
         splits={split: describe_stays(stays) for split, stays in source.splits.items()},
         shapes=_shapes(source),

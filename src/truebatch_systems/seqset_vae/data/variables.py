@@ -18,6 +18,10 @@ from truebatch_systems.seqset_vae.data.admissions import NOTHING, Stays
 from truebatch_systems.seqset_vae.data.faults import Findings
 
 NOTHING_NAME = "(nothing charted)"
+FENCE = 10.0
+"""Times the spread of the middle half: a value of a bell curve lies beyond it once in more than 10^40 times."""
+FEW = 5
+"""Fewer values than this say nothing of a deviation."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,20 +93,43 @@ def read_statistics(variables: Variables, path: Path, findings: Findings) -> Var
 
 
 def statistics_of(variables: Variables, stays: Stays, findings: Findings) -> Variables:
-    """The variables with mean and deviation of the values in these stays (the training ones)."""
+    """The variables with mean and deviation of the values in these stays (the training ones).
+
+    Robust: values beyond `FENCE` times the spread of the middle half around the median are left out of both. A variable
+    that is always 1 is a mark that something happened. Where there are too few values to know a deviation, or all are
+    the same, a tenth of the mean stands for it.
+    """
     number = np.bincount(stays.var, minlength=len(variables))
-    values = stays.val.astype(np.float64)
-    mean = np.bincount(stays.var, values, len(variables)) / np.maximum(number, 1)
-    squares = np.bincount(stays.var, (values - mean[stays.var]) ** 2, len(variables))
-    std = np.sqrt(squares / np.maximum(number, 1))
+    mean, std = _inner_mean_and_std(stays, len(variables))
+    is_mark = (std == 0) & (mean == 1)
     # Rounding leaves a constant column with a deviation that is tiny, not 0.
-    is_constant = (std <= 1e-6 * np.maximum(np.abs(mean), 1e-6)) & (number > 0)
+    is_constant = (std <= 1e-6 * np.maximum(np.abs(mean), 1e-6)) & (number > 0) & ~is_mark
     for at in np.flatnonzero(is_constant & (np.arange(len(variables)) != NOTHING)):
         findings.note("zero_std", "training stays", seen=f"variable {variables.names[at]!r} is always {mean[at]:g}")
-    std[is_constant | (number == 0)] = 1.0
-    mean[is_constant] -= 1.0  # A value of 0 would be no event at all to a model that multiplies by it.
+    usual = np.where(mean == 0, 1.0, 0.1 * np.abs(mean))
+    std = np.where(number < FEW, np.maximum(std, usual), std)
+    std = np.where(is_constant, usual, std)
+    mean = np.where(
+        is_constant, mean - std, mean
+    )  # A value of 0 would be no event at all to a model that multiplies by it.
+    is_plain = is_mark | (number == 0)
+    mean, std = np.where(is_plain, 0.0, mean), np.where(is_plain, 1.0, std)
     mean[NOTHING], std[NOTHING] = 0.0, 1.0
     return replace(variables, mean=mean, std=std)
+
+
+def _inner_mean_and_std(stays: Stays, number: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """[V] twice: over the values of each variable that lie within its fences."""
+    order = np.argsort(stays.var, kind="stable")
+    var, values = np.asarray(stays.var)[order], np.asarray(stays.val)[order].astype(np.float64)
+    mean, std = np.zeros(number), np.zeros(number)
+    present, starts = np.unique(var, return_index=True)
+    for at, part in zip(present.tolist(), np.split(values, starts[1:]), strict=True):
+        low, middle, high = np.percentile(part, [25, 50, 75])
+        spread = high - low
+        inner = part[np.abs(part - middle) <= FENCE * spread] if spread > 0 else part
+        mean[at], std[at] = inner.mean(), inner.std()
+    return mean, std
 
 
 def with_counts(variables: Variables) -> Variables:
@@ -118,10 +145,36 @@ def with_counts(variables: Variables) -> Variables:
     )
 
 
-def normalise(stays: Stays, variables: Variables) -> Stays:
-    """The same stays with every value as deviations from the mean of its variable."""
+def normalise(
+    stays: Stays,
+    variables: Variables,
+    *,
+    clip: float | None = None,
+    place: str = "stays",
+    findings: Findings | None = None,
+) -> Stays:
+    """The same stays with every value as deviations from the mean of its variable, `clip` of them at most.
+
+    What is cut is counted, by variable.
+    """
     scaled = (stays.val.astype(np.float64) - variables.mean[stays.var]) / variables.std[stays.var]
+    if clip is not None:
+        if findings is not None:
+            _note_outliers(np.abs(scaled) > clip, scaled, stays, variables, place, findings)
+        scaled = np.clip(scaled, -clip, clip)
     return replace(stays, val=scaled.astype(np.float32))
+
+
+def _note_outliers(
+    is_out: NDArray[np.bool_], scaled: NDArray[np.float64], stays: Stays, variables: Variables, place: str,
+    findings: Findings,
+) -> None:  # fmt: skip
+    counts = np.bincount(stays.var[is_out], minlength=len(variables))
+    for at in np.argsort(-counts, kind="stable")[: int((counts > 0).sum())].tolist():
+        values = stays.val[is_out & (stays.var == at)]
+        farthest = np.abs(scaled[is_out & (stays.var == at)]).max()
+        seen = f"variable {variables.names[at]!r}, {values[0]:g}; up to {farthest:,.0f} deviations"
+        findings.note("outlier", place, seen=seen, number=int(counts[at]))
 
 
 def _with_statistics(
