@@ -33,7 +33,10 @@ def _seqset_vae() -> None:
 
 @seqset_vae_app.command("validate", short_help="Every fault of the data, and what becomes of it.")
 def show_validate(
-    data: Annotated[str, typer.Argument(help="generated, nafld, a folder (patient_ehr/, MEDS, OMOP, PhysioNet 2012), or a long table.")],
+    data: Annotated[
+        str,
+        typer.Argument(help="generated, nafld, a folder (patient_ehr/, MEDS, OMOP, PhysioNet 2012), or a long table."),
+    ],
     config: ConfigFile = None,
     set_: Overrides = None,
     as_json: AsJson = False,
@@ -115,7 +118,8 @@ def show_prepare(
 @seqset_vae_app.command("test-batch", short_help="Shapes, padding and memory of every batch size.")
 def show_test_batch(
     data: Annotated[
-        str, typer.Argument(help="generated, nafld, a folder (patient_ehr/, MEDS, OMOP, PhysioNet 2012), or a long table.")
+        str,
+        typer.Argument(help="generated, nafld, a folder (patient_ehr/, MEDS, OMOP, PhysioNet 2012), or a long table."),
     ] = "generated",
     batch_size: Annotated[
         list[int] | None, typer.Option(help="A batch size; again for more. Default: 1 4 8 16.")
