@@ -54,8 +54,8 @@ def test_a_run_says_what_it_does_and_where_it_is(folder, capsys):
     out = capsys.readouterr().out
     assert "4 samples per step over 1 device(s)" in out
     assert "12 steps, fp32 on cpu" in out
-    assert "equality: not checked: check_samples is 0" in out
-    assert status("runs/numbers")["equality"]["verdict"] == "not_checked"
+    assert "equality: checked on 4 samples, loss " in out
+    assert status("runs/numbers")["equality"]["verdict"] == "equal"
     assert "run: runs/numbers; model: runs/numbers/model" in out
     assert "step 12/12  loss" in out
     assert status("runs/numbers")["exit_code"] == 0

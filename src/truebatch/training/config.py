@@ -65,7 +65,7 @@ class TrainConfig:
     true_batch: Switch = "on"
     """`off` runs one sample at a time; `compare` runs both for `compare_steps` steps and stops if they differ."""
     compare_steps: int = 3
-    check_samples: int = 0
+    check_samples: int = 8
     """Samples of the first step that are run alone and as cut before the first update; 0 leaves the check out."""
     learning_rate: float = 1e-3
     schedule: Shape = "constant"

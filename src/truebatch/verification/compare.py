@@ -6,8 +6,8 @@ outputs of every sample, loss of the step, gradient of the step -> relative diff
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from truebatch.attention.score_rule import without_cudnn_sdpa
 from truebatch.errors import BatchError, ConfigError
 from truebatch.objective import add_counts
+from truebatch.training.checks.rounding import in_dtype, in_fp64
 from truebatch.training.memory.oom import is_out_of_memory
 from truebatch.verification.align import Alignment, own_cells, place_of, without_leading
 from truebatch.verification.arrangements import ArrangedBatch, Arrangement
@@ -347,25 +348,11 @@ def _exact_reference(
     subject: Runnable, one_by_one: Whole, alone: Arrangement, dtype: torch.dtype, *, least: float
 ) -> Reference:
     assert subject.model is not None
-    with in_dtype(subject.model, dtype):
+    wider = in_fp64(subject.model) if dtype == torch.float64 else in_dtype(subject.model, dtype)
+    with wider:
         exact = run_whole(subject, alone, gradient=bool(one_by_one.gradient))
     far = {d.part: d.value for d in differences(one_by_one, Reference(exact, dict.fromkeys(PARTS, math.inf)))}
     return Reference(exact, {part: 2 * max(far.get(part, 0.0), least) for part in PARTS})
-
-
-@contextmanager
-def in_dtype(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """The model itself in another dtype: a user's function holds its own model, and would not run a copy of it."""
-    parameters = [(p, p.data) for p in model.parameters()]
-    buffers = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-    try:
-        model.to(dtype)
-        yield
-    finally:
-        for parameter, data in parameters:
-            parameter.data = data
-        for module, name, buffer in buffers:
-            module._buffers[name] = buffer
 
 
 def floating_dtype(model: nn.Module | None) -> torch.dtype:

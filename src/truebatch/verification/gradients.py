@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from truebatch.objective import divide_once
+from truebatch.training.checks.rounding import last_bits_moved
 
 Gradient = dict[str, Tensor]
 SAFETY = 16.0
@@ -147,26 +148,11 @@ def measured_rounding(
     """How far each parameter's gradient moves if every weight is moved by its last bit; the most of several times."""
     found = dict.fromkeys(base, 0.0)
     for seed in range(times):
-        with _last_bits_moved(model, seed):
+        with last_bits_moved(model, seed):
             moved = run()
         for name, tensor in base.items():
             found[name] = max(found[name], float((moved[name].double() - tensor.double()).norm()))
     return found
-
-
-@contextmanager
-def _last_bits_moved(model: nn.Module, seed: int) -> Iterator[None]:
-    kept = [(p, p.data) for p in model.parameters()]
-    draw = torch.Generator().manual_seed(seed)
-    try:
-        for parameter, data in kept:
-            if data.is_floating_point():
-                sign = torch.randint(0, 2, data.shape, generator=draw).to(data) * 2 - 1
-                parameter.data = data * (1 + sign * torch.finfo(data.dtype).eps)
-        yield
-    finally:
-        for parameter, data in kept:
-            parameter.data = data
 
 
 def _nan_last(value: float) -> float:

@@ -191,7 +191,7 @@ def test_a_base_of_four_bits_is_trained_beside_and_merged_as_it_was(folder):  # 
     pytest.importorskip("peft")
     model_folder(Path("llama"))
     more = ["--lora", "--set", "load_in_4bit=true", "--set", "train.epochs=6", "--set", "train.learning_rate=1e-2"]
-    assert train("causal_lm", *more, "--set", "merge_lora=true", "--set", "train.check_samples=4") == 0
+    assert train("causal_lm", *more, "--set", "merge_lora=true") == 0
     assert read_metrics(Path("runs/hf/metrics.jsonl"))[0]["equality"]["verdict"] == "equal"
     assert losses()[-1] < losses()[0]
     trained = open_trained(Path("runs/hf")).model

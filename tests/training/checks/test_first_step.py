@@ -26,7 +26,7 @@ from tests.tiny import (
 from tests.training.checks import faults
 from truebatch.cli.app import run as command
 from truebatch.errors import LawError
-from truebatch.training.checks import first_step
+from truebatch.training.checks import equality, first_step
 from truebatch.training.config import TrainConfig
 from truebatch.training.data import TrainData
 from truebatch.training.logging.metrics_jsonl import read_metrics
@@ -52,7 +52,7 @@ BROKEN = [
 
 
 def settings(**more):
-    return TrainConfig(**{"samples_per_step": 12, "epochs": 2, "learning_rate": 1e-2, "check_samples": 8, **more})
+    return TrainConfig(**{"samples_per_step": 12, "epochs": 2, "learning_rate": 1e-2, **more})
 
 
 def data(samples=faults.SAMPLES, fields=TEXT_FIELDS):
@@ -111,6 +111,47 @@ def test_a_gradient_that_is_changed_for_the_micro_batch_is_found_and_its_paramet
         trained(ScaledGradient(), **PACKED)
 
 
+class MovedBeside(faults.TextModel):
+    """A row that is not alone is a little off: in every precision, or in fp32 only, as a wrong kernel would be."""
+
+    def __init__(self, *, is_in_fp32_only):
+        super().__init__()
+        self.is_in_fp32_only = is_in_fp32_only
+
+    def forward(self, batch):
+        out = super().forward(batch)
+        is_off = batch.num_samples > 1 and not (self.is_in_fp32_only and out.dtype == torch.float64)
+        return out * (1 + 3e-5 * torch.linspace(0, 1, out.shape[1])[None, :, None]) if is_off else out
+
+
+@pytest.mark.parametrize("is_in_fp32_only", [False, True])
+def test_a_small_fault_is_told_from_rounding_by_fp64(is_in_fp32_only):
+    torch.manual_seed(0)
+    with pytest.raises(LawError, match="gives other results in a batch than alone"):
+        trained(MovedBeside(is_in_fp32_only=is_in_fp32_only), **PACKED)
+
+
+class Cancels(faults.TextModel):
+    """Rounds by chance, by a few 1e-5 of its numbers: an amount that is cancelled stands beside what counts."""
+
+    def forward(self, batch):
+        out = super().forward(batch)
+        large = 300 * out.mean(-1, keepdim=True)
+        width = out.shape[1]  # what is added in another order is rounded otherwise
+        return (out + large * width) - large * width
+
+
+def test_rounding_that_is_large_alone_is_no_fault():
+    torch.manual_seed(0)
+    lines = []
+    _, result = trained(Cancels(), lines=lines, **PACKED)
+    found = result.records[0]["equality"]
+    assert found["verdict"] == "equal"
+    assert max(found["gradient"], found["loss"]) > equality.TOLERANCE
+    assert found["rounding"] > 0
+    assert any("(rounding alone: " in line for line in lines)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(("model", "loss", "cut"), BROKEN, ids=lambda value: str(value))
 def test_half_precision_hides_no_fault(model, loss, cut, precision):
@@ -127,9 +168,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(*more):
-    return command(
-        ["train", SYSTEM, "--set", "train.samples_per_step=12", "--set", "train.check_samples=8", "--out", "run", *more]
-    )
+    return command(["train", SYSTEM, "--set", "train.samples_per_step=12", "--out", "run", *more])
 
 
 @pytest.mark.parametrize(("model", "loss", "cut"), BROKEN, ids=lambda value: str(value))
@@ -170,7 +209,7 @@ def test_right_models_are_not_alarmed(kind, layout, precision):
     torch.manual_seed(0)
     result = train(
         build(), objective(), data(samples, fields),
-        TrainConfig(samples_per_step=10, max_steps=1, layout=layout, precision=precision, check_samples=8),
+        TrainConfig(samples_per_step=10, max_steps=1, layout=layout, precision=precision),
     )  # fmt: skip
     found = result.records[0]["equality"]
     assert (found["verdict"], found["samples"]) == ("equal", 8 if precision == "fp32" else 5)

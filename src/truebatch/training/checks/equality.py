@@ -5,16 +5,14 @@ micro-batches -> samples chosen -> in their rows | each alone -> sums, counts, g
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from truebatch.attention.score_rule import without_cudnn_sdpa
 from truebatch.batch.keyed_random import noise_for
@@ -24,6 +22,7 @@ from truebatch.objective import add_counts, divide_once, forward_context
 from truebatch.training.checks.checked_samples import CheckedSamples
 from truebatch.training.checks.gradient_sketch import Sketch, norm, sketch_tensor, squared_norms
 from truebatch.training.checks.loss_terms import check_sums
+from truebatch.training.checks.rounding import in_fp64, in_full_precision, last_bits_moved, spacing_of, without_tf32
 from truebatch.training.distributed.collectives import is_peer_failure, is_sharded
 from truebatch.training.memory.oom import is_out_of_memory
 from truebatch.training.step import StepEngine, sums_of
@@ -34,9 +33,10 @@ TOLERANCE = 1e-5
 """The most by which loss terms and gradient may differ in fp32, relative."""
 MOST_ROUNDING = 4.0
 """In half precision, samples as cut may be this many times as far from fp32 as they are alone."""
-_HALF = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
-"""The spacing of the numbers near 1."""
-_TF32 = 2.0**-10
+_TRIALS = 4
+"""Of moved last bits: each changes a choice that is near its threshold with a chance of about one half."""
+_MAY_BE_ROUNDING = 1e-3
+"""A difference below this is not called broken where memory does not allow to ask fp64."""
 _FLOOR = 8.0
 """In spacings: what a few roundings that happen to cancel alone may come to as cut."""
 _SCALE = 2.0**8
@@ -88,7 +88,8 @@ class Equality:
     why: str = ""
     """What differs, why nothing was compared, or what holds in distribution only."""
     rounding: float | None = None
-    """Half precision: how far the gradient of the samples alone is from fp32."""
+    """What rounding alone does to the gradient of the samples alone, where that decided: in half precision, how far it is from
+    fp32; in fp32, how far it is from fp64, or moves with the last bits of the weights."""
     compared: Compared = "loss"
     """What `loss` is the difference of."""
 
@@ -137,6 +138,8 @@ class PassResult:
     compared: Compared = "loss"
 
 
+Ways = Callable[[StepEngine], tuple[PassResult, PassResult]]
+"""Runs the samples as cut, and alone."""
 Owners = Sequence[tuple[tuple[str, ...] | None, list[str]]]
 """Of every optimiser: the terms it follows, and the names of its parameters."""
 
@@ -267,20 +270,51 @@ def judge(engine: StepEngine, samples: CheckedSamples, *, epoch: int, passes: in
         return MeasuredGap(gap=None, broken=_finite_one_way(cut, alone) if spacing is None else "")
     gap = compare(cut, alone)
     if spacing is None:
-        return MeasuredGap(gap=gap, broken=gap.words(TOLERANCE) if gap.is_over(TOLERANCE) else "")
+        return _judge_fp32(engine, both, gap, alone)
     exact = in_full_precision(engine)
     if exact is None:
         limit = _FLOOR * spacing
         return MeasuredGap(gap=gap, broken=gap.words(limit) if gap.is_over(limit) else "")
-    with force_eager(), _without_tf32(engine.device.type):  # the backward pass too
+    with force_eager(), without_tf32(engine.device.type):  # the backward pass too
         cut_exact, alone_exact = both(exact)
-    structure = compare(cut_exact, alone_exact)
-    if structure.is_over(TOLERANCE):
-        return MeasuredGap(gap=gap, broken=f"in fp32 {structure.words(TOLERANCE)}")
+        structure = _judge_fp32(exact, both, compare(cut_exact, alone_exact), alone_exact)
+    if structure.broken:
+        return MeasuredGap(gap=gap, broken=f"in fp32 {structure.broken}")
     far, near = compare(cut, alone_exact), compare(alone, alone_exact)
     limit = max(MOST_ROUNDING * max(near.gradient, near.loss), _FLOOR * spacing)
     broken = f"beside fp32 {far.words(limit)}; rounding alone is {short(near.gradient)}" if far.is_over(limit) else ""
     return MeasuredGap(gap=gap, broken=broken, rounding=near.gradient)
+
+
+def _judge_fp32(engine: StepEngine, both: Ways, gap: Gap, alone: PassResult) -> MeasuredGap:
+    """What is over the tolerance is judged by the same step in fp64, where rounding is gone and a fault is not.
+
+    In fp32 itself it may then be a few times what rounding does to the samples alone: how far they are from fp64, and how far
+    they move with the last bits of the weights (a gradient jumps where a nearest neighbour or a kept token changes).
+    """
+    if not gap.is_over(TOLERANCE):
+        return MeasuredGap(gap=gap)
+    told = MeasuredGap(gap=gap, broken=gap.words(TOLERANCE))
+    if gap.counts or is_sharded(engine.model):
+        return told
+    try:
+        with in_fp64(engine.model):
+            exact_cut, exact = both(engine)
+        if compare(exact_cut, exact).is_over(TOLERANCE):
+            return told
+        moved = [compare(alone, exact)]
+        for seed in range(_TRIALS):
+            with last_bits_moved(engine.model, seed):
+                moved.append(compare(both(engine)[1], alone))
+    except Exception as error:  # a layer without fp64 may raise anything
+        if is_out_of_memory(error) and gap.gradient < _MAY_BE_ROUNDING and gap.loss < _MAY_BE_ROUNDING:
+            raise
+        return told
+    rounding = max(one.gradient for one in moved)
+    loss, gradient = (MOST_ROUNDING * max(found) for found in ([one.loss for one in moved], [rounding]))
+    is_rounding = gap.loss <= max(TOLERANCE, loss) and gap.gradient <= max(TOLERANCE, gradient)
+    more = f" (fp64 is equal, and rounding alone is {short(rounding)})"
+    return MeasuredGap(gap=gap, broken="" if is_rounding else told.broken + more, rounding=rounding)
 
 
 def _finite_one_way(cut: PassResult, alone: PassResult) -> str:
@@ -302,59 +336,6 @@ def _errors_alone() -> Iterator[None]:
         if is_out_of_memory(error) or is_peer_failure(error):
             raise
         raise RaisedAloneError(f"{type(error).__name__}: {str(error).strip()[:200]}") from error
-
-
-def spacing_of(engine: StepEngine) -> float | None:
-    """The spacing of the numbers a model computes in, near 1; None in fp32 and above."""
-    with engine.autocast():
-        kind = engine.device.type
-        auto = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    kinds = {p.dtype for p in engine.model.parameters()} | {auto}
-    spacings = [spacing for dtype, spacing in _HALF.items() if dtype in kinds]
-    return max([*spacings, *([_TF32] if _uses_tf32(engine) else [])], default=None)
-
-
-def _uses_tf32(engine: StepEngine) -> bool:
-    """Whether products of fp32 numbers may be rounded to TF32; convolutions are so by default on GPUs."""
-    if engine.device.type != "cuda":
-        return False
-    convolves = any(isinstance(module, _ConvNd) for module in engine.model.modules())
-    return torch.backends.cuda.matmul.allow_tf32 or (convolves and torch.backends.cudnn.allow_tf32)
-
-
-def in_full_precision(engine: StepEngine) -> StepEngine | None:
-    """The same in fp32: without mixed precision, with a copy of weights that are in half precision themselves.
-
-    None where there is no such copy: sharded weights, no room, or a model that cannot be copied.
-    """
-    kind = engine.device.type
-
-    def off() -> AbstractContextManager[object]:
-        return torch.autocast(kind, enabled=False)
-
-    model = engine.model
-    if any(p.dtype in _HALF for p in model.parameters()):
-        if is_sharded(model):
-            return None
-        try:
-            model = copy.deepcopy(model).float()
-        except (RuntimeError, MemoryError, TypeError):  # no room, or a tensor that torch does not copy
-            return None
-    return replace(engine, model=model, autocast=off, scaler=None)
-
-
-@contextmanager
-def _without_tf32(kind: str) -> Iterator[None]:
-    if kind != "cuda":
-        yield
-        return
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @contextmanager

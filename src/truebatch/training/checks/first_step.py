@@ -33,10 +33,10 @@ from truebatch.training.checks.equality import (
     MeasuredGap,
     RaisedAloneError,
     judge,
-    spacing_of,
     undisturbed,
     without_noise,
 )
+from truebatch.training.checks.rounding import spacing_of
 from truebatch.training.context import Job
 from truebatch.training.distributed.collectives import (
     all_gather_list,

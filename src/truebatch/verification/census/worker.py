@@ -16,12 +16,12 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from truebatch.errors import ConfigError, LawError, TruebatchError
 from truebatch.hf.heads.heads import ModelHead, head_of
 from truebatch.testing.tiny_hf.model import tiny_model
 from truebatch.testing.tiny_hf.random_samples import make_samples
+from truebatch.training.checks.rounding import StayInFp64
 from truebatch.verification.census.reference import (
     LENGTHS,
     SEED,
@@ -235,7 +235,7 @@ def _ask_fp64(patient: Patient, layout: str, step: Step, far: Distance) -> tuple
         return False, {"why": "too far to be rounding"}
     try:
         model = _in_fp64(patient.model)
-        with _StayInFp64():
+        with StayInFp64():
             exact = alone_step(model, patient.head, patient.samples)
             arranged = layout_step(model, patient.head, patient.samples, layout)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:  # then the limit of fp32 stands
@@ -245,16 +245,6 @@ def _ask_fp64(patient: Patient, layout: str, step: Step, far: Distance) -> tuple
     is_rounding = _is_within(left, Distance(VANISHED, VANISHED)) or _is_within(there, limits)
     names = {"left": left, "one by one from fp64": alone, "this layout from fp64": there}
     return is_rounding, {name: _numbers(one) for name, one in names.items()}
-
-
-class _StayInFp64(TorchFunctionMode):
-    """While open, code that asks for fp32 gets fp64: some models write fp32 into their code, and round there."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [torch.float64 if value is torch.float32 else value for value in args]
-        named = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
-        asked: Callable[..., Any] = torch.Tensor.double if func is torch.Tensor.float else func
-        return asked(*given, **named)
 
 
 def _in_fp64(model: nn.Module) -> nn.Module:
