@@ -15,18 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from truebatch.attention.score_rule import without_cudnn_sdpa
-from truebatch.errors import BatchError, ConfigError
+from truebatch.errors import BatchError
 from truebatch.objective import add_counts
-from truebatch.training.checks.rounding import in_dtype, in_fp64
-from truebatch.training.memory.oom import is_out_of_memory
 from truebatch.verification.align import Alignment, own_cells, place_of, without_leading
 from truebatch.verification.arrangements import ArrangedBatch, Arrangement
-from truebatch.verification.config import TOLERANCES
 from truebatch.verification.gradients import (
     GradientRounding,
     gradient_gap,
     gradients_apart,
-    measured_rounding,
     run_backward,
     taken_gradient,
 )
@@ -108,6 +104,8 @@ class Reference:
     limits: Mapping[str, float]
     rounding: GradientRounding | None = None
     """What rounding does to the gradient of every parameter by itself; None: only the whole gradient is judged."""
+    rounded: tuple[float, ...] = ()
+    """In half precision: how far the outputs of one by one are from fp32, as they are and in every rounded run."""
 
 
 def run_whole(subject: Runnable, arrangement: Arrangement, *, gradient: bool = True) -> Whole:
@@ -290,69 +288,6 @@ def _gradient_difference(whole: Whole, reference: Reference) -> Difference | Non
 
 def _nan_last(value: float) -> float:
     return math.inf if math.isnan(value) else value
-
-
-def make_reference(subject: Runnable, one_by_one: Whole, alone: Arrangement, tolerance: float | None) -> Reference:
-    """What others are compared with: one by one itself, or for half precision the same model in fp32.
-
-    In half precision a micro-batch may be at most twice as far from fp32 as one by one is.
-    """
-    dtype = floating_dtype(subject.model)
-    if tolerance is not None or dtype in TOLERANCES:
-        limit = TOLERANCES.get(dtype, 1e-5) if tolerance is None else tolerance
-        rounding = _rounding_of(subject, alone) if dtype in TOLERANCES else None
-        return Reference(one_by_one, dict.fromkeys(PARTS, limit), rounding)
-    try:
-        return _exact_reference(subject, one_by_one, alone, torch.float32, least=torch.finfo(dtype).eps)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        raise ConfigError(
-            "half precision is measured against fp32, and this model cannot be run in fp32",
-            seen=f"a model in {dtype}; in fp32 it raises {type(error).__name__}: {error}",
-            do="take the dtype from the model instead of writing it into the code, or give a tolerance",
-        ) from error
-
-
-def sharper_reference(subject: Runnable, one_by_one: Whole, alone: Arrangement) -> Reference | None:
-    """The same model in fp64, for fp32 models whose own rounding is larger than what fp32 usually promises.
-
-    Deep models with large activations round their gradients by more than that, one by one too. A micro-batch may then
-    be at most twice as far from fp64 as one by one is; where fp64 cannot be run, None.
-    """
-    if subject.model is None or floating_dtype(subject.model) != torch.float32:
-        return None
-    try:
-        found = _exact_reference(subject, one_by_one, alone, torch.float64, least=TOLERANCES[torch.float32] / 2)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        # as a model does with fp32 written into its code
-        if is_out_of_memory(error):
-            raise
-        return None
-    if any(limit > 2 * ROUNDING for limit in found.limits.values()):
-        return None
-    return replace(found, rounding=_rounding_of(subject, alone))
-
-
-def _rounding_of(subject: Runnable, alone: Arrangement) -> GradientRounding | None:
-    model = subject.model
-    if model is None:
-        return None
-
-    def measure() -> dict[str, float]:
-        base = run_whole(subject, alone).gradient
-        return measured_rounding(model, lambda: run_whole(subject, alone).gradient, base)
-
-    return GradientRounding(measure)
-
-
-def _exact_reference(
-    subject: Runnable, one_by_one: Whole, alone: Arrangement, dtype: torch.dtype, *, least: float
-) -> Reference:
-    assert subject.model is not None
-    wider = in_fp64(subject.model) if dtype == torch.float64 else in_dtype(subject.model, dtype)
-    with wider:
-        exact = run_whole(subject, alone, gradient=bool(one_by_one.gradient))
-    far = {d.part: d.value for d in differences(one_by_one, Reference(exact, dict.fromkeys(PARTS, math.inf)))}
-    return Reference(exact, {part: 2 * max(far.get(part, 0.0), least) for part in PARTS})
 
 
 def floating_dtype(model: nn.Module | None) -> torch.dtype:

@@ -13,20 +13,32 @@ import torch
 
 from truebatch.errors import BatchError, DataError, MemoryLimitError, TruebatchError
 from truebatch.training.checks.batch_coupling import find_couplings
+from truebatch.training.checks.rounding import in_dtype
 from truebatch.training.memory.oom import free_memory, is_out_of_memory
 from truebatch.verification.arrangement_result import judge, may_be_rounding, run_one, with_padding_noted
 from truebatch.verification.arrangements import Arrangement, alone, arrangements
-from truebatch.verification.compare import Whole, device_of, make_reference, run_whole, sharper_reference
-from truebatch.verification.config import VerifyConfig
+from truebatch.verification.compare import (
+    Reference,
+    Whole,
+    device_of,
+    floating_dtype,
+    run_whole,
+)
+from truebatch.verification.config import TOLERANCES, VerifyConfig
 from truebatch.verification.determinism import Mode, quieted, steady_mode, steady_whole
 from truebatch.verification.diagnosis.explanation import Seen, explain
 from truebatch.verification.diagnosis.first_difference import uncompared_modules
 from truebatch.verification.diagnosis.unsteady import noise_words, state_cause
+from truebatch.verification.references import make_reference, refuse_without_fp32, sharper_reference
 from truebatch.verification.report import ArrangementResult, Coverage, VerifyReport
 from truebatch.verification.sample_sizes import sized, takes_length
 from truebatch.verification.subjects.function_subject import ListSubject
 from truebatch.verification.subjects.subject import Subject
 
+BLIND = 0.25
+"""Where rounding alone may move outputs by this part of the largest, a fault has room to hide."""
+FLIPPING = 10.0
+"""Rounded runs that lie further apart than this ratio make choices by rounding, as routers of experts do."""
 Original = Callable[[Mode, Whole, Sequence[Any]], Whole]
 
 
@@ -79,6 +91,64 @@ def _culprit(subject: Subject | ListSubject) -> str:
 
 
 def _prove(
+    subject: Subject | ListSubject,
+    config: VerifyConfig,
+    original: Original | None,
+    chosen: Sequence[Arrangement] | None,
+) -> VerifyReport:
+    """As given; in half precision in fp32 first, where no fault hides in rounding."""
+    if subject.model is None or config.tolerance is not None or floating_dtype(subject.model) in TOLERANCES:
+        return _prove_as_given(subject, config, original, chosen)
+    dtype = str(floating_dtype(subject.model)).removeprefix("torch.")
+    refuse_without_fp32(subject, alone(subject.lengths))
+    with in_dtype(subject.model, torch.float32):
+        structure = _prove_as_given(subject, config, original, chosen)
+    if not structure.ok:
+        return replace(structure, notes=[*structure.notes, f"judged in fp32, where rounding to {dtype} hides nothing"])
+    return _prove_half(subject, config, original, chosen, structure)
+
+
+def _prove_half(
+    subject: Subject | ListSubject,
+    config: VerifyConfig,
+    original: Original | None,
+    chosen: Sequence[Arrangement] | None,
+    structure: VerifyReport,
+) -> VerifyReport:
+    """The same in half precision, where fp32 is equal: leaks and causality have been looked at, rounding is left."""
+    singles = alone(subject.lengths)
+    mode, one_by_one = steady_mode(subject, singles)
+    if mode is None or one_by_one is None:
+        return _unsteady(subject, singles)
+    case = _Case(subject, config, singles, original, chosen)
+    seen = _compared(case, mode, one_by_one)
+    note = "structure, leaks and causality were judged in fp32; here, one by one in fp32 is what is compared with"
+    half = replace(
+        structure, results=seen.results, limits=dict(seen.reference.limits), notes=[*structure.notes, note]
+    )  # fmt: skip
+    why = _hidden_by_rounding(seen.reference)
+    if why:
+        kept = [replace(r, verdict="note") if r.verdict == "different" else r for r in seen.results]
+        return replace(half, results=kept, unproven=why)
+    if not _fails(seen, config):
+        return half
+    with quieted(subject.model, mode):
+        report = explain(subject, singles, seen, config)
+    return _finish(report, case, seen, None)
+
+
+def _hidden_by_rounding(reference: Reference) -> str:
+    """Why half precision cannot be judged, if rounding alone moves one by one by anything, or so far that all may hide."""
+    least, most = min(reference.rounded, default=0.0), max(reference.rounded, default=0.0)
+    if not (most > BLIND or (least > 0 and most / least > FLIPPING)):
+        return ""
+    return (
+        f"in half precision rounding alone moves the outputs by anything from {least:.1e} to {most:.1e}, as where experts are "
+        "chosen by it; in fp32 all is equal"
+    )
+
+
+def _prove_as_given(
     subject: Subject | ListSubject,
     config: VerifyConfig,
     original: Original | None,
