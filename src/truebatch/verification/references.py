@@ -27,7 +27,7 @@ from truebatch.verification.config import TOLERANCES
 from truebatch.verification.engines.rounding_noise import Rounding, rounded
 from truebatch.verification.gradients import GradientRounding, measured_rounding
 
-HALF_ROOM = 4.0
+HALF_ROOM = 2.0
 """How many times as far from fp32 as the furthest rounded run of one by one a micro-batch in half precision may be."""
 ROUNDED_RUNS = (1, 2, 3)
 """Seeds of them."""

@@ -143,8 +143,8 @@ def _hidden_by_rounding(reference: Reference) -> str:
     if not (most > BLIND or (least > 0 and most / least > FLIPPING)):
         return ""
     return (
-        f"in half precision rounding alone moves the outputs by anything from {least:.1e} to {most:.1e}, as where experts are "
-        "chosen by it; in fp32 all is equal"
+        f"in half precision one by one itself is {least:.1e} to {most:.1e} from fp32, as where rounding chooses other experts; "
+        "in fp32 all is equal"
     )
 
 
