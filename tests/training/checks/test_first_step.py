@@ -131,6 +131,23 @@ def test_a_small_fault_is_told_from_rounding_by_fp64(is_in_fp32_only):
         trained(MovedBeside(is_in_fp32_only=is_in_fp32_only), **PACKED)
 
 
+class Refuses(MovedBeside):
+    """Has no fp64."""
+
+    def forward(self, batch):
+        if self.head.weight.dtype == torch.float64:
+            raise AssertionError("fp32 only")
+        return super().forward(batch)
+
+
+def test_a_difference_that_fp64_cannot_judge_is_not_said_to_be_equal():
+    torch.manual_seed(0)
+    lines = []
+    _, result = trained(Refuses(is_in_fp32_only=False), lines=lines, **PACKED)
+    assert result.records[0]["equality"]["verdict"] == "not_checked"
+    assert any("not checked: " in line and "may be rounding, and in fp64 it raises" in line for line in lines)
+
+
 class Cancels(faults.TextModel):
     """Rounds by chance, by a few 1e-5 of its numbers: an amount that is cancelled stands beside what counts."""
 

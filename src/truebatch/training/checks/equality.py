@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -36,7 +36,7 @@ MOST_ROUNDING = 4.0
 _TRIALS = 4
 """Of moved last bits: each changes a choice that is near its threshold with a chance of about one half."""
 _MAY_BE_ROUNDING = 1e-3
-"""A difference below this is not called broken where memory does not allow to ask fp64."""
+"""A difference below this is not called broken where fp64 cannot be asked."""
 _FLOOR = 8.0
 """In spacings: what a few roundings that happen to cancel alone may come to as cut."""
 _SCALE = 2.0**8
@@ -250,6 +250,8 @@ class MeasuredGap:
     gap: Gap | None
     """None where either way is not finite."""
     broken: str = ""
+    unsure: str = ""
+    """Why it is not known whether it is."""
     rounding: float | None = None
 
 
@@ -280,6 +282,8 @@ def judge(engine: StepEngine, samples: CheckedSamples, *, epoch: int, passes: in
         structure = _judge_fp32(exact, both, compare(cut_exact, alone_exact), alone_exact)
     if structure.broken:
         return MeasuredGap(gap=gap, broken=f"in fp32 {structure.broken}")
+    if structure.unsure:
+        return MeasuredGap(gap=gap, unsure=f"in fp32 {structure.unsure}")
     far, near = compare(cut, alone_exact), compare(alone, alone_exact)
     limit = max(MOST_ROUNDING * max(near.gradient, near.loss), _FLOOR * spacing)
     broken = f"beside fp32 {far.words(limit)}; rounding alone is {short(near.gradient)}" if far.is_over(limit) else ""
@@ -295,8 +299,10 @@ def _judge_fp32(engine: StepEngine, both: Ways, gap: Gap, alone: PassResult) -> 
     if not gap.is_over(TOLERANCE):
         return MeasuredGap(gap=gap)
     told = MeasuredGap(gap=gap, broken=gap.words(TOLERANCE))
-    if gap.counts or is_sharded(engine.model):
+    if gap.counts:
         return told
+    if is_sharded(engine.model):
+        return _undecided(told, "sharded weights are not run in fp64")
     try:
         with in_fp64(engine.model):
             exact_cut, exact = both(engine)
@@ -307,14 +313,21 @@ def _judge_fp32(engine: StepEngine, both: Ways, gap: Gap, alone: PassResult) -> 
             with last_bits_moved(engine.model, seed):
                 moved.append(compare(both(engine)[1], alone))
     except Exception as error:  # a layer without fp64 may raise anything
-        if is_out_of_memory(error) and gap.gradient < _MAY_BE_ROUNDING and gap.loss < _MAY_BE_ROUNDING:
-            raise
-        return told
+        why = "memory ran out in fp64" if is_out_of_memory(error) else f"in fp64 it raises {type(error).__name__}"
+        return _undecided(told, why)
     rounding = max(one.gradient for one in moved)
     loss, gradient = (MOST_ROUNDING * max(found) for found in ([one.loss for one in moved], [rounding]))
     is_rounding = gap.loss <= max(TOLERANCE, loss) and gap.gradient <= max(TOLERANCE, gradient)
     more = f" (fp64 is equal, and rounding alone is {short(rounding)})"
     return MeasuredGap(gap=gap, broken="" if is_rounding else told.broken + more, rounding=rounding)
+
+
+def _undecided(told: MeasuredGap, why: str) -> MeasuredGap:
+    """A difference that fp64 was not asked about: broken, unless it is so small that it may be rounding."""
+    assert told.gap is not None
+    if not (told.gap.gradient < _MAY_BE_ROUNDING and told.gap.loss < _MAY_BE_ROUNDING):
+        return told
+    return replace(told, broken="", unsure=f"{told.broken}; that may be rounding, and {why}")
 
 
 def _finite_one_way(cut: PassResult, alone: PassResult) -> str:

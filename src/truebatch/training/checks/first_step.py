@@ -149,6 +149,8 @@ def _verdict(judged: MeasuredGap | None, number: int, names: Sequence[str], *, i
         return Equality(verdict="broken", samples=number, why=judged.broken)
     if judged.gap is None:
         return Equality(verdict="not_checked", why="loss or gradient is not finite, alone and as cut")
+    if judged.unsure:
+        return Equality(verdict="not_checked", samples=number, why=judged.unsure)
     found = Equality(
         verdict="equal",
         samples=number,
