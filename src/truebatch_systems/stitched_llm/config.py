@@ -14,6 +14,8 @@ from truebatch_systems.stitched_llm.model.adapter import Kind
 from truebatch_systems.stitched_llm.model.stitch import Start
 
 Stored = Literal["auto", "fp32", "bf16", "fp16", "int8"]
+Vocabulary = Literal["same", "by_text", "retokenize"]
+Unmatched = Literal["mask", "drop", "refuse"]
 Part = Literal["norms", "head", "first_layers"]
 
 
@@ -64,10 +66,12 @@ class StitchConfig:
     lora_alpha: float = 16.0
     stored: Stored = "auto"
     """How frozen donors are kept: auto follows train.precision; int8 quantises their linear layers (package torchao)."""
-    vocabulary: Literal["same", "by_text"] = "same"
-    """same refuses donors of two vocabularies; by_text matches their tokens by text."""
+    vocabulary: Vocabulary = "same"
+    """same refuses two vocabularies; by_text matches tokens of the same bytes; retokenize: each donor reads its own tokens."""
     vocabulary_map: Path | None = None
     """A JSON object, {"id below": id above}, instead."""
+    unmatched: Unmatched = "mask"
+    """Tokens to learn without a partner: mask reads and never learns them, drop leaves their samples out, refuse stops."""
     data: Path | None = None
     """Texts to train on: .jsonl with `text` (or prompt + completion, messages), .csv, .parquet, .txt."""
     validation: Path | None = None
@@ -122,7 +126,8 @@ def _check_words(config: StitchConfig) -> None:
         ("adapter", config.adapter, get_args(Kind)),
         ("start", config.start, get_args(Start)),
         ("stored", config.stored, get_args(Stored)),
-        ("vocabulary", config.vocabulary, ("same", "by_text")),
+        ("vocabulary", config.vocabulary, get_args(Vocabulary)),
+        ("unmatched", config.unmatched, get_args(Unmatched)),
         *(("also_train", part, get_args(Part)) for part in config.also_train),
     ):
         if value not in known:

@@ -68,7 +68,7 @@ def _evaluate(
 ) -> Mapping[str, Any]:
     assert isinstance(model, StitchedForCausalLM)
     bottom, top = open_donors(config)
-    found = compare_donors(model, bottom.model, top.model, train, samples, precision=config.train.precision)
+    found = compare_donors(model, bottom, top, train, samples, precision=config.train.precision)
     (out / EVALUATION).write_text(json.dumps({"perplexity": found}, indent=1), encoding="utf-8")
     draw_perplexities(found, out)
     worse = max(found["bottom_donor"], found.get("top_donor", 0.0))

@@ -1,9 +1,10 @@
 """What a trained adapter gives, measured: for the slow tests, and as a command that keeps the figures.
 
-    python -m tests.systems.stitched_llm.quality docs/results/stitched_llm_quality.json tiny real
+    python -m tests.systems.stitched_llm.quality docs/results/stitched_llm_quality.json tiny real pair
 
 tiny: the embedded donors under one adapter, stored in fp32, bf16 and int8 (that with torchao on the path).
 real: SmolLM2-135M cut in two, some layers left out in between.
+pair: stories15M below SmolLM2-135M, whose tokenizers differ, on English fortunes (`make real` fetches all three).
 The file is written again after every figure; a part that is not asked for keeps its own.
 """
 
@@ -12,6 +13,7 @@ import inspect
 import json
 import os
 import platform
+import random
 import sys
 import tempfile
 import time
@@ -23,7 +25,9 @@ from pathlib import Path
 
 import torch
 
-from tests.real.weights import smollm2
+from tests.real.archives import open_deb
+from tests.real.stories15m import save_stories15m
+from tests.real.weights import save_smollm2, smollm2
 from truebatch.hf.heads.heads import head_of
 from truebatch.hf.heads.objective import HeadObjective
 from truebatch.training.config import TrainConfig
@@ -31,7 +35,7 @@ from truebatch.training.data import TrainData
 from truebatch.training.load_trained import open_trained
 from truebatch.training.train_system import Start, settings_type, train_system
 from truebatch.training.trainer import train
-from truebatch_systems.stitched_llm.config import StitchTrain
+from truebatch_systems.stitched_llm.config import StitchConfig, StitchTrain
 from truebatch_systems.stitched_llm.data.dataset import load_test, pad_right, prepare_texts
 from truebatch_systems.stitched_llm.eval.evaluate import compare_donors, perplexity, without_adapter
 from truebatch_systems.stitched_llm.model.build import build, open_donors
@@ -49,6 +53,10 @@ KEPT = 12
 """Layers of SmolLM2 below the gap."""
 LONGEST, HELD_OUT, FITTED, LEARNED = 40, 16, 64, 64
 """Of the real text: tokens of a sample, and how many samples each use has."""
+PAIR = ("retokenize", "by_text")
+"""How the two vocabularies meet."""
+PAIR_STEPS, PAIR_ROWS, PAIR_TOKENS = 80, 8, 100_000
+"""Steps of the adapter, samples of each, and tokens of its least-squares start."""
 MODULES = (
     "argparse asyncio collections datetime decimal email.message functools json logging pathlib random socket "
     "statistics string subprocess tarfile threading typing unittest.mock zipfile"
@@ -66,9 +74,7 @@ def tiny(stored, steps, out):
     result = train_system(STITCHED_LLM, config, Start(out=out))
     bottom, top = open_donors(config)
     model = open_trained(out).model
-    found = compare_donors(
-        model, bottom.model, top.model, prepare_texts(config).samples, load_test(config), precision="fp32"
-    )
+    found = compare_donors(model, bottom, top, prepare_texts(config).samples, load_test(config), precision="fp32")
     worse = max(found["bottom_donor"], found["top_donor"])
     return {
         "stored": stored,
@@ -133,9 +139,63 @@ def real(gap):
     }
 
 
+def fortunes(folder):
+    """train, validation and test.jsonl: Debian's English fortunes of 60 to 1,000 characters, in an order of their own."""
+    texts = []
+    with open_deb("fortunes_1.99.1-7.3_all.deb") as files:
+        for member in sorted(files.getmembers(), key=lambda member: member.name):
+            name = Path(member.name)
+            if member.isfile() and name.parent.name == "fortunes" and not name.suffix:
+                texts += files.extractfile(member).read().decode(errors="replace").split("\n%\n")
+    kept = [text.strip().replace("\t", " ") for text in texts if "\b" not in text]
+    kept = list(dict.fromkeys(text for text in kept if 60 <= len(text) <= 1000))
+    random.Random(0).shuffle(kept)
+    for name, part in (("test", kept[:200]), ("validation", kept[200:264]), ("train", kept[264:])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+
+
+def pair_settings(vocabulary, home):
+    """stories15M below SmolLM2: both cut near the embeddings, where their streams are most alike."""
+    train = StitchTrain(
+        batch_size=PAIR_ROWS, gradient_accumulation_steps=1, max_steps=PAIR_STEPS, warmup_steps=8, layout="packed",
+        precision="fp32", stuck_seconds=None,
+    )  # fmt: skip
+    files = {"data": home / "train.jsonl", "validation": home / "validation.jsonl", "test": home / "test.jsonl"}
+    return StitchConfig(
+        bottom=home / "stories15m", top=home / "smollm2", vocabulary=vocabulary, cut_bottom=2, cut_top=2, adapter="mlp",
+        inner=512, start_tokens=PAIR_TOKENS, max_length=128, overlong="cut", train=train, **files,
+    )  # fmt: skip
+
+
+def pair(vocabulary):
+    """Perplexities of the pair before and after training, beside both donors and word counts."""
+    with tempfile.TemporaryDirectory() as place:
+        home = Path(place)
+        fortunes(home)
+        save_stories15m(home / "stories15m")
+        save_smollm2(home / "smollm2")
+        config = pair_settings(vocabulary, home)
+        built = build(config)
+        started = perplexity(built.model, load_test(config), cells=2048)
+        result = train_system(STITCHED_LLM, config, Start(out=home / "run", say=print))
+        model = open_trained(home / "run").model
+        bottom, top = open_donors(config)
+        ready = prepare_texts(config)
+        found = compare_donors(model, bottom, top, ready.samples, load_test(config), precision="fp32")
+    return {
+        "vocabulary": vocabulary,
+        "steps": result.step,
+        "samples_per_step": PAIR_ROWS,
+        "perplexity": {"least_squares_start": started, **found},
+        "residual": built.solution.residual,
+        "fitted_tokens": built.solution.count,
+        "notes": [note.partition(": ")[2] for note in ready.train.notes],
+    }
+
+
 def about():
     return {
-        "command": "python -m tests.systems.stitched_llm.quality docs/results/stitched_llm_quality.json tiny real",
+        "command": "python -m tests.systems.stitched_llm.quality docs/results/stitched_llm_quality.json tiny real pair",
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": f"{platform.machine()}, {os.cpu_count()} CPU cores, {torch.get_num_threads()} thread",
         "torch": version("torch"),
@@ -155,7 +215,7 @@ def measure(out, parts):
     known = json.loads(out.read_text()) if out.exists() else {}
     out.write_text(json.dumps({name: value for name, value in known.items() if name not in parts}) + "\n")
     forms = [form for form in TINY if form[0] != "int8" or find_spec("torchao") is not None]
-    ways = {"tiny": (forms, tiny_alone), "real": (GAPS, real)}
+    ways = {"tiny": (forms, tiny_alone), "real": (GAPS, real), "pair": (PAIR, pair)}
     for part in parts:
         for what in ways[part][0]:
             measure_row(out, part, ways[part][1], what)
@@ -173,4 +233,4 @@ def tiny_alone(form):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    measure(Path(sys.argv[1]), sys.argv[2:] or ["tiny", "real"])
+    measure(Path(sys.argv[1]), sys.argv[2:] or ["tiny", "real", "pair"])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from truebatch.errors import ConfigError
 from truebatch.io.text_encoding import read_text
+from truebatch_systems.stitched_llm.data.token_bytes import ids_of_bytes, special_ids
 from truebatch_systems.stitched_llm.model.donors import Donor
 
 _MOST_BYTES = 1 << 27
@@ -41,17 +42,26 @@ def _refusal(bottom: Donor, top: Donor, seen: str) -> ConfigError:
     return ConfigError(
         f"{bottom.name} and {top.name} do not speak the same vocabulary",
         seen=seen,
-        do="stitch donors of one tokenizer; or match tokens by their text (--set vocabulary=by_text), or give "
-        "a map of ids (--set vocabulary_map=FILE)",
+        do="stitch donors of one tokenizer; or let each read the text in its own tokens (--set vocabulary=retokenize), "
+        "match tokens by their bytes (--set vocabulary=by_text), or give a map of ids (--set vocabulary_map=FILE)",
     )
 
 
-def match_by_text(bottom: Any, top: Any, *, size: int) -> Tensor:
-    """[size] int64: for every id of the bottom tokenizer the id of the same text in the top one, or -1."""
-    above, found = top.get_vocab(), torch.full((size,), NOBODY, dtype=torch.int64)
-    for token, number in bottom.get_vocab().items():
+def match_by_bytes(bottom: Any, top: Any, *, size: int) -> Tensor:
+    """[size] int64: for every id of the bottom tokenizer the id of the same bytes in the top one, or -1.
+
+    Special tokens are matched by their role. Of several tokens with the same bytes the one that a text gets has the
+    partner: a piece of one byte is written where nothing else spells it.
+    """
+    below, above = ids_of_bytes(bottom), ids_of_bytes(top)
+    found = torch.full((size,), NOBODY, dtype=torch.int64)
+    for spelled, number in below.items():
         if number < size:
-            found[number] = above.get(token, NOBODY)
+            found[number] = above.get(spelled, NOBODY)
+    roles = special_ids(top)
+    for role, number in special_ids(bottom).items():
+        if number < size:
+            found[number] = roles.get(role, NOBODY)
     return found
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from truebatch.hf.heads.heads import head_of
@@ -22,6 +23,7 @@ from truebatch.training.data import measure_by_reading
 from truebatch.training.step import StepEngine
 from truebatch.training.validation import evaluate_loss
 from truebatch_systems.stitched_llm.model.adapter import start_identity
+from truebatch_systems.stitched_llm.model.donors import Donor
 from truebatch_systems.stitched_llm.model.model import StitchedForCausalLM
 from truebatch_systems.stitched_llm.train.trainable_parts import autocast_of
 
@@ -75,20 +77,41 @@ def without_adapter(model: StitchedForCausalLM) -> Iterator[StitchedForCausalLM]
 
 
 def compare_donors(
-    model: StitchedForCausalLM, bottom: nn.Module, top: nn.Module, train: Any, held_out: Any, *, precision: str
+    model: StitchedForCausalLM, bottom: Donor, top: Donor, train: Any, held_out: Any, *, precision: str
 ) -> dict[str, float]:
     """Perplexities on held-out text: stitched, cut without adapter, either donor whole, word counts.
 
-    The top donor is left out where it speaks another vocabulary.
+    All are of the same labels. A donor of another vocabulary is left out, but for a bottom donor that reads the text in
+    its own tokens: what it makes of the whole text is divided by the labels of the others.
     """
     found = {"stitched": perplexity(model, held_out, precision=precision)}
     if model.adapter.shape.kind != "identity":
         with without_adapter(model) as bare:
             found["cut_without_adapter"] = perplexity(bare, held_out, precision=precision)
-    found["bottom_donor"] = perplexity(bottom.to(model.device), held_out)
+    below = bottom.model.to(model.device)
+    if model.respelling is None:
+        found["bottom_donor"] = perplexity(below, held_out)
+    else:
+        found["bottom_donor"] = perplexity_in_own_tokens(below, bottom.tokenizer, top.tokenizer, held_out)
     if model.vocabulary is None:
-        found["top_donor"] = perplexity(top.to(model.device), held_out)
+        found["top_donor"] = perplexity(top.model.to(model.device), held_out)
     return found | {"unigram": unigram_perplexity(train, held_out, model.config.vocab_size)}
+
+
+def perplexity_in_own_tokens(model: nn.Module, own: Any, other: Any, held_out: Any) -> float:
+    """exp(nll of the texts in tokens of the tokenizer `own` / number of labels they have in those of `other`)."""
+    samples, labels, learned = [], 0, 0
+    for number in range(len(held_out)):
+        sample = held_out[number]
+        labels += len(_labels(sample))
+        ids = [int(i) for i in sample["input_ids"]]
+        is_ended = ids[-1] == other.eos_token_id
+        text = other.decode(ids[:-1] if is_ended else ids, clean_up_tokenization_spaces=False)
+        end = [own.eos_token_id] if is_ended and own.eos_token_id is not None else []
+        mine = torch.tensor([*own(text)["input_ids"], *end])
+        samples.append({"input_ids": mine, "labels": mine})
+        learned += len(mine) - 1
+    return math.exp(math.log(perplexity(model, samples)) * learned / labels)
 
 
 def draw_perplexities(found: Mapping[str, float], out: Path) -> None:

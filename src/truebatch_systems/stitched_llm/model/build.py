@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from truebatch_systems.stitched_llm.config import StitchConfig
-from truebatch_systems.stitched_llm.data.dataset import first_rows, prepare_texts, refuse_unknown_labels, sources_of
+from truebatch_systems.stitched_llm.data.dataset import first_rows, prepare_texts, sources_of, vocabulary_of
 from truebatch_systems.stitched_llm.data.toy_donors import are_trained, ensure_donors, new_donor
-from truebatch_systems.stitched_llm.data.vocab_map import match_by_text, read_vocabulary_map
-from truebatch_systems.stitched_llm.model.donors import Donor, open_donor
+from truebatch_systems.stitched_llm.data.vocab_map import NOBODY
+from truebatch_systems.stitched_llm.model.donors import Donor, open_donor, spelling_between
 from truebatch_systems.stitched_llm.model.mask_check import SelfTest, refuse_wrong_masks
 from truebatch_systems.stitched_llm.model.model import StitchedForCausalLM
 from truebatch_systems.stitched_llm.model.stitch import Cut, fit_start, start_adapter, stitch
@@ -60,22 +59,13 @@ def cut_of(config: StitchConfig, bottom: Donor, top: Donor) -> Cut:
     )  # fmt: skip
 
 
-def vocabulary_of(config: StitchConfig, bottom: Donor, top: Donor) -> Tensor | None:
-    """The map of ids the settings ask for; None where both donors must speak one vocabulary."""
-    size = int(bottom.model.config.vocab_size)
-    if config.vocabulary_map is not None:
-        return read_vocabulary_map(config.vocabulary_map, size=size)
-    if config.vocabulary == "by_text":
-        return match_by_text(bottom.tokenizer, top.tokenizer, size=size)
-    return None
-
-
 def build(config: StitchConfig) -> Built:
     """The model of the settings, its adapter started; refused if it is not causal."""
     bottom, top = open_donors(config)
     cut = cut_of(config, bottom, top)
-    vocabulary = vocabulary_of(config, bottom, top)
-    model = stitch(bottom, top, cut, vocabulary=vocabulary)
+    vocabulary = vocabulary_of(config)
+    spelling = spelling_between(bottom, top) if config.vocabulary == "retokenize" else None
+    model = stitch(bottom, top, cut, vocabulary=vocabulary, spelling=spelling)
     lines = [
         f"bottom: {bottom.name}, layers 0 to {cut.bottom - 1} of {bottom.depth}, width {bottom.width}",
         f"top: {top.name}, layers {cut.top} to {top.depth - 1} of {top.depth}, width {top.width}",
@@ -85,7 +75,15 @@ def build(config: StitchConfig) -> Built:
     if torch.cuda.is_available():
         model.to("cuda")
     if vocabulary is not None:
-        refuse_unknown_labels(prepare_texts(config).samples, vocabulary)
+        known = int((vocabulary != NOBODY).sum())
+        lines.append(
+            f"vocabulary: {known:,} of {len(vocabulary):,} ids of the bottom donor have a partner in the top one"
+        )
+    if spelling is not None:
+        lines.append(
+            f"vocabulary: {len(spelling.counts):,} tokens of the top donor, each read by the bottom one in "
+            f"{float(spelling.counts.float().mean()):.2f} of its own on average; unknown to it: {spelling.num_unknown:,}"
+        )
     solution = _start(config, model, top, cut)
     if solution is not None:
         lines.append(_describe_start(solution, bottom.width))

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from truebatch.errors import ConfigError
 from truebatch.hf.load import load_model
 from truebatch.hf.pretrained import load_tokenizer, without_chatter, without_dropout
+from truebatch_systems.stitched_llm.data.retokenize import Spelling, spell_in
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 """Architectures (`model_type`) whose parts are called embed_tokens, layers, norm, rotary_emb and lm_head."""
@@ -57,6 +58,18 @@ def open_donor(source: Path | nn.Module, *, what: str) -> Donor:
         model = load_model(source)
     check_donor(model, str(source))
     return Donor(model, str(source), load_tokenizer(source, None))
+
+
+def spelling_between(bottom: Donor, top: Donor) -> Spelling:
+    """How the bottom donor spells the tokens of the top one; both need their tokenizers."""
+    for role, donor in (("bottom", bottom), ("top", top)):
+        if donor.tokenizer is None:
+            raise ConfigError(
+                f"the {role} donor came without its tokenizer, which says how it reads a text",
+                seen=donor.name,
+                do="give the folder of the donor, or Donor(model, name, tokenizer)",
+            )
+    return spell_in(bottom.tokenizer, top.tokenizer, size=int(top.model.config.vocab_size))
 
 
 def check_donor(model: Any, name: str) -> None:

@@ -40,8 +40,9 @@ class StitchedConfig(PretrainedConfig):  # type: ignore[misc]
 
 
 def join_configs(bottom: Any, top: Any, shape: AdapterShape, *, vocab_size: int, origin: Any) -> StitchedConfig:
-    """The configuration of a stitched model, with what tools look for: sizes of its top, ids of its bottom."""
-    ids = {name: getattr(bottom, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    """The configuration of a stitched model, with what tools look for: sizes of its top, ids of its vocabulary."""
+    speaker = top if "respelling" in origin else bottom
+    ids = {name: getattr(speaker, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     rules = {name: getattr(top, name) for name in _OF_TOP if getattr(top, name, None) is not None}
     return StitchedConfig(
         bottom=bottom,

@@ -16,11 +16,12 @@ from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTr
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from truebatch.attention.causal_mask import require_4d_mask
-from truebatch.errors import AttentionError
+from truebatch.errors import AttentionError, ConfigError
 from truebatch.hf.heads.lm_head import logit_rule_of
 from truebatch_systems.stitched_llm.model.adapter import StitchAdapter
 from truebatch_systems.stitched_llm.model.hf_config import StitchedConfig
-from truebatch_systems.stitched_llm.model.kv_cache import cache_for
+from truebatch_systems.stitched_llm.model.kv_cache import StitchedCache, cache_for
+from truebatch_systems.stitched_llm.model.respell import Respelling, first_cells, real_cells
 
 _NOT_FOR_DONORS = ("num_items_in_batch", "shift_labels", "return_dict", "cache_position")
 
@@ -53,6 +54,8 @@ class StitchedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
         self.loss_type = "ForCausalLM"
         self.vocabulary: Tensor | None = None
         self.lora: tuple[int, float] | None = None
+        sizes = config.origin.get("respelling")
+        self.respelling: Respelling | None = None if sizes is None else Respelling(*sizes)
         self.post_init()
 
     def forward(
@@ -71,19 +74,23 @@ class StitchedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
 
         With `num_items_in_batch` the loss is the sum over labels divided by it, so that accumulation is a cut.
         """
-        cache = cache_for(past_key_values, self.config.bottom, self.config.top, use_cache=use_cache)
+        below_config = None if self.respelling is not None else self.config.bottom
+        cache = cache_for(past_key_values, below_config, self.config.top, use_cache=use_cache)
         given = input_ids if input_ids is not None else inputs_embeds
         assert given is not None, "input_ids or inputs_embeds"
         rows, cells = given.shape[:2]
-        _check_mask(attention_mask, rows, cells, past=0 if cache is None else cache.bottom.get_seq_length())
+        _check_mask(attention_mask, rows, cells, past=0 if cache is None else cache.get_seq_length())
         if position_ids is None and attention_mask is not None and attention_mask.ndim == 2:
             position_ids = _positions(attention_mask)[:, -cells:]
         passed = {name: value for name, value in kwargs.items() if name not in _NOT_FOR_DONORS}
         passed |= {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": cache is not None}
         with torch.no_grad():  # nothing below the adapter is trained
-            below = self.bottom(
-                input_ids=input_ids, inputs_embeds=inputs_embeds, past_key_values=cache and cache.bottom, **passed
-            ).last_hidden_state
+            if self.respelling is not None:
+                below = self._respelled(input_ids, attention_mask, position_ids, cache)
+            else:
+                below = self.bottom(
+                    input_ids=input_ids, inputs_embeds=inputs_embeds, past_key_values=cache and cache.bottom, **passed
+                ).last_hidden_state
         joined = self.adapter(below).to(self._top_dtype(below))
         above = self.top(inputs_embeds=joined, past_key_values=cache and cache.top, **passed)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -93,6 +100,32 @@ class StitchedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
             counted = {name: kwargs[name] for name in ("num_items_in_batch", "shift_labels") if name in kwargs}
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **counted)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
+
+    def stream_below(self, ids: Tensor, is_real: Tensor) -> Tensor:
+        """[B, L, D]: what the adapter is given, for rows padded on either side."""
+        if self.respelling is not None:
+            return self._respelled(ids, is_real, None, None)
+        found: Tensor = self.bottom(input_ids=ids, attention_mask=is_real, use_cache=False).last_hidden_state
+        return found
+
+    def _respelled(
+        self, ids: Tensor | None, mask: Tensor | None, position_ids: Tensor | None, cache: StitchedCache | None
+    ) -> Tensor:
+        """The stream of the bottom donor, which reads every id in tokens of its own; it keeps no cache: it is small."""
+        if ids is None or self.respelling is None:
+            raise ConfigError(
+                "donors of two tokenizers read ids", seen="inputs_embeds", do="give input_ids of the top donor"
+            )
+        cells, is_real = ids.shape[1], real_cells(ids, mask)
+        if cache is not None:
+            ids, is_real = cache.remember(ids, is_real)
+            position_ids = None  # a row with a cache is one sample
+        is_first = first_cells(is_real, position_ids)
+        return self.respelling.stream(self._read_below, ids, is_real, is_first)[:, -cells:]
+
+    def _read_below(self, ids: Tensor, is_real: Tensor) -> Tensor:
+        found: Tensor = self.bottom(input_ids=ids, attention_mask=is_real, use_cache=False).last_hidden_state
+        return found
 
     def _top_dtype(self, below: Tensor) -> torch.dtype:
         found = next((p.dtype for p in self.top.parameters() if p.dtype.is_floating_point), below.dtype)
@@ -111,7 +144,11 @@ class StitchedForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
         return self
 
     def get_input_embeddings(self) -> nn.Module:
-        """Of the bottom donor."""
+        """Of the bottom donor; none where ids are those of the top one, which looks none of them up."""
+        if self.respelling is not None:
+            raise NotImplementedError(
+                "ids of the top donor are spelled in tokens of the bottom one before they are looked up"
+            )
         found: nn.Module = self.bottom.embed_tokens
         return found
 

@@ -20,14 +20,14 @@ from truebatch.hf.pretrained import without_chatter
 from truebatch.io.atomic_files import apply_umask
 from truebatch.io.text_encoding import open_file, read_text
 from truebatch_systems.stitched_llm.model.adapter import AdapterShape
-from truebatch_systems.stitched_llm.model.donors import Donor, open_donor
+from truebatch_systems.stitched_llm.model.donors import Donor, open_donor, spelling_between
 from truebatch_systems.stitched_llm.model.model import StitchedForCausalLM
 from truebatch_systems.stitched_llm.model.stitch import Cut, stitch
 from truebatch_systems.stitched_llm.train.trainable_parts import Int8Linear, add_top_lora
 
 WEIGHTS, ABOUT = "adapter.safetensors", "stitch_config.json"
 CODE = "stitched_code"
-_MOST_BYTES = 1 << 20
+_MOST_BYTES = 1 << 27
 _CODE = '''"""Where transformers finds the classes of this model: from_pretrained(..., trust_remote_code=True)."""
 
 from truebatch_systems.stitched_llm.model.hf_config import StitchedConfig
@@ -67,7 +67,8 @@ def load_stitched(folder: Path, *, bottom: Any = None, top: Any = None) -> Stitc
         norm=shape.norm,
     )  # fmt: skip
     vocabulary = None if about["vocabulary"] is None else torch.tensor(about["vocabulary"])
-    model = stitch(below, above, cut, vocabulary=vocabulary)
+    spelling = spelling_between(below, above) if "respelling" in origin else None
+    model = stitch(below, above, cut, vocabulary=vocabulary, spelling=spelling)
     for role in ("bottom", "top"):
         then, now = origin[f"{role}_hash"], model.config.origin[f"{role}_hash"]
         if then and then != now:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from truebatch.errors import ConfigError
+from truebatch_systems.stitched_llm.data.retokenize import Spelling
 from truebatch_systems.stitched_llm.data.vocab_map import NOBODY, head_in_vocabulary, refuse_other_vocabulary
 from truebatch_systems.stitched_llm.model.adapter import (
     AdapterShape,
@@ -32,6 +33,7 @@ from truebatch_systems.stitched_llm.model.donors import (
 )
 from truebatch_systems.stitched_llm.model.hf_config import join_configs
 from truebatch_systems.stitched_llm.model.model import StitchedForCausalLM
+from truebatch_systems.stitched_llm.model.respell import Respelling
 from truebatch_systems.stitched_llm.train.lstsq_init import NormalEquations, Solution
 
 Start = Literal["lstsq", "random", "identity"]
@@ -59,6 +61,7 @@ def stitch(
     cut: Cut,
     *,
     vocabulary: Tensor | None = None,
+    spelling: Spelling | None = None,
     with_hashes: bool = True,
 ) -> StitchedForCausalLM:
     """A causal language model over the weights of two donors, which stay as they are; only its adapter is trainable.
@@ -67,12 +70,13 @@ def stitch(
         bottom, top: a folder, a `Donor`, or a model in memory.
         vocabulary: [V of bottom] int64: the id of the same token in the top donor, -1 for none; by default the two
             vocabularies must be one.
+        spelling: each donor reads its own tokens: ids are the top donor's, and this says how the bottom one spells them.
         with_hashes: hash the used weights, so that an adapter is never loaded onto others.
     """
     below = bottom if isinstance(bottom, Donor) else open_donor(bottom, what="the bottom donor")
     above = top if isinstance(top, Donor) else open_donor(top, what="the top donor")
     check_cut(below, above, cut.bottom, cut.top)
-    if vocabulary is None:
+    if vocabulary is None and spelling is None:
         refuse_other_vocabulary(below, above)
     shape = AdapterShape(
         kind=cut.adapter, width_in=below.width, width_out=above.width, rank=cut.rank, inner=cut.inner, norm=cut.norm
@@ -88,8 +92,13 @@ def stitch(
         "bottom_hash": weights_hash(base) if with_hashes else "",
         "top_hash": weights_hash(upper, head) if with_hashes else "",
     }
+    if spelling is not None:
+        respelling = Respelling.of(spelling).to(head.weight.device)
+        origin["respelling"] = respelling.sizes
     model = _join(base, upper, head, shape, origin)
     model.vocabulary = vocabulary
+    if spelling is not None:
+        model.respelling = respelling
     return model
 
 
@@ -124,7 +133,7 @@ def fit_start(model: StitchedForCausalLM, top: Any, cut: Cut, rows: Iterable[Row
     for ids, is_real in rows:
         ids, is_real = ids.to(model.device), is_real.to(model.device)
         ids_above, kept = _ids_above(ids, is_real.bool(), model.vocabulary)
-        x = model.bottom(input_ids=ids, attention_mask=is_real, use_cache=False).last_hidden_state
+        x = model.stream_below(ids, is_real)
         y = below(input_ids=ids_above, attention_mask=is_real, use_cache=False).last_hidden_state
         sums.add(model.adapter.features(x)[kept], y[kept])
     found = sums.solve()
