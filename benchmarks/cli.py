@@ -39,6 +39,7 @@ SCRIPTS = {
     "fit_cuda": "Whether the budget of `fit` holds: predicted and real peaks of memory.",
     "oom_cuda": "Real out-of-memory errors: the gradient of every step against the step with room.",
     "reliability": "The long sweeps of kills, damaged checkpoints and NaN, counted.",
+    "sharding": "What a rank holds of a model whole and in shards, on one, two and four processes.",
     "deepspeed": "The gradient of a step under DeepSpeed ZeRO in two processes, against one by one.",
     "stitched_llm_deepspeed": "A stitched model under DeepSpeed ZeRO in two processes, against one by one.",
     "stitched_llm_quality": "What stitched models reach, over tiny donors and over real weights.",

@@ -41,6 +41,7 @@ FIGURES: tuple[Figure, ...] = (
         ("trainer_accumulation",),
     ),
     Figure("the same under DeepSpeed", "deepspeed", ("deepspeed",)),
+    Figure("what a rank holds of a model, whole and in shards", "sharding", ("sharding",)),
     Figure("resumed steps, kills, damaged checkpoints, SIGTERM, NaN", "reliability", ("reliability", "scoring_kills*")),
     Figure("the Hugging Face Trainer resumed, and killed inside a save", "trainer_reliability", ("trainer_reliability",)),
     Figure(

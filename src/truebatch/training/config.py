@@ -49,6 +49,8 @@ class TrainConfig:
     """Only a factor in the default of samples_per_step: accumulation is a cut, not another result."""
     devices: int = 1
     """Processes that share a step."""
+    shard: bool = False
+    """Deal parameters, gradients and optimiser state out over the devices (FSDP2), instead of a copy on each."""
     layout: Layout = "padded"
     """One sample a row, or samples end to end."""
     cells: int | None = None
@@ -158,6 +160,7 @@ class TrainConfig:
         _check_rates(self)
         _check_exactness(self)
         _check_compile(self)
+        _check_shard(self)
 
     @classmethod
     def auto(cls, **settings: Any) -> TrainConfig:
@@ -300,6 +303,36 @@ def _check_exactness(config: TrainConfig) -> None:
             seen=f"exactness='bits', {', '.join(wrong)}",
             do="leave it out: with exactness: bits every sample is run, in its atom, and nothing is drawn but by sample",
         )
+
+
+def _check_shard(config: TrainConfig) -> None:
+    if not config.shard:
+        return
+    reasons = {
+        "devices=1": (config.devices == 1, "one process has nothing to share its parameters with"),
+        "exactness='bits'": (config.exactness == "bits", "exactness: bits needs whole parameters on every rank"),
+        "true_batch='compare'": (
+            config.true_batch == "compare",
+            "every forward pass of sharded parameters needs all ranks, which have different numbers of samples one by one",
+        ),
+        "oom='quarantine'": (
+            config.oom == "quarantine",
+            "samples cannot be left out where parameters are sharded",
+        ),
+        "compile=True": (config.compile, "compiled layers were not compared with sharded parameters"),
+    }
+    for seen, (is_wrong, why) in reasons.items():
+        if is_wrong:
+            raise ConfigError(why, seen=f"shard=True, {seen}", do=_INSTEAD[seen.partition("=")[0]])
+
+
+_INSTEAD = {
+    "devices": "give devices=2 or more, or leave shard out: a checkpoint in shards is loaded whole, too",
+    "exactness": "leave shard out, or train with exactness='rounding'",
+    "true_batch": "leave true_batch out; check_samples compares samples of the first step with one by one",
+    "oom": "use oom='raise'; a lowered budget is then saved, and the run resumes with it when it is started again",
+    "compile": "leave compile out, or shard",
+}
 
 
 def _check_rates(config: TrainConfig) -> None:

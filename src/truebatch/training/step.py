@@ -38,6 +38,7 @@ from truebatch.training.distributed.collectives import (
     sum_numbers,
     sum_over_ranks,
 )
+from truebatch.training.distributed.fsdp import call_whole
 from truebatch.training.exactness.atoms import AtomBudget, sum_atoms
 from truebatch.training.memory.oom_retry import OomGuard, SampleTooLarge, run_with_oom_retry
 from truebatch.training.memory.quarantine import (
@@ -50,7 +51,7 @@ from truebatch.training.memory.quarantine import (
 from truebatch.training.optim.grad_accumulation import batched_grad_accumulation, parameters_to_add
 from truebatch.training.optim.grad_clip import clip_group, grad_norm
 from truebatch.training.optim.optimizer_step import optimizer_step_with_oom_retry
-from truebatch.training.optim.param_groups import Group
+from truebatch.training.optim.param_groups import Group, refuse_terms_of_shards
 from truebatch.training.random_state import random_state, restore_random
 
 
@@ -84,6 +85,7 @@ class StepEngine:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "is_sharded", is_sharded(self.model))
+        refuse_terms_of_shards(self.groups, is_sharded=self.is_sharded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +259,7 @@ def embed_samples(engine: StepEngine, batches: Sequence[MicroBatch], *, epoch: i
     def embed(batch: MicroBatch) -> None:
         with torch.no_grad(), _opened(engine, batch, epoch) as moved, index_errors_named(moved):
             with engine.autocast():
-                found = objective.embed(engine.model, moved)
+                found = call_whole(engine.model, lambda: objective.embed(engine.model, moved))
             if batch.num_samples:
                 parts.append(read_embeddings(found, moved, objective))
 
@@ -333,7 +335,7 @@ def _forward_backward(
 def sums_of(engine: StepEngine, batch: MicroBatch) -> Mapping[str, Tensor]:
     """What the objective gives for a micro-batch; an index that the model has no row for names the samples."""
     with index_errors_named(batch):
-        return engine.objective.sums(engine.model, batch)
+        return call_whole(engine.model, lambda: engine.objective.sums(engine.model, batch))
 
 
 def _backward(engine: StepEngine, sums: Mapping[str, Tensor], counts: Mapping[str, int], *, weight: float) -> None:
@@ -345,11 +347,11 @@ def _backward(engine: StepEngine, sums: Mapping[str, Tensor], counts: Mapping[st
         loss = divide_once(followed, counts) * weight
         if engine.scaler is not None:
             loss = engine.scaler.scale(loss)
-        if len(engine.groups) == 1:
+        if len(engine.groups) == 1 or engine.is_sharded:  # then every group follows all terms
             loss.backward()  # type: ignore[no-untyped-call]
-        else:
-            wanted = [p for p in group.parameters if p.requires_grad]
-            torch.autograd.backward(loss, inputs=wanted, retain_graph=at < len(engine.groups) - 1)
+            return
+        wanted = [p for p in group.parameters if p.requires_grad]
+        torch.autograd.backward(loss, inputs=wanted, retain_graph=at < len(engine.groups) - 1)
 
 
 def _outcome(engine: StepEngine, sums: Mapping[str, Tensor], counts: Mapping[str, int]) -> StepOutcome:

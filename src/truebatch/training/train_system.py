@@ -19,8 +19,9 @@ from truebatch.training.checkpoint.store import load_checkpoint
 from truebatch.training.choices.run_choices import keep_choices, recall_choices, settle_choices, settle_precision
 from truebatch.training.config import ROWS, TrainConfig
 from truebatch.training.context import TrainResult
-from truebatch.training.distributed.collectives import num_ranks, rank
+from truebatch.training.distributed.collectives import is_sharded, num_ranks, rank
 from truebatch.training.distributed.device import find_device
+from truebatch.training.distributed.fsdp import shard_model
 from truebatch.training.memory.fit import stale_fit_warnings
 from truebatch.training.memory.oom import free_memory
 from truebatch.training.random_state import seed_random
@@ -70,6 +71,9 @@ def train_system(system: System[ConfigT], config: ConfigT, start: Start) -> Trai
         say(line)
     settings, more = settle_choices(task, model, data, settings, say=say)
     config, device_context = with_train(config, settings), find_device(settings)
+    if settings.shard:
+        shard_model(model, device_context.device)  # before the optimisers, which hold the parameters they are made with
+        say(f"parameters, gradients and optimiser state are sharded over {num_ranks()} processes (FSDP2)")
     groups = task.groups(model) if task.groups is not None else None
     with opened_run(start.out, config, fresh=start.fresh) as run:
         assert run is not None
@@ -91,12 +95,15 @@ def train_system(system: System[ConfigT], config: ConfigT, start: Start) -> Trai
             callbacks=task.callbacks(model, run.folder) if task.callbacks is not None else (),
             device_context=device_context,
         )
+        was_sharded = is_sharded(model)
         if not result.is_interrupted and rank() == 0:
             model.zero_grad(set_to_none=True)
             free_memory(device_context.device)  # an export holds the weights twice
+            if was_sharded:
+                model = task.build_model()  # whole, on the host; its weights are read from the checkpoint
             if result.best_loss is not None and best_step(run.checkpoints) is None:
                 say("warning: the checkpoint of the best validation is gone; the model of the last step is exported")
-            _export(task, model, run, step=result.step)
+            _export(task, model, run, step=result.step, was_sharded=was_sharded)
         if num_ranks() > 1:
             dist.barrier()
     return result
@@ -109,16 +116,21 @@ def _say_where(run: RunFolder, config: TrainConfig, say: Callable[[str], None]) 
     say(f"run: {run.folder} ({way}, seed {config.seed})")
 
 
-def _export(task: Task, model: nn.Module, run: RunFolder, *, step: int) -> None:
-    """Write the model of the best validation, or of the last step, in one move: a reader never sees half of it."""
+def _export(task: Task, model: nn.Module, run: RunFolder, *, step: int, was_sharded: bool) -> None:
+    """Write the model of the best validation, or of the last step, in one move: a reader never sees half of it.
+
+    A model that was sharded is given as it was built: its trained weights are in the checkpoints alone.
+    """
     target = run.folder / MODEL
     best = best_step(run.checkpoints)
     # Written last: a kill between the end of the run and this leaves an older model, which is then replaced.
     about, mark = {"step": step, "best": best}, run.plan / EXPORTED
     if task.save is None or (target.exists() and mark.exists() and read_json(mark, max_bytes=1 << 16) == about):
         return
+    is_trained = not was_sharded
     for saved in list_checkpoints(run.checkpoints):
-        if saved.step == best != step and saved.is_good:  # those of the last step are in the model
+        is_wanted = saved.step == (step if best is None else best)
+        if is_wanted and saved.is_good and not (is_trained and saved.step == step):  # those of the last step are in it
             model.load_state_dict(load_checkpoint(saved.path).parts["model"], strict=False)
     try:
         failpoint("export.before_write")

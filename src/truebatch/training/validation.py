@@ -24,8 +24,16 @@ from truebatch.planning.config import PlanConfig
 from truebatch.planning.lengths.measured_values import Measured
 from truebatch.planning.plan import Plan, build_plan
 from truebatch.testing.failpoints import failpoint
+from truebatch.training.checks.loss_terms import stand_in_of
 from truebatch.training.data import measure_by_reading
-from truebatch.training.distributed.collectives import all_gather_list, names_over_ranks, num_ranks, rank, sum_numbers
+from truebatch.training.distributed.collectives import (
+    all_gather_list,
+    names_over_ranks,
+    num_ranks,
+    rank,
+    reshard,
+    sum_numbers,
+)
 from truebatch.training.memory.oom import first_line, is_out_of_memory
 from truebatch.training.memory.oom_retry import OomRetry
 from truebatch.training.run_dir.watchdog import Watchdog
@@ -80,12 +88,14 @@ def validate(engine: StepEngine, data: ValidationSet, *, watchdog: Watchdog | No
             for step in steps:
                 real = [batch for batch in step if batch.num_samples]
                 counts = add_counts([counts, *(engine.objective.counts(batch) for batch in real)])
-                for sums in _sums_of_step(engine, real, watchdog):
+                # Where parameters are sharded, the other ranks need this one for every micro-batch.
+                for sums in _sums_of_step(engine, list(step) if engine.is_sharded else real, watchdog):
                     for name, value in sums.items():
                         totals.setdefault(name, []).append(value)
             return _divide(totals, counts, engine.device)
     finally:
         steps.close()
+        reshard(engine.model)
         engine.model.train(was_training)
 
 
@@ -102,7 +112,10 @@ def _sums_of_step(
     for batch in batches:
         if watchdog is not None:
             watchdog.beat("validation")
-        yield _sums_of_batch(engine, batch)
+        if batch.num_samples:
+            yield _sums_of_batch(engine, batch)
+        else:
+            _forward(engine, stand_in_of(engine))
 
 
 def _sums_of_batch(engine: StepEngine, batch: MicroBatch) -> dict[str, torch.Tensor]:

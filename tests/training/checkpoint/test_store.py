@@ -363,10 +363,10 @@ def test_a_manifest_with_one_changed_value_is_refused(folder, name):
 def test_a_newer_format_is_refused_by_its_version(folder, monkeypatch):
     save_checkpoint(folder, checkpoint(1))
     saved = save_checkpoint(folder, checkpoint(2))
-    monkeypatch.setattr("truebatch.training.checkpoint.manifest.VERSION", 3)
+    monkeypatch.setattr("truebatch.training.checkpoint.manifest.VERSION", 4)
     (saved.path / "manifest.json").write_text(manifest_text(read_manifest_of(saved.path, monkeypatch)))
     monkeypatch.undo()
-    assert "version 3" in load_newest(folder).rejected[0]
+    assert "version 4" in load_newest(folder).rejected[0]
 
 
 def read_manifest_of(path: Path, monkeypatch):

@@ -47,6 +47,9 @@ class TrainOptions:
     devices: Annotated[
         int | None, typer.Option(help="Number of processes that share a step; started by this command.")
     ] = None
+    shard: Annotated[
+        bool, typer.Option("--shard", help="Share parameters and optimiser state out over the devices (FSDP2).")
+    ] = False
     limit: Annotated[int | None, typer.Option(help="Train on the first N samples only.")] = None
     track: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A tracker, such as tensorboard.")] = None
     log_format: Annotated[str, typer.Option(help="auto (a bar on a terminal), plain or json.")] = "auto"
@@ -57,6 +60,7 @@ class TrainOptions:
         given: dict[tuple[str, ...], Any] = {
             ("train", name): getattr(self, name) for name in ("devices", "limit", "track")
         }
+        given["train", "shard"] = self.shard or None
         given["validation",] = None if self.validation is None else str(self.validation)
         return {path: value for path, value in given.items() if value not in (None, [])}
 

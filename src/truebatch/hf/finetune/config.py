@@ -58,6 +58,12 @@ class FinetuneConfig:
                 raise ConfigError(
                     f"{name} is for a run that trains an adapter", seen=f"{name}=true, lora=false", do="add --lora"
                 )
+        if self.load_in_4bit and self.train.shard:
+            raise ConfigError(
+                "quantised weights cannot be sharded",
+                seen="load_in_4bit=true, train.shard=true",
+                do="leave one of them out: a base in four bits takes an eighth of the memory of one in fp32",
+            )
         for name in ("max_length", "lora_rank"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -191,6 +191,9 @@ def _build_model(config: FinetuneConfig, ready: PreparedRun) -> nn.Module:
     model, new = _load(config, ready.configuration)
     if ready.keyed:
         key_dropout(model)
+    if config.train.shard:
+        first = ready.train.first() if isinstance(ready.train, TokenStream) else ready.train[0]
+        HeadObjective(head=ready.head).look_into(model, ready.head.prepare(first))
     if new:
         ready.news[:] = [f"new weights, drawn from seed {config.train.seed}: {', '.join(new)}"]
     return model
@@ -226,9 +229,9 @@ def _sketch(config: FinetuneConfig, ready: PreparedRun) -> nn.Module:
     return model
 
 
-def _choose_layout(model: nn.Module) -> tuple[Layout, str]:
-    """Packed where it is proven right on this very model, else padded."""
-    if torch.cuda.is_available():
+def _choose_layout(config: FinetuneConfig, model: nn.Module) -> tuple[Layout, str]:
+    """Packed where it is proven right on this very model, else padded. One to be sharded stays on the host: it may not fit."""
+    if torch.cuda.is_available() and not config.train.shard:
         model.to("cuda")
     choice = choose_layout(model)
     reasons = "; ".join(f"not {name}: {why}" for name, why in choice.reasons.items())
@@ -283,7 +286,7 @@ def prepare_task(config: FinetuneConfig) -> Task:
         save=partial(_save, config, ready),
         commands=TaskCommands(
             describe=partial(_describe, ready),
-            choose_layout=_choose_layout,
+            choose_layout=partial(_choose_layout, config),
             can_compile=not config.load_in_4bit,
             sketch=None if config.load_in_4bit else partial(_sketch, config, ready),
             evaluate=partial(evaluate, config, ready.head, ready.train.label_names),

@@ -150,7 +150,7 @@ def hidden_states_of(layer: OutputLayer) -> Iterator[list[Tensor]]:
 
     def keep(hidden: Tensor) -> Tensor:
         seen.append(hidden)
-        return hidden[..., :1]
+        return hidden[..., :1].clone()
 
     layer.linear.forward = keep  # type: ignore[method-assign, assignment]
     try:

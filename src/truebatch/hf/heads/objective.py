@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 from weakref import WeakSet
 
 import torch
@@ -12,11 +13,13 @@ from torch import Tensor, nn
 
 from truebatch.batch.microbatch import MicroBatch
 from truebatch.batch.torch_compile import force_eager, has_compiled_layers
+from truebatch.errors import TruebatchError
 from truebatch.hf.forward_inputs import Route
 from truebatch.hf.heads.heads import ModelHead, packed_rows_held, settle_packing
 from truebatch.hf.heads.lm_head import OutputLayer, hidden_states_of, output_layer_of
 from truebatch.hf.heads.losses import IGNORE, token_nll_in_chunks
 from truebatch.hf.image_fields import image_token_id
+from truebatch.training.data import TrainData, single_sample_batch_fn
 
 _WITH_VOCABULARY = ("causal_lm", "masked_lm", "vision_language", "seq2seq")
 """Heads whose logits are wide enough to be worth cutting."""
@@ -47,6 +50,14 @@ class HeadObjective:
         if self.plain_alone and batch.num_samples == 1 and all(batch.segments.is_sample):
             return "alone"
         return self.packed_rows if batch.segments.layout == "packed" else "padded"
+
+    def look_into(self, model: nn.Module, sample: Mapping[str, Any]) -> None:
+        """Find out, on one sample, what is known of a model only by running it: before its parameters are sharded, for
+        ranks that ran it at different times would wait for each other for ever."""
+        with suppress(TruebatchError):  # no packed rows for this model; a run in packed rows says so
+            settle_packing(self.head, model, "packed")
+        data = TrainData(samples=[sample], fields=self.head.fields)
+        self._output_layer(model, single_sample_batch_fn(data, epoch=0)(0))
 
     def hold(self, model: nn.Module, batch: MicroBatch) -> AbstractContextManager[None]:
         """Packed attention kept on through backward, where gradient checkpointing runs layers again."""

@@ -21,8 +21,11 @@ from truebatch.io.atomic_files import FileFacts, hash_file, read_json, to_json
 MANIFEST = "manifest.json"
 FORMAT = "truebatch checkpoint"
 VERSION = 2
-_READ = (1, 2)
-"""1 says nothing of the best checkpoint."""
+SHARDED_VERSION = 3
+_READ = (1, 2, 3)
+"""1 says nothing of the best checkpoint, 3 has tensors in shards, which earlier versions of truebatch do not read."""
+SHARDS = "shards.json"
+"""Which rows of which tensors lie in which file, in a checkpoint that several ranks have written."""
 _MOST_BYTES = 1 << 26
 _MOST_NAMES = 20
 _PACKAGES = ("truebatch", "torch", "safetensors", "numpy", "transformers", "accelerate")
@@ -72,7 +75,8 @@ def new_manifest(
 
 def manifest_text(manifest: CheckpointManifest) -> str:
     """The manifest as JSON that holds a hash of itself, so that a changed manifest is seen too."""
-    values = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
+    version = SHARDED_VERSION if SHARDS in manifest.files else VERSION
+    values = {"format": FORMAT, "version": version, **asdict(manifest)}
     # No line end: a file that lost its last byte must not read the same.
     return to_json(values | {"check": _check_of(values)}, indent=1)
 
@@ -91,7 +95,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     if check != _check_of(values):
         raise untrusted(folder, f"{MANIFEST} does not agree with its own hash")
     if version not in _READ:
-        raise untrusted(folder, f"{MANIFEST} has version {version}, this truebatch reads {VERSION}")
+        raise untrusted(folder, f"{MANIFEST} has version {version}, this truebatch reads {_READ[-1]}")
     try:
         return _parse(values)
     except (TypeError, KeyError, AttributeError) as error:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from truebatch.errors import CheckpointError
+from truebatch.training.distributed.fsdp import LocalRows
 
 MARK = "$"
 
@@ -28,6 +29,8 @@ class Packed:
 
     values: Any
     tensors: dict[str, Tensor]
+    shards: dict[str, LocalRows] = field(default_factory=dict)
+    """Tensors of which each rank has some rows."""
 
 
 def pack(value: Any, *, name: str = "value") -> Packed:
@@ -37,10 +40,10 @@ def pack(value: Any, *, name: str = "value") -> Packed:
     tensor used in several places is stored once. Anything else is refused by its place.
     """
     packer = _Packer(name)
-    return Packed(packer.pack(value, ()), packer.tensors)
+    return Packed(packer.pack(value, ()), packer.tensors, packer.shards)
 
 
-def unpack(values: Any, tensors: Mapping[str, Tensor]) -> Any:
+def unpack(values: Any, tensors: Mapping[str, Any]) -> Any:
     """Put a nested value together again from what `pack` made; anything else raises `CheckpointError`."""
     try:
         return _unpack(values, tensors)
@@ -48,7 +51,7 @@ def unpack(values: Any, tensors: Mapping[str, Tensor]) -> Any:
         raise _unreadable(f"values of another shape ({error})") from error
 
 
-def _unpack(values: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _unpack(values: Any, tensors: Mapping[str, Any]) -> Any:
     if isinstance(values, list):
         return [_unpack(one, tensors) for one in values]
     if not isinstance(values, dict):
@@ -58,7 +61,7 @@ def _unpack(values: Any, tensors: Mapping[str, Tensor]) -> Any:
     return _unmark(values[MARK], values.get("of"), tensors)
 
 
-def _unmark(kind: Any, of: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _unmark(kind: Any, of: Any, tensors: Mapping[str, Any]) -> Any:
     if kind in ("tensor", "array"):
         if of not in tensors:
             raise _unreadable(f"no tensor {of!r} beside the values")
@@ -88,11 +91,14 @@ def _unreadable(seen: str) -> CheckpointError:
 class _Packer:
     name: str
     tensors: dict[str, Tensor] = field(default_factory=dict)
+    shards: dict[str, LocalRows] = field(default_factory=dict)
     known: dict[tuple[Any, ...], str] = field(default_factory=dict)
 
     def pack(self, value: Any, path: tuple[str, ...]) -> Any:
         if isinstance(value, Tensor):
             return {MARK: "tensor", "of": self.keep(value, path)}
+        if isinstance(value, LocalRows):
+            return {MARK: "tensor", "of": self.keep_rows(value, path)}
         if isinstance(value, np.ndarray):
             return {MARK: "array", "of": self.keep(self.as_tensor(value, path), path)}
         if isinstance(value, np.generic):
@@ -130,13 +136,24 @@ class _Packer:
         place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
         if tensor.numel() and place in self.known:
             return self.known[place]
-        name = base = "/".join(path) or self.name
-        number = 1
-        while name in self.tensors:
-            number += 1
-            name = f"{base}#{number}"
+        name = self.new_name(path)
         self.tensors[name] = tensor
         self.known[place] = name
+        return name
+
+    def keep_rows(self, value: LocalRows, path: tuple[str, ...]) -> str:
+        self.check(value.rows, path)
+        # Two names of one tensor are written twice: a rank without rows of it could not tell them apart.
+        name = self.new_name(path)
+        self.shards[name] = value
+        return name
+
+    def new_name(self, path: tuple[str, ...]) -> str:
+        name = base = "/".join(path) or self.name
+        number = 1
+        while name in self.tensors or name in self.shards:
+            number += 1
+            name = f"{base}#{number}"
         return name
 
     def check(self, tensor: Tensor, path: tuple[str, ...]) -> None:

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from truebatch.errors import CheckpointError, TruebatchError
 from truebatch.training.checkpoint.retention import list_checkpoints, mark_best, mark_kept, mend_best
+from truebatch.training.checkpoint.sharded_store import save_sharded_checkpoint
 from truebatch.training.checkpoint.state_dict import optimisers_state, restore_optimisers
 from truebatch.training.checkpoint.store import Checkpoint, load_checkpoint, load_newest, save_checkpoint
-from truebatch.training.distributed.collectives import all_gather_list, broadcast_from_rank0, rank
-from truebatch.training.distributed.fsdp import deal_out, gather_whole, whole_sum
+from truebatch.training.distributed.collectives import all_gather_list, broadcast_from_rank0, on_every_rank, rank
+from truebatch.training.distributed.fsdp import deal_out, split_rows, whole_sum
 from truebatch.training.optim.param_groups import check_settings
 from truebatch.training.random_state import random_state, restore_random
 from truebatch.training.step import StepEngine
@@ -38,56 +39,56 @@ def save_run(
     best: bool,
     kept: bool = False,
 ) -> str:
-    """Write a checkpoint of this step (rank 0) and let the other ranks wait; mark it if it is the best so far, or kept.
+    """Write a checkpoint of this step and mark it if it is the best so far, or kept. Rank 0 writes it while the others
+    wait; of sharded parameters every rank writes its rows.
 
-    Gives words for what is wrong with what was saved; empty when nothing is. What rank 0 cannot write stops all ranks,
+    Gives words for what is wrong with what was saved; empty when nothing is. What a rank cannot write stops all ranks,
     with its reason.
     """
     checkpoint = Checkpoint(state.step, _parts(engine, state), fingerprint, state.best())
-    problem, failed = "", None
-    if rank() == 0:
-        try:
-            problem = _save(folder, checkpoint, keep=keep, best=best)
-            if kept:
-                mark_kept(folder, checkpoint.step)
-        except TruebatchError as error:
-            failed = error
-    said = broadcast_from_rank0(None if failed is None else (failed.wrong, failed.seen, failed.do))
-    if failed is not None:
-        raise failed
-    if said is not None:
-        raise CheckpointError(said[0], seen=f"{said[1]} (on rank 0)", do=said[2])
+
+    def mark() -> None:
+        if best and checkpoint.best is not None:
+            mark_best(folder, checkpoint.best.step, about={"loss": checkpoint.best.loss})
+        if kept:
+            mark_kept(folder, checkpoint.step)
+
+    problem = _save(folder, checkpoint, keep=keep, is_sharded=engine.is_sharded)
+    on_every_rank(lambda: mark() if rank() == 0 else None)
     return problem
 
 
-def _save(folder: Path, checkpoint: Checkpoint, *, keep: int, best: bool) -> str:
-    problem = ""
-    if not _is_saved(folder, checkpoint.step, checkpoint.parts):
-        problem = save_checkpoint(folder, checkpoint, keep=keep).problem
-    if best and checkpoint.best is not None:
-        mark_best(folder, checkpoint.best.step, about={"loss": checkpoint.best.loss})
-    return problem
+def _save(folder: Path, checkpoint: Checkpoint, *, keep: int, is_sharded: bool) -> str:
+    if broadcast_from_rank0(rank() == 0 and _is_saved(folder, checkpoint.step, checkpoint.parts)):
+        return ""
+    if is_sharded:
+        return save_sharded_checkpoint(folder, checkpoint, keep=keep).problem
+    saved = on_every_rank(lambda: save_checkpoint(folder, checkpoint, keep=keep) if rank() == 0 else None)[0]
+    assert saved is not None
+    return saved.problem
 
 
 def _is_saved(folder: Path, step: int, parts: Mapping[str, Any]) -> bool:
     """A checkpoint of this very position need not be written twice (the best one, then the one of the epoch)."""
     newest = next((s for s in reversed(list_checkpoints(folder)) if s.step == step and s.is_good), None)
     try:
-        return newest is not None and bool(load_checkpoint(newest.path).parts["progress"] == parts["progress"])
+        return newest is not None and bool(
+            load_checkpoint(newest.path, whole=False).parts["progress"] == parts["progress"]
+        )
     except TruebatchError:
         return False  # Corrupt, and skipped when the run was resumed: it is written again.
 
 
 def _parts(engine: StepEngine, state: TrainState) -> dict[str, Any]:
-    """What a checkpoint holds; all ranks take part, only rank 0 gets whole tensors of sharded parameters."""
+    """What a checkpoint holds; all ranks take part, and of sharded parameters each has its rows."""
     frozen = frozen_parameters(engine.model)
     weights = {name: value for name, value in engine.model.state_dict().items() if not _is_part_of(frozen, name)}
     optimisers = optimisers_state({g.name: g.optimiser for g in engine.groups}, list(engine.model.named_parameters()))
     generators = all_gather_list([random_state()])
     return {
-        "model": gather_whole(weights, is_kept=rank() == 0),
+        "model": split_rows(weights),
         "frozen": {name: _sum_of(value) for name, value in frozen.items()},
-        "optimisers": gather_whole(optimisers, is_kept=rank() == 0),
+        "optimisers": split_rows(optimisers),
         "groups": {group.name: dict(group.settings) for group in engine.groups},
         "scaler": engine.scaler.state_dict() if engine.scaler is not None else {},
         "random": generators[0],
@@ -147,7 +148,7 @@ def resume_run(folder: Path, engine: StepEngine) -> tuple[TrainState, tuple[str,
     """
     if not folder.is_dir():
         return None
-    loaded = load_newest(folder)
+    loaded = load_newest(folder, whole=not engine.is_sharded)
     if loaded is None:
         return None
     state = restore(engine, loaded.checkpoint.parts)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from truebatch.errors import CheckpointError
+from truebatch.training.checkpoint.shard_files import StoredRows
 from truebatch.training.distributed.fsdp import deal_out
 
 State = dict[str, Any]
@@ -166,6 +167,8 @@ def _exact(saved: Any, loaded: Any, parameter: Tensor) -> Any:
     if isinstance(saved, Tensor):
         device = loaded.device if isinstance(loaded, Tensor) else saved.device
         return deal_out(saved.detach().to(device=device, copy=True), parameter)
+    if isinstance(saved, StoredRows):
+        return deal_out(saved, parameter)
     if isinstance(saved, Mapping):
         return {key: _exact(value, loaded[key], parameter) for key, value in saved.items()}
     if isinstance(saved, list | tuple):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from truebatch.training.checkpoint.retention import (
     list_checkpoints,
     prune_after,
 )
+from truebatch.training.checkpoint.shard_files import read_row_tables, stored_tensors
 from truebatch.training.checkpoint.tensor_files import nonfinite_names, num_bytes, read_tensors, write_tensors
 
 VALUES = "values.json"
@@ -80,27 +82,48 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = 3) -> S
     A kill at any moment leaves every earlier checkpoint readable, or the new one whole. When the disk is full the
     stage is removed, everything else stays, and `CheckpointError` says how many bytes are missing.
     """
-    if keep < 1 or checkpoint.step < 0:
-        raise CheckpointError(
-            "a checkpoint needs a step and a place", seen=f"step={checkpoint.step}, keep={keep}", do="keep at least one"
-        )
-    packed = _pack_parts(checkpoint)
-    nonfinite = nonfinite_names({f"{n}.{key}": t for n, part in packed.items() for key, t in part.tensors.items()})
-    _refuse_bad_over_good(folder, checkpoint.step, nonfinite)
-    needed = sum(num_bytes(part.tensors) for part in packed.values()) + _SLACK_BYTES
-    what = f"the checkpoint of step {checkpoint.step}"
-    try:
-        failpoint("checkpoint.before_space_check")
-        folder.mkdir(parents=True, exist_ok=True)
-        require_space(folder, needed, what=what)
+    packed = pack_parts(checkpoint, keep=keep)
+    nonfinite = nonfinite_in(packed)
+    needed = bytes_of(packed)
+    with storage_errors(checkpoint, folder, needed):
+        begin_save(folder, checkpoint, nonfinite, needed)
         saved = _write(folder, checkpoint, packed, nonfinite)
-    except OSError as error:
-        raise storage_error(CheckpointError, error, what=what, folder=folder, num_bytes=needed) from error
     return prune_after(folder, saved, keep=keep)
 
 
-def load_newest(folder: Path, *, only_finite: bool = True) -> LoadedCheckpoint | None:
-    """The newest checkpoint that is byte for byte what was written; None when none was ever saved.
+@contextmanager
+def storage_errors(checkpoint: Checkpoint, folder: Path, needed: int) -> Iterator[None]:
+    """What the system refuses while a checkpoint is written, in words."""
+    try:
+        yield
+    except OSError as error:
+        what = f"the checkpoint of step {checkpoint.step}"
+        raise storage_error(CheckpointError, error, what=what, folder=folder, num_bytes=needed) from error
+
+
+def begin_save(folder: Path, checkpoint: Checkpoint, nonfinite: list[str], needed: int) -> None:
+    """Refuse a checkpoint that may not be written, or for which there is no room."""
+    _refuse_bad_over_good(folder, checkpoint.step, nonfinite)
+    failpoint("checkpoint.before_space_check")
+    folder.mkdir(parents=True, exist_ok=True)
+    require_space(folder, needed, what=f"the checkpoint of step {checkpoint.step}")
+
+
+def nonfinite_in(packed: Mapping[str, Packed]) -> list[str]:
+    """Names of the tensors of a checkpoint that hold NaN or infinity, as far as this rank has them."""
+    whole = {f"{n}.{key}": t for n, part in packed.items() for key, t in part.tensors.items()}
+    rows = {f"{n}.{key}": t.rows for n, part in packed.items() for key, t in part.shards.items()}
+    return nonfinite_names(whole | rows)
+
+
+def bytes_of(packed: Mapping[str, Packed]) -> int:
+    """What the files take that are written from these tensors."""
+    return sum(num_bytes(part.tensors) for part in packed.values()) + _SLACK_BYTES
+
+
+def load_newest(folder: Path, *, only_finite: bool = True, whole: bool = True) -> LoadedCheckpoint | None:
+    """The newest checkpoint that is byte for byte what was written; None when none was ever saved. `whole` as in
+    `load_checkpoint`.
 
     Newer ones that are corrupt are skipped and reported. When checkpoints are there and none can be used,
     `CheckpointError` says why for each: a run never silently begins again.
@@ -110,7 +133,7 @@ def load_newest(folder: Path, *, only_finite: bool = True) -> LoadedCheckpoint |
         try:
             if only_finite and entry.manifest is not None and not entry.manifest.all_finite:
                 raise untrusted(entry.path, entry.problem)
-            return LoadedCheckpoint(load_checkpoint(entry.path), entry.path, tuple(rejected))
+            return LoadedCheckpoint(load_checkpoint(entry.path, whole=whole), entry.path, tuple(rejected))
         except TruebatchError as error:
             rejected.append(f"{entry.path.name}: {error.seen}")
     if not rejected:
@@ -122,28 +145,34 @@ def load_newest(folder: Path, *, only_finite: bool = True) -> LoadedCheckpoint |
     )
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
-    """One checkpoint, after comparing every byte of it with its manifest."""
+def load_checkpoint(path: Path, *, whole: bool = True) -> Checkpoint:
+    """One checkpoint, after comparing every byte of it with its manifest.
+
+    Tensors in shards are put together, or if not `whole` left where they are, as `StoredRows`.
+    """
     try:
         failpoint("load.before_check")
         manifest = check_shape(path)
         check_hashes(path, manifest)
         failpoint("load.checked")
-        parts = _read_parts(path, manifest)
+        parts = _read_parts(path, manifest, whole=whole)
         failpoint("load.read")
     except OSError as error:
         raise untrusted(path, str(error)) from error
     return Checkpoint(step=manifest.step, parts=parts, fingerprint=manifest.fingerprint, best=manifest.best)
 
 
-def _read_parts(path: Path, manifest: CheckpointManifest) -> dict[str, Any]:
+def _read_parts(path: Path, manifest: CheckpointManifest, *, whole: bool) -> dict[str, Any]:
     stored = read_json(path / VALUES)
     if not isinstance(stored, dict):
         raise untrusted(path, f"{VALUES} holds no parts")
-    parts = {}
+    parts, tables = {}, read_row_tables(path, manifest)
     for name, values in stored.items():
         file = f"{name}{_TENSORS}"
-        parts[name] = unpack(values, read_tensors(path / file) if file in manifest.files else {})
+        tensors: dict[str, Any] = dict(read_tensors(path / file)) if file in manifest.files else {}
+        for key, rows in stored_tensors(path, name, tables.get(name, {}), manifest).items():
+            tensors[key] = rows.read(0, rows.shape[0]) if whole else rows
+        parts[name] = unpack(values, tensors)
     return parts
 
 
@@ -156,7 +185,12 @@ def _refuse_bad_over_good(folder: Path, step: int, nonfinite: list[str]) -> None
         )
 
 
-def _pack_parts(checkpoint: Checkpoint) -> dict[str, Packed]:
+def pack_parts(checkpoint: Checkpoint, *, keep: int) -> dict[str, Packed]:
+    """The parts of a checkpoint taken apart; `CheckpointError` for what cannot be stored."""
+    if keep < 1 or checkpoint.step < 0:
+        raise CheckpointError(
+            "a checkpoint needs a step and a place", seen=f"step={checkpoint.step}, keep={keep}", do="keep at least one"
+        )
     for name in checkpoint.parts:
         if not _PART.fullmatch(name):
             raise CheckpointError(
@@ -166,25 +200,42 @@ def _pack_parts(checkpoint: Checkpoint) -> dict[str, Packed]:
 
 
 def _write(folder: Path, checkpoint: Checkpoint, packed: Mapping[str, Packed], nonfinite: list[str]) -> SavedCheckpoint:
-    failpoint("checkpoint.before_stage")
-    stage = folder / f".stage-{checkpoint.step}-{uuid.uuid4().hex[:12]}"
-    target = folder / f"step-{checkpoint.step}"
+    stage = new_stage(folder, checkpoint.step)
     try:
-        stage.mkdir()
-        failpoint("checkpoint.staged")
-        files = _write_files(stage, packed)
-        manifest = new_manifest(
-            checkpoint.step, files, fingerprint=checkpoint.fingerprint, nonfinite=nonfinite, best=checkpoint.best
-        )
-        _write_manifest(stage, manifest)
-        _commit(stage, target, step=checkpoint.step)
+        make_stage(stage)
+        return commit_files(stage, checkpoint, write_files(stage, packed), nonfinite)
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)  # what cannot be removed now goes at the next start
         raise
+
+
+def new_stage(folder: Path, step: int) -> Path:
+    """A folder, not made yet, for a checkpoint that is being written."""
+    failpoint("checkpoint.before_stage")
+    return folder / f".stage-{step}-{uuid.uuid4().hex[:12]}"
+
+
+def make_stage(stage: Path) -> None:
+    """Make the folder of a checkpoint that is being written."""
+    stage.mkdir()
+    failpoint("checkpoint.staged")
+
+
+def commit_files(
+    stage: Path, checkpoint: Checkpoint, files: Mapping[str, FileFacts], nonfinite: list[str]
+) -> SavedCheckpoint:
+    """Write the manifest of files that are on the disk, and give the checkpoint its name."""
+    target = stage.with_name(f"step-{checkpoint.step}")
+    manifest = new_manifest(
+        checkpoint.step, files, fingerprint=checkpoint.fingerprint, nonfinite=nonfinite, best=checkpoint.best
+    )
+    _write_manifest(stage, manifest)
+    _commit(stage, target, step=checkpoint.step)
     return SavedCheckpoint(checkpoint.step, target, manifest, finite_problem(manifest))
 
 
-def _write_files(stage: Path, packed: Mapping[str, Packed]) -> dict[str, FileFacts]:
+def write_files(stage: Path, packed: Mapping[str, Packed]) -> dict[str, FileFacts]:
+    """Write the values of a checkpoint and its whole tensors."""
     files: dict[str, FileFacts] = {}
     for name, part in packed.items():
         if part.tensors:

@@ -91,20 +91,30 @@ def _header(tensors: Mapping[str, Tensor], order: list[str]) -> bytes:
     for name in order:
         tensor = tensors[name]
         end = place + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": _dtype_name(name, tensor), "shape": list(tensor.shape), "data_offsets": [place, end]}
+        entries[name] = {
+            "dtype": dtype_name(tensor.dtype, name),
+            "shape": list(tensor.shape),
+            "data_offsets": [place, end],
+        }
         place = end
     text = json.dumps(entries).encode()
     return text + b" " * (-len(text) % _HEADER_STEP)
 
 
-def _dtype_name(name: str, tensor: Tensor) -> str:
-    if tensor.dtype not in _NAMES or name == "__metadata__":
+def dtype_name(dtype: torch.dtype, tensor: str = "") -> str:
+    """What a dtype is called in a safetensors file; `tensor` stands in the message about one that has no name."""
+    if dtype not in _NAMES or tensor == "__metadata__":
         raise CheckpointError(
-            f"the tensor {name!r} cannot be stored in a safetensors file",
-            seen=f"dtype {tensor.dtype}, shape {tuple(tensor.shape)}",
+            f"the tensor {tensor!r} cannot be stored in a safetensors file",
+            seen=f"dtype {dtype}",
             do=f"use one of: {', '.join(str(kind).removeprefix('torch.') for kind in _NAMES)}",
         )
-    return _NAMES[tensor.dtype]
+    return _NAMES[dtype]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that has this name in a safetensors file; `KeyError` for any other."""
+    return {known: kind for kind, known in _NAMES.items()}[name]
 
 
 def _bytes_of(tensor: Tensor) -> Any:

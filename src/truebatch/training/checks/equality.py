@@ -211,6 +211,9 @@ def _run(
                 loss = divide_once(followed, known) * weight * (_SCALE if engine.scaler is not None else 1.0)
                 if len(parts) == 1:
                     loss.backward()  # type: ignore[no-untyped-call]
+                elif is_sharded(engine.model):  # every part follows all terms
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    break
                 else:
                     torch.autograd.backward(loss, inputs=wanted, retain_graph=True)
     return {name: float(value.detach()) for name, value in sums.items()}

@@ -50,6 +50,8 @@ COMPILE_GAIN = 0.2
 """The least share of the time that compiled layers saved on a GPU where it was measured."""
 HOST_SHARE = 0.5
 """Of the memory of the host that is free, what budgets which are tried may take."""
+SHARDED_CELLS = 8192
+"""The budget with sharded parameters where none is given, unless a sample is longer."""
 FULL = 0.95
 """Compiled rows that are emptier lose what compiling gains."""
 ABOUT_AS_FAST, FULL_WIDE, WIDEST = 0.93, 0.965, 32768
@@ -175,7 +177,7 @@ def measure(chooser: Chooser, config: TrainConfig) -> tuple[MeasuredSpeed | None
     """Memory and speed of a few budgets, from an earlier run or measured now; or why they are not known."""
     if config.true_batch == "off":
         return None, "one sample at a time"
-    if is_sharded(chooser.model):
+    if config.shard or is_sharded(chooser.model):
         return None, "parameters are sharded"
     if chooser.data.measured is None:
         return None, "the lengths of a stream are not known before"
@@ -254,6 +256,8 @@ def choose_cells(chooser: Chooser, config: TrainConfig, measured: MeasuredSpeed 
     if config.batch_size is not None or config.pairs is not None:
         given = "batch_size" if config.batch_size is not None else "pairs"
         return SettingChoice(setting="cells", value=config.cells, why=f"for {given} is given")
+    if config.shard:
+        return _cells_of_shards(chooser, config)
     if measured is None:
         return SettingChoice(setting="cells", value=config.cells, why=f"a step is one forward pass: {why}")
     most = _safe_cells(chooser, config, measured)
@@ -299,6 +303,14 @@ def _compiled_rows(chooser: Chooser, config: TrainConfig) -> tuple[tuple[int, ..
     return widths, fill_of(lengths, widths, samples_per_step=samples, ranks=config.devices)
 
 
+def _cells_of_shards(chooser: Chooser, config: TrainConfig) -> SettingChoice:
+    """A budget that is small beside the weights: every forward pass needs all ranks, and rank 0 chooses alone."""
+    measured = chooser.data.measured
+    longest = 0 if measured is None else int(measured.lengths.max())
+    why = "a small budget, for none is measured with sharded parameters"
+    return SettingChoice(setting="cells", value=max(SHARDED_CELLS, longest), why=why)
+
+
 def _safe_cells(chooser: Chooser, config: TrainConfig, measured: MeasuredSpeed) -> int | None:
     """The largest budget that is safe with the memory that is free now; None where only time was measured."""
     if measured.fit is None:
@@ -323,6 +335,8 @@ def choose_compile(chooser: Chooser, config: TrainConfig, measured: MeasuredSpee
         return off("for rows with other limits than cells would be half empty")
     if not chooser.task.commands.can_compile or len(list(repeated_layers(chooser.model))) < 2:
         return off("for this model has no layers that are known to compile")
+    if config.shard:
+        return off("which was not compared with sharded parameters")
     if config.gradient_checkpointing:
         return off("which was not measured together with gradient_checkpointing")
     if chooser.data.measured is None:

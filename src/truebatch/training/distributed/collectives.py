@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from truebatch.errors import TruebatchError
+from truebatch.errors import CheckpointError, TruebatchError
 
 T = TypeVar("T")
 CHUNK = 1 << 24
@@ -77,6 +77,23 @@ def all_gather_list(mine: Sequence[T]) -> list[T]:
     found: list[list[T]] = [[] for _ in range(num_ranks())]
     dist.all_gather_object(found, list(mine))
     return [value for values in found for value in values]
+
+
+def on_every_rank(work: Callable[[], T]) -> list[T]:
+    """What `work` gives on each rank; if it fails on one of them for a reason of ours, all stop with that reason."""
+    mine: T | None = None
+    failed: TruebatchError | None = None
+    try:
+        mine = work()
+    except TruebatchError as error:
+        failed = error
+    said = all_gather_list([(mine, None if failed is None else (failed.wrong, failed.seen, failed.do))])
+    if failed is not None:
+        raise failed
+    for at, (_, words) in enumerate(said):
+        if words is not None:
+            raise CheckpointError(words[0], seen=f"{words[1]} (on rank {at})", do=words[2])
+    return [value for value, _ in said]  # type: ignore[misc]  # without an error there is a value
 
 
 _LOST = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")

@@ -14,6 +14,7 @@ from torch import nn
 from truebatch.errors import ConfigError
 from truebatch.training.config import TrainConfig
 from truebatch.training.distributed.collectives import is_sharded, num_ranks
+from truebatch.training.distributed.fsdp import shard_model
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -73,6 +74,8 @@ def _refuse_foreign_engines() -> None:
 
 def move_model(model: nn.Module, context: DeviceContext, config: TrainConfig) -> None:
     """Put the model in its place, the same on every rank, with gradient checkpointing if asked for."""
+    if config.shard and not is_sharded(model):
+        shard_model(model, context.device)
     if not is_sharded(model):
         model.to(context.device)
     if config.gradient_checkpointing:

@@ -192,9 +192,7 @@ def run_with_oom_retry(
         parts, at = retry.next_cut() if retry else batches, 0
         begin()
         try:
-            for at, batch in enumerate(parts):
-                if sharded:
-                    engine.model.set_requires_gradient_sync(at == len(parts) - 1)  # type: ignore[operator]
+            for at, batch in enumerate(parts):  # noqa: B007  # where memory runs out
                 if batch.num_samples or sharded:
                     run(batch)
             if retry and is_step:

@@ -73,6 +73,18 @@ def make_groups(groups: Sequence[Group], model: nn.Module) -> tuple[Group, ...]:
     return tuple(_with_rates(g) for g in groups)
 
 
+def refuse_terms_of_shards(groups: Sequence[Group], *, is_sharded: bool) -> None:
+    """The gradient of some terms alone is asked for parameter by parameter, and FSDP2 trains other tensors than those."""
+    for group in groups if is_sharded else ():
+        if group.terms is None:
+            continue
+        raise ConfigError(
+            "an optimiser that follows some loss terms alone does not go with sharded parameters",
+            seen=f"optimiser {group.name!r} follows {list(group.terms)}",
+            do="train this model without shard",
+        )
+
+
 def _refuse_closures(groups: Sequence[Group]) -> None:
     for group in groups:
         if isinstance(group.optimiser, torch.optim.LBFGS):

@@ -25,6 +25,7 @@ from truebatch.training.run_dir.run_dir import RunFolder, RunState, open_run, re
 
 MAY_CHANGE = (
     "devices",
+    "shard",
     "workers",
     "keep",
     "epochs",
