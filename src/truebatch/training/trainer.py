@@ -56,7 +56,6 @@ from truebatch.training.distributed.collectives import (
     rank,
 )
 from truebatch.training.distributed.device import DeviceContext, find_device, move_model
-from truebatch.training.distributed.fsdp import refuse_late
 from truebatch.training.exactness.atom_run import keep_atoms, open_atoms, refuse_coupled_bits
 from truebatch.training.exactness.first_step import check_first_atoms
 from truebatch.training.exactness.kernels import deterministic_kernels, no_deterministic_kernel
@@ -114,7 +113,6 @@ def train(
     refuse_coupled_bits(objective, config)
     config, choices = settle_open(model, objective, data, config, groups=groups, out=out, say=say)
     device_context = device_context or find_device(config)
-    refuse_late(model, has_groups=config.shard and groups is not None)
     _prepare_model(model, device_context, config)
     data, stream = open_data(data, config)
     known = data if stream is None else replace(data, samples=stream.window(0).samples)

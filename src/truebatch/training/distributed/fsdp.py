@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from truebatch.batch.torch_compile import repeated_layers
 from truebatch.errors import ConfigError
-from truebatch.training.distributed.collectives import is_sharded, num_ranks, rank
+from truebatch.training.distributed.collectives import num_ranks, rank
 
 T = TypeVar("T")
 _CALL = "truebatch_call"
@@ -160,13 +160,3 @@ def _own_rows(stored: Tensor | StoredTensor, like: Tensor) -> Tensor | None:
 def whole_sum(value: Tensor) -> Tensor:
     """A sum that is known on every rank, also where the tensor it was taken from is sharded."""
     return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def refuse_late(model: nn.Module, *, has_groups: bool) -> None:
-    """Optimisers hold the parameters they were made with, which sharding replaces."""
-    if has_groups and not is_sharded(model):
-        raise ConfigError(
-            "the optimisers were made before the parameters were sharded",
-            seen="shard=True, groups=...",
-            do="leave groups out, or call fully_shard on the model before the optimisers are made, and leave shard out",
-        )
