@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
 import psutil
@@ -96,6 +97,17 @@ def memory_bytes() -> int:
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_allocated())
     return int(psutil.Process().memory_info().rss)
+
+
+def peak_memory_bytes() -> int:
+    """Most memory this process has held so far: of the GPU it uses, else of the machine."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+    except (OSError, StopIteration):  # Not Linux.
+        return int(psutil.Process().memory_info().rss)
 
 
 def _write_line(out: TextIO, line: str) -> None:

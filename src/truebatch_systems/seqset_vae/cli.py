@@ -128,13 +128,16 @@ def show_test_batch(
         int | None, typer.Option(help="Most events of a stay, by whole recent sets.")
     ] = None,
     use_dynamic_padding: Annotated[
-        bool, typer.Option(help="Pad to the longest stay of a batch; else to --max-sequence-length.")
+        bool,
+        typer.Option(
+            help="Pad to the longest stay of a batch; else to --max-sequence-length, or to the longest of all."
+        ),
     ] = True,
     config: ConfigFile = None,
     set_: Overrides = None,
     as_json: AsJson = False,
 ) -> int:
-    """Make the first batch of every size, compare it with one stay at a time, and measure a step.
+    """Cut the same stays into batches of every size, compare each with one stay at a time, and measure a step of all.
 
     Exit code 0: all batches equal one by one. 1: one does not. 2: usage or data.
 
@@ -148,15 +151,9 @@ def show_test_batch(
 
     given = [f"data={json.dumps(data)}", *(set_ or [])]
     given += [f"max_events={max_sequence_length}"] if max_sequence_length is not None else []
-    if not use_dynamic_padding and max_sequence_length is None:
-        raise ConfigError(
-            "padding to a fixed length needs the length",
-            seen="--no-use-dynamic-padding without --max-sequence-length",
-            do="give --max-sequence-length, or leave dynamic padding on",
-        )
-    width = None if use_dynamic_padding else max_sequence_length
+    given += [] if use_dynamic_padding else ["use_dynamic_padding=false"]
     trials = []
-    for trial in try_batches(_settings(config, given), batch_size or [1, 4, 8, 16], max_sequence_length=width):
+    for trial in try_batches(_settings(config, given), batch_size or [1, 4, 8, 16]):
         trials.append(trial)
         if not as_json:
             say("\n".join([*note_lines(trial), ""]))

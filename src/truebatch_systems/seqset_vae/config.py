@@ -230,7 +230,7 @@ class SeqSetConfig:
     last_hours: float | None = None
     """Only events of the last hours of what is left."""
     use_dynamic_padding: bool = True
-    """False pads every stay to max_events, as the original script does without it: more cells, the same results."""
+    """False pads every stay to max_events, or to the longest stay of the data: more cells, the same results."""
     clip: float | None = 10.0
     """Values farther from the mean than so many deviations are cut to that limit, and counted."""
     carry_minutes: float | None = None
@@ -239,6 +239,9 @@ class SeqSetConfig:
     """Variables whose last value is carried however old it is."""
     carry_counts: bool = False
     """With carry_minutes: beside every value, how often its variable was charted so far, sets cut away included."""
+    summarise: bool = False
+    """One more set at the end of every stay: of each variable how often it was charted, and its last, mean, lowest and
+    highest value. With model.votes, these also vote for the class themselves."""
     drop_faulty: bool = False
     """Leave out events with an unknown variable or without a finite value, and count them; by default they stop the run."""
     strict: bool = False
@@ -280,12 +283,6 @@ class SeqSetConfig:
                 "counts are carried beside values only",
                 seen="carry_counts=True, carry_minutes=None",
                 do="set carry_minutes, for example 60, or leave carry_counts out",
-            )
-        if not self.use_dynamic_padding and self.max_events is None:
-            raise ConfigError(
-                "padding to a fixed length needs the length",
-                seen="use_dynamic_padding=False, max_events=None",
-                do="set max_events (the original script's --max_sequence_length), or leave dynamic padding on",
             )
 
 

@@ -118,7 +118,7 @@ def prepare_task(config: SeqSetConfig) -> Task:
     """The stays of a configuration, with model and loss."""
     ready = prepare(config)
     objective = make_objective(config, ready.train)
-    fields = stay_fields(least_events=0 if config.use_dynamic_padding else config.max_events or 0)
+    fields = stay_fields(least_events=0 if config.use_dynamic_padding else config.max_events or ready.most_events)
     return Task(
         data=TrainData(samples=ready.train, fields=fields, validation=ready.validation),
         measure=partial(_measure, config, ready.train),

@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from tests.systems.seqset_vae.folders import CLEAN, write_csv, write_folder
 from truebatch.cli.app import run
-from truebatch_systems.seqset_vae.config import ColumnConfig, SeqSetConfig
+from truebatch_systems.seqset_vae.config import ColumnConfig, GeneratorConfig, ModelConfig, SeqSetConfig
 from truebatch_systems.seqset_vae.data.export import guess_type
 from truebatch_systems.seqset_vae.data.prepare import prepare
 
@@ -118,12 +118,16 @@ def test_test_batch_prints_shapes_padding_and_memory_for_every_size(capsys):
     assert trial["padded_share"] == pytest.approx(trial["num_padding"] / (B * N))
     assert trial["bytes_added"] > 0
     assert trial["difference"] <= 1e-5
+    assert trial["stays"] == 3
+    assert trial["peak_bytes"] > trial["bytes_added"]
 
 
-def test_fixed_padding_is_as_wide_as_the_limit_and_needs_one(capsys):
+def test_fixed_padding_is_as_wide_as_the_limit_or_the_longest_stay(capsys):
     fixed = ["--no-use-dynamic-padding", "--batch-size", "2", "--json", *SMALL]
-    assert run(["seqset_vae", "test-batch", *fixed]) == 2
-    assert "padding to a fixed length needs the length" in capsys.readouterr().err
+    assert run(["seqset_vae", "test-batch", *fixed]) == 0
+    generator = GeneratorConfig(stays=12, median_hours=8)
+    longest = prepare(SeqSetConfig(generator=generator, model=ModelConfig(embedding_dim=12))).most_events
+    assert json.loads(capsys.readouterr().out)[0]["shapes"]["padding_mask"] == [2, longest]
     assert run(["seqset_vae", "test-batch", "--max-sequence-length", "90", *fixed]) == 0
     assert json.loads(capsys.readouterr().out)[0]["shapes"]["padding_mask"] == [2, 90]
     assert run(["seqset_vae", "test-batch", "--batch-size", "0", *SMALL]) == 2

@@ -118,11 +118,9 @@ def test_generated_stays_are_split_alike_every_time_and_cut_as_asked():
     assert any(line.startswith("train: max_sets=5: ") for line in ready.lines)
 
 
-def test_settings_that_leave_nothing_to_train_on_or_name_no_length_are_refused():
+def test_settings_that_leave_nothing_to_train_on_or_no_hours_are_refused():
     with pytest.raises(ConfigError, match="no stays would be left to train on"):
         SeqSetConfig(validation_share=0.5, test_share=0.5)
-    with pytest.raises(ConfigError, match="padding to a fixed length needs the length"):
-        SeqSetConfig(use_dynamic_padding=False)
     with pytest.raises(ConfigError, match="cut_hours must be more than 0"):
         SeqSetConfig(cut_hours=(0.0,))
 

@@ -282,6 +282,7 @@ def _train(system: System[ConfigT], config: ConfigT, folder: Path, options: Trai
 
 
 def _say_end(show: ConsoleLogger, result: TrainResult, folder: Path) -> None:
+    from truebatch.reports.progress_display import peak_memory_bytes
     from truebatch.training.distributed.collectives import rank
 
     if rank() != 0:
@@ -295,6 +296,7 @@ def _say_end(show: ConsoleLogger, result: TrainResult, folder: Path) -> None:
     out = result.records[-1].get("quarantined", 0) if result.records else 0
     left = f", {out:,} samples left out because they did not fit in memory" if out else ""
     show.say(f"done: {result.step} steps ({result.why}){last}{best}{left}")
+    show.say(f"peak memory: {peak_memory_bytes() / 2**30:.2f} GiB")
     exported = folder / "model"
     show.say(f"run: {folder}" + (f"; model: {exported}" if exported.is_dir() else ""))
     show.say(_next(folder, exported))

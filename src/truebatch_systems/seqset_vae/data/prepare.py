@@ -17,19 +17,21 @@ from truebatch_systems.seqset_vae.data.cache import State, read_once
 from truebatch_systems.seqset_vae.data.faults import Findings, Policy
 from truebatch_systems.seqset_vae.data.labels import TEST, TRAIN, VALIDATION
 from truebatch_systems.seqset_vae.data.read import Source, find_table, read_source
-from truebatch_systems.seqset_vae.data.transform import carry_forward, cut_stays, numbers_of
+from truebatch_systems.seqset_vae.data.transform import SUMMARY, append_summary, carry_forward, cut_stays, numbers_of
 from truebatch_systems.seqset_vae.data.variables import (
     Variables,
     normalise,
     read_statistics,
     statistics_of,
     with_counts,
+    with_statistics_of_summary,
+    with_summary,
 )
 
 DATA_FIELDS = (
     "data", "labels", "embeddings", "statistics", "columns", "max_events", "max_sets", "first_hours", "last_hours",
     "carry_minutes", "always_carry", "carry_counts", "drop_faulty", "strict", "validation_share", "test_share", "split_seed",
-    "generator", "clip",
+    "generator", "clip", "summarise",
 )  # fmt: skip
 """Settings that decide what the stays are."""
 
@@ -42,6 +44,11 @@ class PreparedStays:
     variables: Variables
     lines: tuple[str, ...]
     """What was read, corrected, left out and cut, for the start of a run."""
+
+    @property
+    def most_events(self) -> int:
+        """Events of the longest stay of all splits."""
+        return max(int(stays.num_events.max()) for stays in self.splits.values() if len(stays))
 
     @property
     def train(self) -> Stays:
@@ -99,19 +106,39 @@ def _prepare(key: _StaysKey) -> PreparedStays:
             do="give more stays, or smaller validation_share and test_share",
         )
     variables = find_statistics(config, source, findings)
-    always = numbers_of(variables, config.always_carry)
-    count_from = len(variables) if config.carry_counts else None
-    variables = with_counts(variables) if config.carry_counts else variables
-    splits, cuts = {}, []
-    for split, stays in source.splits.items():
-        if config.carry_minutes is not None:
-            stays = carry_forward(stays, minutes=config.carry_minutes, always=always, count_from=count_from)
-        stays, lines = cut_to_settings(config, stays)
+    splits, variables = _transform(config, source.splits, variables)
+    cuts = []
+    for split, stays in splits.items():
+        splits[split], lines = cut_to_settings(config, stays)
         cuts += [f"{split}: {line}" for line in lines]
+    if config.summarise:  # Faults of the charted values have been counted above.
+        variables = with_statistics_of_summary(variables, len(source.variables), splits[TRAIN], Findings())
+    for split, stays in splits.items():
         splits[split] = normalise(stays, variables, clip=config.clip, place=f"{split} stays", findings=findings)
     about = [f"{split}: {describe_stays(stays)}" for split, stays in splits.items()]
     lines = [*about, f"variables: {len(variables) - 1}", *findings.lines(), *cuts]
     return PreparedStays(splits, variables, tuple(lines))
+
+
+def _transform(
+    config: SeqSetConfig, splits: Mapping[str, Stays], variables: Variables
+) -> tuple[dict[str, Stays], Variables]:
+    """The stays with values carried forward and summed up as the settings say, and the variables these bring along."""
+    names, always = variables.names, numbers_of(variables, config.always_carry)
+    count_from = len(variables) if config.carry_counts else None
+    variables = with_counts(variables) if config.carry_counts else variables
+    first = len(variables)
+    variables = with_summary(variables, names, SUMMARY) if config.summarise else variables
+    found: dict[str, Stays] = {}
+    for split, stays in splits.items():
+        known = cut_stays(stays, first_hours=config.first_hours)[0]
+        if config.carry_minutes is not None:
+            stays = carry_forward(stays, minutes=config.carry_minutes, always=always, count_from=count_from)
+        if config.summarise:
+            stays = cut_stays(stays, first_hours=config.first_hours)[0]
+            stays = append_summary(stays, known, num_variables=len(names), first=first)
+        found[split] = stays
+    return found, variables
 
 
 def find_statistics(config: SeqSetConfig, source: Source, findings: Findings) -> Variables:

@@ -1,6 +1,7 @@
 """Shorten stays by whole sets: what was known after some hours, a window of time, or the most recent part.
 
-Carry values forward: at every set, what was last known of each variable, as far as it is not too old.
+Carry values forward: at every set, what was last known of each variable, as far as it is not too old. Or sum a stay up:
+one more set at its end, with how often each variable was charted and its last, mean, lowest and highest value.
 """
 
 from __future__ import annotations
@@ -202,3 +203,55 @@ def _filled(sample: dict[str, Any], carried: Carried, count_from: int | None) ->
         var = np.concatenate([var, var + count_from])[order]
         val = np.concatenate([val, np.log(carried.number).astype(np.float32)])[order]
     return {**sample, "var": var, "val": val, "set_size": np.bincount(set_id, minlength=len(sample["set_minute"]))}
+
+
+SUMMARY = ("times charted", "last value", "mean", "lowest", "highest")
+
+
+def append_summary(stays: Stays, known: Stays, *, num_variables: int, first: int) -> Stays:
+    """The stays with one more set at their end that sums up what is `known` of them, at the time of the newest set.
+
+    Variable v brings along up to five events, numbered v + first + k * num_variables for the k-th of `SUMMARY`: the
+    logarithm of how often it was charted, its last value, and the other three where it was charted more than once.
+    """
+    owner, var, values = _summary_events(known, num_variables, first)
+    sizes = np.bincount(owner, minlength=len(stays))
+    has = sizes > 0
+    newest = stays.set_minute[stays.set_starts[1:] - 1]
+    return replace(
+        stays,
+        starts=stays.starts + np.append(0, np.cumsum(sizes)),
+        set_starts=stays.set_starts + np.append(0, np.cumsum(has)),
+        var=np.insert(stays.var, stays.starts[1:][owner], var).astype(np.int32),
+        val=np.insert(stays.val, stays.starts[1:][owner], values).astype(np.float32),
+        set_minute=np.insert(stays.set_minute, stays.set_starts[1:][has], newest[has]).astype(np.float32),
+        set_size=np.insert(stays.set_size, stays.set_starts[1:][has], sizes[has]).astype(np.int32),
+    )
+
+
+def _summary_events(stays: Stays, num_variables: int, first: int) -> tuple[Ints, Ints, NDArray[np.float64]]:
+    """Stay, variable and value of every event of the summaries, stay after stay."""
+    at = np.flatnonzero(stays.var != NOTHING)
+    of_event = np.repeat(np.arange(len(stays), dtype=np.int64), stays.num_events)[at]
+    key = of_event * num_variables + stays.var[at]
+    order = np.argsort(key, kind="stable")
+    values = stays.val[at][order].astype(np.float64)
+    pairs, starts, counts = np.unique(key[order], return_index=True, return_counts=True)
+    if not len(pairs):
+        return pairs, pairs, values
+    ends = np.append(starts[1:], len(values))
+    columns = np.stack(
+        [
+            np.log(counts),
+            values[ends - 1],
+            np.add.reduceat(values, starts) / counts,
+            np.minimum.reduceat(values, starts),
+            np.maximum.reduceat(values, starts),
+        ],
+        axis=1,
+    )
+    is_there = np.ones(columns.shape, dtype=bool)
+    is_there[:, 2:] = counts[:, None] > 1
+    which, kind = np.nonzero(is_there)
+    var = pairs[which] % num_variables + first + kind * num_variables
+    return pairs[which] // num_variables, var, columns[which, kind]

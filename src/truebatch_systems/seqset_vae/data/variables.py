@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -142,6 +142,27 @@ def with_counts(variables: Variables) -> Variables:
         np.concatenate([variables.vectors, vectors]),
         np.concatenate([variables.mean, zeros]),
         np.concatenate([variables.std, ones]),
+    )
+
+
+def with_summary(variables: Variables, names: Sequence[str], kinds: Sequence[str]) -> Variables:
+    """The variables followed by those of a summary: for every kind, one of each name."""
+    added = [f"{name}, {kind}" for kind in kinds for name in names]
+    vectors = np.stack([_drawn(name, variables.vectors.shape[1]) for name in added]).astype(np.float32)
+    return Variables(
+        (*variables.names, *added),
+        np.concatenate([variables.vectors, vectors]),
+        np.concatenate([variables.mean, np.zeros(len(added))]),
+        np.concatenate([variables.std, np.ones(len(added))]),
+    )
+
+
+def with_statistics_of_summary(variables: Variables, first: int, train: Stays, findings: Findings) -> Variables:
+    """The variables with mean and deviation of those from `first` on as they are in the training stays."""
+    found = statistics_of(variables, train, findings)
+    own = np.arange(len(variables)) < first
+    return replace(
+        variables, mean=np.where(own, variables.mean, found.mean), std=np.where(own, variables.std, found.std)
     )
 
 
