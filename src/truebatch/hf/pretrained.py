@@ -35,6 +35,8 @@ CLASSES = {
     "sequence_classification": "AutoModelForSequenceClassification",
     "token_classification": "AutoModelForTokenClassification",
     "seq2seq": "AutoModelForSeq2SeqLM",
+    "dpo": "AutoModelForCausalLM",
+    "reward": "AutoModelForSequenceClassification",
 }
 _TOKENIZER_FILES = ("*token*", "chat_template*", "vocab*", "merges*", "*.model")
 _MOST_TEMPLATE_BYTES = 1 << 20
@@ -134,7 +136,7 @@ def load_weights(
     transformers.
     """
     torch.manual_seed(seed)
-    is_classifier = task in ("sequence_classification", "token_classification")
+    is_classifier = task in ("sequence_classification", "token_classification", "reward")
     model, found = load_weights_of(
         _class_of(task), folder, config=config, dtype=torch.float32, ignore_mismatched_sizes=is_classifier,
         output_loading_info=True, **({} if quantization is None else {"quantization_config": quantization}),

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from truebatch.errors import ConfigError
+from truebatch.hf.finetune.preference.config import PreferenceConfig
 from truebatch.io.text_encoding import nearest
 from truebatch.planning.config import Overlong
 from truebatch.training.config import TrainConfig
 
-Task = Literal["causal_lm", "sequence_classification", "token_classification", "seq2seq"]
+Task = Literal["causal_lm", "sequence_classification", "token_classification", "seq2seq", "dpo", "reward"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +24,8 @@ class FinetuneConfig:
     data: Path
     """Samples to train on, one JSON object a line (.json, .csv and .parquet too)."""
     task: Task
-    """What is learned: the next token, a class of the text, a class of each word, or a text from another."""
+    """What is learned: the next token, a class of the text, a class of each word, a text from another, or the better of two
+    answers (dpo: by the model that writes, reward: by one that judges)."""
     streaming: bool = False
     """Encode samples as they are read, in windows (train.window), instead of all before; a dataset of the Hub is one."""
     validation: Path | None = None
@@ -44,6 +46,7 @@ class FinetuneConfig:
     """Export the whole model with the adapter added to its weights, instead of the adapter alone."""
     load_in_4bit: bool = False
     """Keep the frozen base of an adapter in four bits (QLoRA, NF4; package bitsandbytes)."""
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from truebatch.generation.interface import Decoder, Prompt, key_prompts
 from truebatch.generation.text_stream import stream_texts
 from truebatch.hf.finetune.chat_template import render_question, turn_end_ids
 from truebatch.hf.finetune.config import FinetuneConfig
-from truebatch.hf.finetune.record_formats import Chat, Plain, Record, read_record
+from truebatch.hf.finetune.record_formats import Chat, Plain, PromptCompletion, Record, read_record
 from truebatch.hf.finetune.tokenize import without_end
 from truebatch.hf.generate.decoder import hf_decoder
 from truebatch.hf.generate.seq2seq import seq2seq_decoder
@@ -27,7 +27,7 @@ from truebatch.hf.pretrained import load_tokenizer, num_positions
 from truebatch.io.data_files import read_samples
 from truebatch.training.distributed.device import find_device
 
-_WRITING = ("causal_lm", "seq2seq")
+_WRITING = ("causal_lm", "seq2seq", "dpo")
 
 
 def generate(
@@ -87,4 +87,7 @@ def _kind_of_data(config: FinetuneConfig, tokenizer: Any) -> type[Record]:
     if not config.data.exists():
         return Chat if tokenizer.chat_template is not None else Plain
     place, sample = next(read_samples(config.data))
+    if config.task == "dpo":
+        is_chat = isinstance(sample, dict) and isinstance(sample.get("chosen"), list)
+        return Chat if is_chat else PromptCompletion
     return type(read_record(config.task, sample, place))

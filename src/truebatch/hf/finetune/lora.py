@@ -18,6 +18,8 @@ _TASKS = {
     "sequence_classification": "SEQ_CLS",
     "token_classification": "TOKEN_CLS",
     "seq2seq": "SEQ_2_SEQ_LM",
+    "dpo": "CAUSAL_LM",
+    "reward": "SEQ_CLS",
 }
 _HEADS = ("score", "classifier", "classification_head", "pre_classifier")
 """Heads of classifiers: new, and therefore trained whole."""
@@ -43,7 +45,7 @@ def add_lora(model: nn.Module, task: str, *, rank: int, alpha: float) -> None:
         lora_alpha=alpha,
         lora_dropout=0.0,
         target_modules="all-linear",
-        modules_to_save=heads if task.endswith("classification") and heads else None,
+        modules_to_save=heads if _TASKS[task].endswith("_CLS") and heads else None,
         task_type=_TASKS[task],
     )
     adapted: Any = model

@@ -74,6 +74,7 @@ KEYS = {
 }
 """What a line must hold, for messages."""
 _SIGNS = (
+    ("dpo", {"chosen", "rejected"}),
     ("seq2seq", {"source", "target"}),
     ("token_classification", {"tokens", "tags"}),
     ("sequence_classification", {"text", "label"}),
@@ -104,6 +105,8 @@ def _refuse_half_characters(sample: Mapping[str, Any], place: str) -> None:
 
 
 def _language(sample: Mapping[str, Any], place: str, task: str) -> Record:
+    if {"chosen", "rejected"} <= set(sample):
+        raise _error(f"{place} holds a pair of answers{_other_task(sample)}", _keys(sample), task)
     if "messages" in sample:
         return Chat(_messages(sample["messages"], place, "role", "content"))
     if "conversations" in sample:
@@ -148,6 +151,11 @@ def _completion(sample: Mapping[str, Any], place: str) -> Record:
     before = _messages(prompt, place, "role", "content", needs_answer=False)
     after = _messages(sample.get("completion"), place, "role", "content")
     return Chat((*before, *after), first_learned=len(before))
+
+
+def read_messages(turns: Any, place: str, *, needs_answer: bool = True) -> tuple[Message, ...]:
+    """A list of messages with roles and contents."""
+    return _messages(turns, place, "role", "content", needs_answer=needs_answer)
 
 
 def _system(sample: Mapping[str, Any], place: str) -> list[Message]:

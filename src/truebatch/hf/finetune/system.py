@@ -20,6 +20,7 @@ from truebatch.hf.finetune.config import FinetuneConfig
 from truebatch.hf.finetune.evaluate import evaluate
 from truebatch.hf.finetune.generate import generate
 from truebatch.hf.finetune.lora import add_lora, check_peft, merge_into, name_base
+from truebatch.hf.finetune.preference.system import prepare_preference, restore_pair_model
 from truebatch.hf.finetune.quantize import nf4_config, without_inference_kernels
 from truebatch.hf.finetune.token_store import TokenStore
 from truebatch.hf.finetune.token_stream import HeadStream, TokenStream
@@ -49,6 +50,9 @@ from truebatch.training.checks.batch_coupling import leaves_out_layers
 from truebatch.training.data import TrainData
 from truebatch.training.system import System, Task, TaskCommands
 from truebatch.verification.choose_layout import choose_layout
+
+PAIRS = ("dpo", "reward")
+"""Tasks with a better and a worse answer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -214,6 +218,8 @@ def _load(config: FinetuneConfig, configuration: Any) -> tuple[nn.Module, list[s
 
 def _restore_model(config: FinetuneConfig, weights: Mapping[str, Tensor]) -> nn.Module:
     """The model of a run; only that of a classifier needs the data, which names its classes."""
+    if config.task in PAIRS:
+        return restore_pair_model(config, weights)
     if config.task.endswith("classification"):
         return _build_model(config, prepare(config))
     return _load(config, load_configuration(config.model))[0]
@@ -277,6 +283,8 @@ def _save(config: FinetuneConfig, ready: PreparedRun, model: nn.Module, folder: 
 
 def prepare_task(config: FinetuneConfig) -> Task:
     """The data file of a configuration, encoded, with the user's model and its loss."""
+    if config.task in PAIRS:
+        return prepare_preference(config)
     ready = prepare(config)
     return Task(
         data=TrainData(samples=ready.samples, fields=ready.head.fields, validation=ready.held_out),

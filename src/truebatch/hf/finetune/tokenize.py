@@ -155,12 +155,12 @@ def _of_pair(encoder: FileTokenizer, record: Any, place: str, names: Sequence[st
         labels = tokenizer(text_target=record.answer)["input_ids"]
         return {"input_ids": _some(tokenizer(record.prompt)["input_ids"], place), "labels": _some(labels, place)}
     before = without_end(tokenizer, tokenizer(record.prompt)["input_ids"])
-    after = _with_end(tokenizer, tokenizer(record.answer, add_special_tokens=False)["input_ids"])
+    after = with_end(tokenizer, tokenizer(record.answer, add_special_tokens=False)["input_ids"])
     return {"input_ids": _some([*before, *after], place), "labels": [IGNORE] * len(before) + _some(after, place)}
 
 
 def _of_plain(encoder: FileTokenizer, record: Any, place: str, names: Sequence[str]) -> Sample:
-    ids = _some(_with_end(encoder.tokenizer, encoder.tokenizer(record.text)["input_ids"]), place)
+    ids = _some(with_end(encoder.tokenizer, encoder.tokenizer(record.text)["input_ids"]), place)
     return {"input_ids": ids, "labels": ids}
 
 
@@ -241,7 +241,8 @@ def _some(ids: Sequence[int], place: str) -> list[int]:
     return list(ids)
 
 
-def _with_end(tokenizer: Any, ids: Sequence[int]) -> list[int]:
+def with_end(tokenizer: Any, ids: Sequence[int]) -> list[int]:
+    """The tokens of an answer, ended as the tokenizer ends a text."""
     end = tokenizer.eos_token_id
     return [*ids, end] if end is not None and (not ids or ids[-1] != end) else list(ids)
 

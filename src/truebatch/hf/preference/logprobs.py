@@ -199,7 +199,7 @@ def _has_adapter(part: nn.Module) -> bool:
 
 def read_tokens(head: ModelHead, model: Any, rows: CompletionRows, temperature: float = 1.0) -> TokenLogProbs:
     """Log-probability and entropy of each token of the rows' completions; logits are made in chunks where they can be."""
-    refuse_lost_attention(model)
+    refuse_lost_attention(model, rows)
     layer = output_layer_of(model, rows.input_ids)
     given = call_inputs(head, model, rows)
     with attending(head, model, rows):
@@ -215,12 +215,10 @@ def read_tokens(head: ModelHead, model: Any, rows: CompletionRows, temperature: 
     )
 
 
-def refuse_lost_attention(model: Any) -> None:
+def refuse_lost_attention(model: Any, rows: CompletionRows) -> None:
     """Raise where layers run again in backward, when the attention of these rows is no longer in place."""
-    from_rows = model.config._attn_implementation == NAME
-    if torch.is_grad_enabled() and getattr(model, "is_gradient_checkpointing", False) and not from_rows:
-        if _kept_open:
-            return
+    stays = not rows.is_packed or bool(_kept_open) or model.config._attn_implementation == NAME
+    if torch.is_grad_enabled() and getattr(model, "is_gradient_checkpointing", False) and not stays:
         raise ConfigError(
             "gradient checkpointing runs layers again in backward, and then with another attention",
             seen=f"attn_implementation={model.config._attn_implementation!r}",

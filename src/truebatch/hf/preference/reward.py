@@ -52,7 +52,7 @@ def reward(
 
 def read_rewards(head: ModelHead, model: Any, rows: CompletionRows) -> Tensor:
     """[n, labels] of the completions of these rows."""
-    refuse_lost_attention(model)
+    refuse_lost_attention(model, rows)
     given = call_inputs(head, model, rows)
     if not head.pools_last:
         given["input_ids"] = rows.input_ids.masked_fill(~rows.segments.is_real, head.pad_id)
