@@ -8,7 +8,7 @@ from truebatch.attention.forest import attend_forest, choose_forest_kernel
 from truebatch.attention.score_rule import Rule
 from truebatch.batch.segments import forest_segments
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 FORESTS = {
     "a prompt and its answers": ([300, 70, 1, 129, 64], [-1, 0, 0, 0, 0]),

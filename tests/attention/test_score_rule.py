@@ -7,7 +7,7 @@ import torch
 
 from truebatch.attention import score_rule
 from truebatch.attention.api import attend
-from truebatch.attention.score_rule import plans_confuse_layouts, without_cudnn_sdpa
+from truebatch.attention.score_rule import Rule, plans_confuse_layouts, softmax_attention, without_cudnn_sdpa
 from truebatch.batch.segments import packed_segments
 
 CARD = torch.device("cuda")
@@ -106,3 +106,13 @@ def test_gradients_that_depend_on_their_layout_are_noticed(monkeypatch):
         for mode in (nullcontext, torch.no_grad, torch.inference_mode):
             with mode():
                 assert plans_confuse_layouts(torch.device("cpu"))
+
+
+@pytest.mark.gpu
+def test_grouped_heads_in_fp32_hold_no_pairs_on_a_gpu():
+    heads, length = 8, 4096
+    query = torch.randn(1, heads, length, 64, device="cuda", requires_grad=True)
+    key = torch.randn(1, 2, length, 64, device="cuda", requires_grad=True)
+    torch.cuda.reset_peak_memory_stats()
+    softmax_attention(query, key, key, None, Rule(causal=True), causal=True).sum().backward()
+    assert torch.cuda.max_memory_allocated() < heads * length * length * query.element_size()

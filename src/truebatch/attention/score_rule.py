@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from truebatch.attention.dispatch import HALF
 from truebatch.batch.key_dropout import drop_weights
 
 _TRIED = 83
@@ -52,8 +53,9 @@ def softmax_attention(
     if rule.softcap is not None or rule.sinks is not None:
         return written_out_attention(query, key, value, allowed, rule)
     heads, grouped = query.shape[1], key.shape[1] != query.shape[1]
-    if grouped and not (allowed is None and rule.bias is None):
-        # Fused kernels take grouped heads only without a mask.
+    has_mask = allowed is not None or rule.bias is not None
+    if grouped and (has_mask or (query.device.type == "cuda" and query.dtype not in HALF)):
+        # Fused kernels take grouped heads only without a mask, and on a GPU in half precision; others hold all pairs.
         key, value, grouped = _repeat_heads(key, heads), _repeat_heads(value, heads), False
     mask = _join(allowed, rule.bias, query)
     if not (key.requires_grad or value.requires_grad):

@@ -35,18 +35,29 @@ def finish_step(job: Job, state: TrainState, log: MetricsLog | None) -> None:
     if state.end is EndReason.ALL_STEPS_DONE:
         refuse_nothing_done(job.engine.guard, steps=state.step)
     is_time = _is_due(job.config.save_every, state, is_end_of_epoch) and not _is_in_doubt(job)
-    due = is_best or action.keep or state.is_done or is_time
-    if job.run is not None and due:
+    must_save = is_best or action.keep or state.is_done
+    if job.run is not None and (must_save or (is_time and _is_worth_saving(job))):
         if log is not None:
             log.sync()
-        problem = save_run(
-            job.run.checkpoints, job.engine, state, fingerprint=job.run.fingerprint, keep=job.config.keep, best=is_best,
-            kept=action.keep,
-        )  # fmt: skip
+        with job.save_pace.timed():
+            problem = save_run(
+                job.run.checkpoints, job.engine, state, fingerprint=job.run.fingerprint, keep=job.config.keep,
+                best=is_best, kept=action.keep,
+            )  # fmt: skip
         if problem:
             job.say(f"step {state.step}: {problem}")
     if state.is_done:
         check_parameters(job, state)
+
+
+def _is_worth_saving(job: Job) -> bool:
+    """Always where `save_every` asks for it; at the end of an epoch by the time it takes, the same on every rank."""
+    if job.config.save_every is not None:
+        return True
+    is_worth_it = broadcast_from_rank0(job.save_pace.is_worth_it())
+    if not is_worth_it and (words := job.save_pace.once()):
+        job.say(words)
+    return is_worth_it
 
 
 def _is_in_doubt(job: Job) -> bool:

@@ -100,7 +100,7 @@ class TrainConfig:
     min_delta: float = 0.0
     """How much lower the validation loss must be to count as an improvement."""
     save_every: int | None = None
-    """Steps between checkpoints; by default once an epoch."""
+    """Steps between checkpoints; by default once an epoch, more rarely where that would take over 5% of the time."""
     keep: int = 2
     """Checkpoints kept beside the best one."""
     allow: tuple[str, ...] = ()

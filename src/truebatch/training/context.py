@@ -13,6 +13,7 @@ from truebatch.planning.config import PlanConfig
 from truebatch.planning.lengths.measured_values import Measured
 from truebatch.planning.plan import Plan, build_plan
 from truebatch.training.callbacks import Logger
+from truebatch.training.checkpoint.save_pace import SavePace
 from truebatch.training.checks.batch_coupling import Coupling
 from truebatch.training.checks.equality import Equality
 from truebatch.training.config import TrainConfig
@@ -126,6 +127,8 @@ class Job:
     watchdog: Watchdog | None = None
     """Learns of every step: a run that no longer moves is reported with its stacks."""
 
+    save_pace: SavePace = field(default_factory=SavePace)
+    """When the end of an epoch is saved."""
     equality: list[Equality | None] = field(default_factory=list)
     """What the check before the first update has found, once it is made; None where an earlier start made it."""
 
