@@ -11,7 +11,7 @@ import functools
 import hashlib
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -47,6 +47,8 @@ class NoiseKeys:
     """[N] int64, one per sample."""
     known: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Axis -> key and position of every entry, computed once per micro-batch."""
+    whole: NoiseKeys | None = None
+    """The micro-batch that this one has parts of."""
 
 
 _current: ContextVar[NoiseKeys | None] = ContextVar("truebatch_noise", default=None)
@@ -60,7 +62,30 @@ def noise_for(batch: MicroBatch, *, seed: int, epoch: int = 0) -> Iterator[Noise
     ids = np.asarray(batch.sample_ids, dtype=np.int64)
     bits = keyed_hash(seed, epoch, "noise", ids).view(np.int64)
     device = next((t.device for k, t in batch.fields.items() if k not in batch.host), torch.device("cpu"))
-    keys = NoiseKeys(batch, torch.from_numpy(bits.copy()).to(device, non_blocking=True))
+    with _noise_opened(NoiseKeys(batch, torch.from_numpy(bits.copy()).to(device, non_blocking=True))) as keys:
+        yield keys
+
+
+@contextmanager
+def noise_for_parts(parts: MicroBatch, *, sample: Sequence[int], place: Sequence[int]) -> Iterator[None]:
+    """Inside `noise_for`: the same for parts of its samples that are run as samples of their own.
+
+    `sample` is the place of each part's sample in the outer micro-batch, `place` its place among the parts of the sample.
+    Without noise around it nothing is opened.
+    """
+    outer = _current.get()
+    if outer is None:
+        yield
+        return
+    outer = outer.whole or outer
+    device = outer.keys.device
+    at, counted = (torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True) for values in (sample, place))
+    with _noise_opened(NoiseKeys(parts, _mix(outer.keys[at] + (counted + 1) * _STRIDE), whole=outer)):
+        yield
+
+
+@contextmanager
+def _noise_opened(keys: NoiseKeys) -> Iterator[NoiseKeys]:
     token, here = _current.set(keys), (threading.get_ident(), keys)
     _open.append(here)
     try:

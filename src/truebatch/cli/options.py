@@ -44,7 +44,9 @@ class HfOptions:
     data: Annotated[Path | None, typer.Option(help="hf: the samples to train on.")] = None
     task: Annotated[
         str | None,
-        typer.Option(help="hf: causal_lm, sequence_classification, token_classification, seq2seq, dpo or reward."),
+        typer.Option(
+            help="hf: causal_lm, sequence_classification, token_classification, seq2seq, dpo, reward or embedding."
+        ),
     ] = None
     lora: Annotated[bool, typer.Option("--lora", help="hf: train an adapter (LoRA) and keep the model frozen.")] = False
 

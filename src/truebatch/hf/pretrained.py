@@ -37,7 +37,10 @@ CLASSES = {
     "seq2seq": "AutoModelForSeq2SeqLM",
     "dpo": "AutoModelForCausalLM",
     "reward": "AutoModelForSequenceClassification",
+    "embedding": "AutoModel",
 }
+NOT_READ = "pooler."
+"""Weights of a base model that embeddings do not go through: a folder of a language model has none."""
 _TOKENIZER_FILES = ("*token*", "chat_template*", "vocab*", "merges*", "*.model")
 _MOST_TEMPLATE_BYTES = 1 << 20
 _POSITIONS = ("max_position_embeddings", "n_positions")
@@ -142,14 +145,14 @@ def load_weights(
         output_loading_info=True, **({} if quantization is None else {"quantization_config": quantization}),
     )  # fmt: skip
     missing = sorted(found["missing_keys"])
-    if missing and not is_classifier:
+    if any(not (task == "embedding" and name.startswith(NOT_READ)) for name in missing) and not is_classifier:
         raise DataError(
             f"{folder} has no weights for {len(missing)} parameters of a {task} model",
             seen=f"missing {missing[:4]}",
             do="check that the folder holds a model of that task",
         )
     resized = [str(key[0]) if isinstance(key, tuple | list) else str(key) for key in found["mismatched_keys"]]
-    return model, sorted({*missing, *resized})
+    return model, [] if task == "embedding" else sorted({*missing, *resized})
 
 
 def sketch_model(config: PretrainedConfig, task: str) -> nn.Module:

@@ -323,6 +323,7 @@ _PEFT_CLASSES = {
     "SEQ_2_SEQ_LM": "AutoPeftModelForSeq2SeqLM",
     "SEQ_CLS": "AutoPeftModelForSequenceClassification",
     "TOKEN_CLS": "AutoPeftModelForTokenClassification",
+    "FEATURE_EXTRACTION": "AutoPeftModelForFeatureExtraction",
 }
 
 
@@ -332,8 +333,9 @@ def _next_of_adapter(folder: Path, exported: Path) -> str:
 
     kind = str(read_json(exported / "adapter_config.json").get("task_type"))
     writes = kind in ("CAUSAL_LM", "SEQ_2_SEQ_LM")
-    number = 0 if writes else len(read_json(exported / "config.json")["id2label"])
-    classes = "" if writes else f", num_labels={number}, ignore_mismatched_sizes=True"
+    is_classifier = kind in ("SEQ_CLS", "TOKEN_CLS")
+    number = len(read_json(exported / "config.json")["id2label"]) if is_classifier else 0
+    classes = "" if not is_classifier else f", num_labels={number}, ignore_mismatched_sizes=True"
     in_python = f"peft.{_PEFT_CLASSES[kind]}.from_pretrained({str(exported)!r}{classes})"
     if writes:
         return f"next: truebatch generate {shlex.quote(str(folder))}; in Python: {in_python}"

@@ -12,7 +12,9 @@ from truebatch.io.text_encoding import nearest
 from truebatch.planning.config import Overlong
 from truebatch.training.config import TrainConfig
 
-Task = Literal["causal_lm", "sequence_classification", "token_classification", "seq2seq", "dpo", "reward"]
+Task = Literal[
+    "causal_lm", "sequence_classification", "token_classification", "seq2seq", "dpo", "reward", "embedding"
+]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,8 +26,8 @@ class FinetuneConfig:
     data: Path
     """Samples to train on, one JSON object a line (.json, .csv and .parquet too)."""
     task: Task
-    """What is learned: the next token, a class of the text, a class of each word, a text from another, or the better of two
-    answers (dpo: by the model that writes, reward: by one that judges)."""
+    """What is learned: the next token, a class of the text, a class of each word, a text from another, the better of two
+    answers (dpo: by the model that writes, reward: by one that judges), or embeddings."""
     streaming: bool = False
     """Encode samples as they are read, in windows (train.window), instead of all before; a dataset of the Hub is one."""
     validation: Path | None = None
@@ -38,6 +40,10 @@ class FinetuneConfig:
     """Train with the dropout of the model's configuration, drawn for each sample; false sets it to 0."""
     chat_template: Path | None = None
     """A Jinja file, instead of the tokenizer's own template."""
+    pooling: Literal["auto", "mean", "cls", "last"] = "auto"
+    """Embeddings: from which states; auto is what a folder of sentence-transformers says, else mean (decoders: last)."""
+    temperature: float = 0.05
+    """Embeddings: cosines are divided by it before the softmax over the positives and negatives of the whole step."""
     lora: bool = False
     """Train an adapter (LoRA) beside the frozen model."""
     lora_rank: int = 16
@@ -67,7 +73,33 @@ class FinetuneConfig:
                 seen="load_in_4bit=true, train.shard=true",
                 do="leave one of them out: a base in four bits takes an eighth of the memory of one in fp32",
             )
+        self._check_embedding()
         for name in ("max_length", "lora_rank"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1", seen=f"{name}={value!r}", do=f"raise {name}")
+
+    def _check_embedding(self) -> None:
+        given = [
+            name for name, default in (("pooling", "auto"), ("temperature", 0.05)) if getattr(self, name) != default
+        ]
+        if given and self.task != "embedding":
+            raise ConfigError(
+                f"{given[0]} is for embeddings",
+                seen=f"{given[0]}={getattr(self, given[0])!r}, task={self.task!r}",
+                do="leave it out, or add --task embedding",
+            )
+        if self.pooling not in ("auto", "mean", "cls", "last"):
+            raise ConfigError(
+                "the pooling is not known", seen=f"pooling={self.pooling!r}", do="use one of: auto, mean, cls, last"
+            )
+        if not self.temperature > 0:
+            raise ConfigError(
+                "the temperature must be above 0",
+                seen=f"temperature={self.temperature!r}",
+                do="use 0.05, or 0.01 to 0.1",
+            )
+        if self.task == "embedding" and self.streaming:
+            raise ConfigError(
+                "pairs of texts are read as a whole", seen="task='embedding', streaming=true", do="leave streaming out"
+            )

@@ -36,7 +36,7 @@ def generate(
     """`System.generate` of `train hf`: (number of the prompt, new text) as it comes."""
     if config.task not in _WRITING:
         raise ConfigError(
-            "this model was trained to classify; it writes no text",
+            "this model was trained to classify or to embed; it writes no text",
             seen=f"task={config.task}",
             do="measure it with `truebatch evaluate`, or load its folder `model` with transformers",
         )

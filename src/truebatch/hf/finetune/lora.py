@@ -20,6 +20,7 @@ _TASKS = {
     "seq2seq": "SEQ_2_SEQ_LM",
     "dpo": "CAUSAL_LM",
     "reward": "SEQ_CLS",
+    "embedding": "FEATURE_EXTRACTION",
 }
 _HEADS = ("score", "classifier", "classification_head", "pre_classifier")
 """Heads of classifiers: new, and therefore trained whole."""

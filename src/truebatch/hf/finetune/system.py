@@ -17,11 +17,19 @@ from truebatch.batch.key_dropout import key_dropout
 from truebatch.errors import ConfigError
 from truebatch.hf.attention.packed import packing_plan_of
 from truebatch.hf.finetune.config import FinetuneConfig
+from truebatch.hf.finetune.embedding import (
+    describe_embedding,
+    head_for_pairs,
+    longest_text,
+    objective_for_pairs,
+    save_sentence_files,
+)
 from truebatch.hf.finetune.evaluate import evaluate
 from truebatch.hf.finetune.generate import generate
 from truebatch.hf.finetune.lora import add_lora, check_peft, merge_into, name_base
 from truebatch.hf.finetune.preference.system import prepare_preference, restore_pair_model
 from truebatch.hf.finetune.quantize import nf4_config, without_inference_kernels
+from truebatch.hf.finetune.text_pairs import encode_pairs
 from truebatch.hf.finetune.token_store import TokenStore
 from truebatch.hf.finetune.token_stream import HeadStream, TokenStream
 from truebatch.hf.finetune.tokenize import FileTokenizer, encode_file
@@ -43,6 +51,7 @@ from truebatch.hf.pretrained import (
     with_labels,
     without_chatter,
 )
+from truebatch.objective import Objective
 from truebatch.planning.lengths.measure import content_hash
 from truebatch.planning.lengths.measured_values import Measured, cache_folder
 from truebatch.planning.rows import Ints, Layout
@@ -131,15 +140,26 @@ def _prepare(config: FinetuneConfig, contents: tuple[str, ...]) -> PreparedRun:
         overlong=config.overlong,
         cache=cache_folder(),
     )
-    train = TokenStream(encoder, config.data) if config.streaming else encode_file(encoder, config.data)
-    validation = encode_file(encoder, config.validation, names=train.label_names) if config.validation else None
+    train, validation = _encoded(config, encoder)
     with_labels(configuration, train.label_names)
     dropouts, keyed = _split_dropouts(config, configuration)
     with_dropout(configuration, dict.fromkeys(dropouts, 0.0))
     first = train.first() if isinstance(train, TokenStream) else train[0]
     head = head_of(shape_of(configuration, config.task), first)
+    if config.task == "embedding":
+        assert isinstance(train, TokenStore)
+        head = head_for_pairs(head, config, train)
     content = contents[0] if contents else ""
     return PreparedRun(train, validation, configuration, dropouts, keyed, head, content, [])
+
+
+def _encoded(config: FinetuneConfig, encoder: FileTokenizer) -> tuple[TokenStore | TokenStream, TokenStore | None]:
+    """The samples to train on, and those never trained on."""
+    if config.task == "embedding":
+        validation = encode_pairs(encoder, config.validation) if config.validation else None
+        return encode_pairs(encoder, config.data), validation
+    train = TokenStream(encoder, config.data) if config.streaming else encode_file(encoder, config.data)
+    return train, encode_file(encoder, config.validation, names=train.label_names) if config.validation else None
 
 
 def _split_dropouts(config: FinetuneConfig, configuration: Any) -> tuple[dict[str, float], dict[str, float]]:
@@ -162,6 +182,8 @@ def _max_length(config: FinetuneConfig, configuration: Any) -> int | None:
             seen=f"max_length={config.max_length:,}, positions {positions:,}",
             do=f"give at most {positions:,}",
         )
+    if config.max_length is None and config.task == "embedding":
+        return longest_text(config, positions)
     return config.max_length or positions
 
 
@@ -254,8 +276,9 @@ def _choose_layout(config: FinetuneConfig, model: nn.Module) -> tuple[Layout, st
     return layout, f"layout: {layout}, proven equal to one by one" + (f" ({why})" if why else "")
 
 
-def _describe(ready: PreparedRun) -> list[str]:
-    lines = [*ready.train.notes, *(ready.validation.notes if ready.validation is not None else ())]
+def _describe(config: FinetuneConfig, ready: PreparedRun) -> list[str]:
+    lines = [describe_embedding(ready.head, config, ready.configuration)] if config.task == "embedding" else []
+    lines += [*ready.train.notes, *(ready.validation.notes if ready.validation is not None else ())]
     if ready.dropouts:
         rates = ", ".join(f"{name}={rate}" for name, rate in ready.dropouts.items())
         lines.append(f"dropout is set to 0 for training (was {rates}); --set train.allow=[dropout] keeps it")
@@ -279,27 +302,35 @@ def _save(config: FinetuneConfig, ready: PreparedRun, model: nn.Module, folder: 
     if config.lora and not config.merge_lora:
         name_base(folder, config.model)
     load_tokenizer(config.model, config.chat_template).save_pretrained(folder)
+    if config.task == "embedding" and not (config.lora and not config.merge_lora):
+        save_sentence_files(config, ready.configuration, folder)
 
 
 def prepare_task(config: FinetuneConfig) -> Task:
     """The data file of a configuration, encoded, with the user's model and its loss."""
     if config.task in PAIRS:
         return prepare_preference(config)
-    ready = prepare(config)
+    ready, is_embedding = prepare(config), config.task == "embedding"
     return Task(
         data=TrainData(samples=ready.samples, fields=ready.head.fields, validation=ready.held_out),
         measure=partial(measure, ready),
         build_model=partial(_build_model, config, ready),
-        objective=HeadObjective(head=ready.head),
+        objective=_objective(config, ready),
         save=partial(_save, config, ready),
         commands=TaskCommands(
-            describe=partial(_describe, ready),
+            describe=partial(_describe, config, ready),
             choose_layout=partial(_choose_layout, config),
             can_compile=not config.load_in_4bit,
             sketch=None if config.load_in_4bit else partial(_sketch, config, ready),
-            evaluate=partial(evaluate, config, ready.head, ready.train.label_names),
+            evaluate=None if is_embedding else partial(evaluate, config, ready.head, ready.train.label_names),
         ),
     )
+
+
+def _objective(config: FinetuneConfig, ready: PreparedRun) -> Objective:
+    if config.task == "embedding":
+        return objective_for_pairs(ready.head, config, ready.configuration)
+    return HeadObjective(head=ready.head)
 
 
 def _settle(config: FinetuneConfig) -> FinetuneConfig:

@@ -78,7 +78,8 @@ def _along_all(found: StepEmbeddings) -> Tensor:
 
 def _rows_and_weights(one: SampleEntries, weights: Tensor) -> tuple[Tensor, Tensor]:
     sizes = torch.ones(len(weights), dtype=torch.int64) if one.sizes is None else torch.tensor(one.sizes)
-    return one.values.reshape(len(one.values), -1), torch.repeat_interleave(weights, sizes)
+    rows = one.values.flatten(1) if one.values.ndim > 1 else one.values[:, None]
+    return rows, torch.repeat_interleave(weights, sizes)
 
 
 def _along(rows: Tensor, weights: Tensor) -> Tensor:
