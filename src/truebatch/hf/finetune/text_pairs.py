@@ -144,7 +144,7 @@ def _refuse_half_scored(placed: Sequence[tuple[str, TextPair]], path: Path) -> N
     if other is not None:
         raise DataError(
             f"{path} has scores for some pairs only",
-            seen=f"{placed[0][0]} has {'one' if is_scored else 'none'}, {other} has {'none' if is_scored else 'one'}",
+            seen=f"a score at {placed[0][0] if is_scored else other}, none at {other if is_scored else placed[0][0]}",
             do="split the file: pairs with a score have another loss than pairs without",
         )
 
