@@ -12,9 +12,7 @@ from truebatch.io.text_encoding import nearest
 from truebatch.planning.config import Overlong
 from truebatch.training.config import TrainConfig
 
-Task = Literal[
-    "causal_lm", "sequence_classification", "token_classification", "seq2seq", "dpo", "reward", "embedding"
-]
+Task = Literal["causal_lm", "sequence_classification", "token_classification", "seq2seq", "dpo", "reward", "embedding"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
