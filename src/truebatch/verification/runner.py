@@ -29,16 +29,18 @@ from truebatch.verification.determinism import Mode, quieted, steady_mode, stead
 from truebatch.verification.diagnosis.explanation import Seen, explain
 from truebatch.verification.diagnosis.first_difference import uncompared_modules
 from truebatch.verification.diagnosis.unsteady import noise_words, state_cause
-from truebatch.verification.references import make_reference, refuse_without_fp32, sharper_reference
+from truebatch.verification.references import (
+    hidden_by_rounding,
+    make_reference,
+    refuse_without_fp32,
+    rounded_reference,
+    sharper_reference,
+)
 from truebatch.verification.report import ArrangementResult, Coverage, VerifyReport
 from truebatch.verification.sample_sizes import sized, takes_length
 from truebatch.verification.subjects.function_subject import ListSubject
 from truebatch.verification.subjects.subject import Subject
 
-BLIND = 0.25
-"""Where rounding alone may move outputs by this part of the largest, a fault has room to hide."""
-FLIPPING = 10.0
-"""Rounded runs that lie further apart than this ratio make choices by rounding, as routers of experts do."""
 Original = Callable[[Mode, Whole, Sequence[Any]], Whole]
 
 
@@ -98,54 +100,38 @@ def _prove(
 ) -> VerifyReport:
     """As given; in half precision in fp32 first, where no fault hides in rounding."""
     if subject.model is None or config.tolerance is not None or floating_dtype(subject.model) in TOLERANCES:
-        return _prove_as_given(subject, config, original, chosen)
+        return _prove_as_given(subject, config, original, chosen).report
     dtype = str(floating_dtype(subject.model)).removeprefix("torch.")
     refuse_without_fp32(subject, alone(subject.lengths))
     with in_dtype(subject.model, torch.float32):
         structure = _prove_as_given(subject, config, original, chosen)
-    if not structure.ok:
-        return replace(structure, notes=[*structure.notes, f"judged in fp32, where rounding to {dtype} hides nothing"])
-    return _prove_half(subject, config, original, chosen, structure)
+    report = structure.report
+    if report.ok and structure.case is not None and structure.seen is not None:
+        return _prove_half(report, structure.case, structure.seen)
+    return replace(report, notes=[*report.notes, f"judged in fp32, where rounding to {dtype} hides nothing"])
 
 
-def _prove_half(
-    subject: Subject | ListSubject,
-    config: VerifyConfig,
-    original: Original | None,
-    chosen: Sequence[Arrangement] | None,
-    structure: VerifyReport,
-) -> VerifyReport:
-    """The same in half precision, where fp32 is equal: leaks and causality have been looked at, rounding is left."""
-    singles = alone(subject.lengths)
-    mode, one_by_one = steady_mode(subject, singles)
-    if mode is None or one_by_one is None:
-        return _unsteady(subject, singles)
-    case = _Case(subject, config, singles, original, chosen)
-    seen = _compared(case, mode, one_by_one)
+def _prove_half(structure: VerifyReport, case: _Case, exact: Seen) -> VerifyReport:
+    """The same in half precision, where fp32 is equal: only rounding is left, of outputs and loss in a quick proof."""
+    subject, config, mode = case.subject, case.config, exact.mode
+    chosen = _simplest(subject, config) if config.quick and case.chosen is None else case.chosen
+    with quieted(subject.model, mode):
+        one_by_one = run_whole(subject, case.singles, gradient=not config.quick)
+    fp32 = replace(exact.alone, gradient={}) if config.quick else exact.alone
+    seen = _compared(replace(case, chosen=chosen, exact=fp32), mode, one_by_one)
     note = "structure, leaks and causality were judged in fp32; here, one by one in fp32 is what is compared with"
     half = replace(
         structure, results=seen.results, limits=dict(seen.reference.limits), notes=[*structure.notes, note]
     )  # fmt: skip
-    why = _hidden_by_rounding(seen.reference)
+    why = hidden_by_rounding(seen.reference)
     if why:
         kept = [replace(r, verdict="note") if r.verdict == "different" else r for r in seen.results]
         return replace(half, results=kept, unproven=why)
     if not _fails(seen, config):
         return half
     with quieted(subject.model, mode):
-        report = explain(subject, singles, seen, config)
+        report = explain(subject, case.singles, seen, config)
     return _finish(report, case, seen, None)
-
-
-def _hidden_by_rounding(reference: Reference) -> str:
-    """Why half precision cannot be judged, if rounding alone moves one by one by anything, or so far that all may hide."""
-    least, most = min(reference.rounded, default=0.0), max(reference.rounded, default=0.0)
-    if not (most > BLIND or (least > 0 and most / least > FLIPPING)):
-        return ""
-    return (
-        f"in half precision one by one itself is {least:.1e} to {most:.1e} from fp32, as where rounding chooses other experts; "
-        "in fp32 all is equal"
-    )
 
 
 def _prove_as_given(
@@ -153,12 +139,12 @@ def _prove_as_given(
     config: VerifyConfig,
     original: Original | None,
     chosen: Sequence[Arrangement] | None,
-) -> VerifyReport:
+) -> _Proved:
     singles = alone(subject.lengths)
     _learn_readings(subject, singles)
     mode, one_by_one = steady_mode(subject, singles)
     if mode is None or one_by_one is None:
-        return _unsteady(subject, singles)
+        return _Proved(_unsteady(subject, singles))
     if isinstance(subject, ListSubject) and subject.model is not None and not one_by_one.loss:
         subject = replace(subject, expected=one_by_one.outputs)
         with quieted(subject.model, mode):
@@ -170,7 +156,7 @@ def _prove_as_given(
     with quieted(subject.model, failing.mode):
         report = explain(subject, singles, failing, config)
     found = [*primary.results, *(_in_eval_mode(second) if second is not None else [])]
-    return _finish(replace(report, results=found), case, primary, second)
+    return _Proved(_finish(replace(report, results=found), case, primary, second), case, primary)
 
 
 def _unsteady(subject: Subject | ListSubject, singles: Arrangement) -> VerifyReport:
@@ -208,6 +194,15 @@ class _Case:
     singles: Arrangement
     original: Original | None
     chosen: Sequence[Arrangement] | None
+    exact: Whole | None = None
+    """For half precision: one by one in fp32."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Proved:
+    report: VerifyReport
+    case: _Case | None = None
+    seen: Seen | None = None
 
 
 def _compared(case: _Case, mode: Mode, one_by_one: Whole) -> Seen:
@@ -216,7 +211,7 @@ def _compared(case: _Case, mode: Mode, one_by_one: Whole) -> Seen:
     rounding = ""
     with quieted(subject.model, mode):
         expected = one_by_one if original is None else original(mode, one_by_one, subject.samples)
-        reference = make_reference(subject, expected, case.singles, config.tolerance)
+        reference = _reference(case, expected)
         wanted = _wanted(subject, config) if case.chosen is None else list(case.chosen)
         runs = [case.singles, *wanted] if original is not None else wanted
         results = [run_one(subject, arrangement, reference) for arrangement in runs]
@@ -229,6 +224,12 @@ def _compared(case: _Case, mode: Mode, one_by_one: Whole) -> Seen:
                     f"fp32 rounds this model by {reference.limits['gradient'] / 2:.0e} one by one: judged against fp64"
                 )
     return Seen(mode, one_by_one, reference, _within_limits(subject, with_padding_noted(results)), rounding)
+
+
+def _reference(case: _Case, expected: Whole) -> Reference:
+    if case.exact is None:
+        return make_reference(case.subject, expected, case.singles, case.config.tolerance)
+    return rounded_reference(case.subject, expected, case.singles, case.exact, quick=case.config.quick)
 
 
 def _within_limits(subject: Subject | ListSubject, results: Sequence[ArrangementResult]) -> list[ArrangementResult]:
@@ -254,7 +255,16 @@ def _in_eval(case: _Case) -> Seen | None:
         return None
     if one_by_one is None or (not one_by_one.outputs and not one_by_one.loss):
         return None
-    return _compared(case, "eval", one_by_one)
+    few = case.config.quick and case.chosen is None and case.original is None
+    return _compared(replace(case, chosen=_simplest(case.subject, case.config)) if few else case, "eval", one_by_one)
+
+
+def _simplest(subject: Subject | ListSubject, config: VerifyConfig) -> list[Arrangement]:
+    """The first arrangement of every layout that counts."""
+    found: dict[str, Arrangement] = {}
+    for arrangement in _wanted(subject, config):
+        found.setdefault(arrangement.layout, arrangement)
+    return list(found.values())
 
 
 def _in_eval_mode(seen: Seen) -> list[ArrangementResult]:

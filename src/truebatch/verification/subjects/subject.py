@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -86,8 +87,9 @@ class Subject:
     @property
     def device(self) -> torch.device:
         """Where the model is; micro-batches are moved there."""
-        tensors = [] if self.model is None else [*self.model.parameters(), *self.model.buffers()]
-        return tensors[0].device if tensors else torch.device("cpu")
+        tensors = () if self.model is None else chain(self.model.parameters(), self.model.buffers())
+        found = next(iter(tensors), None)
+        return torch.device("cpu") if found is None else found.device
 
     def micro_batch(self, piece: ArrangedBatch, samples: Sequence[Sample] | None = None) -> MicroBatch:
         """The tensors of one piece; its empty cells filled as the piece says."""
