@@ -15,7 +15,8 @@ from truebatch.cli import app as command_line
 BENCHMARKS = {
     "attention": ("library.attention", "Packed attention on a CPU against a dense block mask."),
     "estimate": ("library.estimate", "Memory estimated without running a model beside what running it takes."),
-    "verify": ("library.verify", "How long a proof takes for tiny models of every head."),
+    "verify": ("library.verify", "How long a proof takes for tiny models of every head, beside one by one."),
+    "half_precision": ("library.half_precision", "Verdicts on models in bf16, right ones and with a fault of 1 %."),
     "trainer_accumulation": (
         "library.trainer_accumulation", "A Hugging Face Trainer's gradient, with and without truebatch, against one by one.",
     ),

@@ -1,17 +1,23 @@
-"""How long `verify` takes for tiny models of every head, after import; the median of three."""
+"""How long `verify` takes for tiny models of every head, after import, beside one forward and backward of its samples one by
+one; medians of three."""
 
 from __future__ import annotations
 
 import statistics
 import time
 import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
 from benchmarks.harness.benchmark import Benchmark, Options, Row
 from truebatch.testing.tiny_hf.model import tiny_model
 from truebatch.verification.api import verify
-from truebatch.verification.subjects.hf_subject import random_samples
+from truebatch.verification.arrangements import alone
+from truebatch.verification.compare import run_whole
+from truebatch.verification.config import VerifyConfig
+from truebatch.verification.subjects.hf_subject import hf_subject, random_samples
 
 MODELS = {
     f"{name} {head}": (name, head)
@@ -26,6 +32,8 @@ MODELS = {
     )
 }
 REPEATS = 3
+FULL, QUICK = "full", "quick"
+METHODS = (FULL, QUICK)
 
 
 def prepare(options: Options, case: str) -> tuple[str, nn.Module]:
@@ -34,26 +42,45 @@ def prepare(options: Options, case: str) -> tuple[str, nn.Module]:
 
 
 def measure(prepared: tuple[str, nn.Module], method: str) -> Row:
-    """The median time of verifying one model with made-up samples: outputs, loss and gradients in every arrangement."""
+    """The median time of verifying one model with made-up samples, and of running them one by one."""
     case, model = prepared
-    samples, times = random_samples(model), []
+    samples = random_samples(model)
+    subject = hf_subject(model, samples)
+    singles = alone(subject.lengths)
+    config = VerifyConfig(quick=method == QUICK)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        proofs, plain = [], []
         for _ in range(REPEATS):
-            began = time.perf_counter()
-            report = verify(model, samples)
-            times.append(time.perf_counter() - began)
+            plain.append(_time(lambda: run_whole(subject, singles))[0])
+            proofs.append(_time(lambda: verify(model, samples, config=config)))
+    report = proofs[0][1]
+    seconds, one_by_one = (statistics.median(times) for times in ([time for time, _ in proofs], plain))
     name, head = MODELS[case]
-    figures = {"seconds": round(statistics.median(times), 3), "verdict": report.verdict}
-    return {"model": name, "head": head, **figures, "arrangements": len(report.results)}
+    return {
+        "model": name, "head": head, "proof": method, "seconds": round(seconds, 3), "verdict": report.verdict,
+        "arrangements": len(report.results), "one by one": round(one_by_one, 4), "times": round(seconds / one_by_one, 1),
+    }  # fmt: skip
+
+
+def _time(work: Callable[[], Any]) -> tuple[float, Any]:
+    began = time.perf_counter()
+    found = work()
+    return time.perf_counter() - began, found
+
+
+def summary(rows: Sequence[Row]) -> Mapping[str, float]:
+    """The dearest proof of either kind, in runs of one by one."""
+    return {f"{name}, most": max((r["times"] for r in rows if r["proof"] == name), default=0.0) for name in METHODS}
 
 
 BENCHMARK = Benchmark(
     name="verify",
-    about=f"{__doc__}\n\nThe target is under 5 s a tiny model on two cores.",
+    about=f"{__doc__}\n\nThe targets: under 5 s per tiny model on two cores; 40 times one by one, 8 times for a quick proof.",
     cases=lambda options: list(MODELS),
-    methods=lambda options: ["verify"],
+    methods=lambda options: list(METHODS),
     prepare=prepare,
     measure=measure,
+    summary=summary,
     libraries=("transformers",),
 )

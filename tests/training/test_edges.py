@@ -114,7 +114,8 @@ def test_loss_scaling_passes_over_an_optimiser_without_a_gradient_in_this_step()
 
 def test_a_finished_run_that_gets_more_epochs_and_rolls_back_still_does_them(tmp_path):
     train(model_of(), NextToken(), data(), settings(epochs=1, nonfinite="roll_back"), out=tmp_path / "run")
-    result = train(model_of(), SickOnce(), data(), settings(epochs=3, nonfinite="roll_back"), out=tmp_path / "run")
+    more = settings(epochs=3, nonfinite="roll_back", check_samples=0)  # the check would take the first loss
+    result = train(model_of(), SickOnce(), data(), more, out=tmp_path / "run")
     assert result.step == 12
 
 

@@ -16,13 +16,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from truebatch.errors import ConfigError, DataError
-from truebatch.io.http import http_library, is_loopback
+from truebatch.io.http import http_library, open_client
+from truebatch.io.server_address import KEY_ENV, check_address, check_key
 
-KEY_ENV = "OPENAI_API_KEY"
-"""The variable with the key, where a server asks for one."""
 _AT_ONCE = 8
 _NAMED_ID = re.compile(r"token_id:(\d+)")
 
@@ -47,19 +45,7 @@ class Server:
     """Most bytes of one answer."""
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.address)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(
-                "this is not a server address",
-                seen=parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()[:200],
-                do="write http://HOST:PORT/v1 or https://HOST/v1",
-            )
-        if "@" in parts.netloc or parts.query or parts.fragment:
-            raise ConfigError(
-                "an address must hold no name, password or key",
-                seen=f"{parts.scheme}://{parts.hostname}, and more that is not shown",
-                do=f"put the key into the environment, as {KEY_ENV}",
-            )
+        check_address(self.address)
         if not (0 < self.timeout < math.inf and self.answer_bytes > 0):
             raise ConfigError(
                 "the limits of a server must be above 0",
@@ -92,7 +78,7 @@ def prompt_logprobs(server: Server, prompts: Sequence[Sequence[int] | str]) -> l
 
 async def _ask_all(server: Server, prompts: Sequence[Sequence[int] | str]) -> list[PromptLogprobs]:
     library = http_library()
-    async with _client(library, server) as client:
+    async with _client(server) as client:
         asking = _Asking(library, client, server)
         name = server.model or await asking.only_model()
         first = [await asking.ask(name, prompts[0])] if prompts else []  # finds the form that the server knows
@@ -105,28 +91,10 @@ async def _ask_all(server: Server, prompts: Sequence[Sequence[int] | str]) -> li
         return [*first, *await asyncio.gather(*map(one, prompts[1:]))]
 
 
-def _client(library: Any, server: Server) -> Any:
+def _client(server: Server) -> Any:
     key = os.environ.get(KEY_ENV, "").strip()
-    is_here = is_loopback(server.address)
-    if key and server.address.startswith("http:") and not is_here:
-        raise ConfigError(
-            "an API key is not sent over plain http to another machine",
-            seen=f"{server.address}, and a key in {KEY_ENV}",
-            do=f"use https or a tunnel to localhost, or unset {KEY_ENV}",
-        )
-    if key and not re.fullmatch(r"[\x21-\x7e]+", key):
-        raise ConfigError(
-            "the API key has invalid characters",
-            seen="spaces, line ends or characters beyond ASCII (the key is not shown)",
-            do="export it again, without quotes around it",
-        )
-    headers = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "truebatch"}
-    return library.AsyncClient(
-        headers=headers | ({"Authorization": f"Bearer {key}"} if key else {}),
-        follow_redirects=False,
-        trust_env=not is_here,  # a proxy is no way to this machine
-        timeout=library.Timeout(None, connect=min(server.timeout, 30.0)),
-    )
+    check_key(server.address, key)
+    return open_client(server.address, key, seconds=server.timeout)
 
 
 class _Asking:

@@ -9,8 +9,9 @@ import pytest
 from truebatch.cli.app import run
 from truebatch.errors import ConfigError
 from truebatch.io.http import is_loopback
+from truebatch.io.server_address import check_key
 from truebatch.language.console import mask_secrets
-from truebatch.scoring.backends.http.address import check_key, endpoint, find_key, is_address
+from truebatch.scoring.backends.http.address import endpoint, find_key, is_address
 from truebatch.scoring.backends.http.openai import HttpBackend
 from truebatch.scoring.readouts import Labels
 

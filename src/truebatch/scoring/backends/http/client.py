@@ -17,11 +17,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
 from truebatch.errors import ConfigError
-from truebatch.io.http import http_library, is_loopback
+from truebatch.io.http import http_library, open_client
 from truebatch.scoring.backends.http.address import endpoint
 from truebatch.scoring.backends.interface import SampleError
 
@@ -29,7 +28,7 @@ ANSWER_BYTES, TOKEN_BYTES = 1 << 18, 64
 """Bytes of a response, plus some for each new token: more than a real one needs."""
 LONGEST_PAUSE = 60.0
 """Seconds; a server that requests a longer wait is retried after this long."""
-_CONNECT_SECONDS = 30.0
+_JSON = {"Content-Type": "application/json"}
 _ERROR_BYTES = 1 << 16
 """Bytes to read of an error response: its beginning gives the reason."""
 _CLOSE_SECONDS = 5.0
@@ -94,20 +93,7 @@ class HttpClient:
     def __init__(self, address: str, key: str, settings: HttpSettings) -> None:
         self._library = http_library()
         self._url, self._settings = endpoint(address), settings
-        is_here = is_loopback(address)
-        headers = {
-            "Content-Type": "application/json", "Accept": "application/json", "Accept-Encoding": "identity",
-            "Connection": "close", "User-Agent": "truebatch",
-        }  # fmt: skip
-        self._client = self._library.AsyncClient(
-            headers=headers | ({"Authorization": f"Bearer {key}"} if key else {}),
-            follow_redirects=False,
-            trust_env=not is_here,  # do not use a proxy for this machine
-            verify=not is_here or self._url.startswith("https:"),  # loading certificates takes a while
-            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
-            limits=self._library.Limits(max_connections=settings.concurrency, max_keepalive_connections=0),
-            timeout=self._library.Timeout(None, connect=min(settings.timeout, _CONNECT_SECONDS)),
-        )
+        self._client = open_client(address, key, seconds=settings.timeout, connections=settings.concurrency)
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="http", daemon=True)
@@ -158,7 +144,7 @@ class HttpClient:
         library = self._library
         try:
             async with asyncio.timeout(self._settings.timeout):
-                async with self._client.stream("POST", self._url, content=body) as response:
+                async with self._client.stream("POST", self._url, content=body, headers=_JSON) as response:
                     return await self._reply(response)
         except RequestError:
             raise

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 from truebatch.errors import ConfigError
 from truebatch.io.http import http_library
-from truebatch.scoring.backends.http.address import KEY_ENV, check_key, endpoint
+from truebatch.io.server_address import KEY_ENV, check_key
+from truebatch.scoring.backends.http.address import endpoint
 from truebatch.scoring.backends.http.chat_response import read_chances, read_choice, read_text
 from truebatch.scoring.backends.http.client import (
     ANSWER_BYTES,
