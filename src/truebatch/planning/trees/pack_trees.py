@@ -5,6 +5,7 @@ trees -> rows of at most so many cells; a tree that is too large is cut between 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,6 +22,15 @@ class TreeRow:
     """In preorder."""
     completions: Ints
     """Whose tokens are in this row, in the order given by the caller."""
+
+    def paths(self, trees: PrefixTrees) -> Iterator[tuple[int, Ints]]:
+        """Every completion with the cells of this row from its root to its end."""
+        lengths = trees.lengths[self.nodes]
+        first = dict(zip(self.nodes.tolist(), (np.cumsum(lengths) - lengths).tolist(), strict=True))
+        for one in self.completions.tolist():
+            some = sorted(_path_of(trees, one))
+            cells = [np.arange(first[node], first[node] + len(trees.tokens[node])) for node in some]
+            yield one, np.concatenate(cells)
 
 
 def plan_tree_rows(trees: PrefixTrees, cells: int) -> list[TreeRow]:

@@ -50,13 +50,18 @@ class TreeCells:
     copied_pairs: int
 
 
-def grow_trees(prompts: Sequence[Tokens], completions: Sequence[Tokens], *, share: Share = "prompts") -> PrefixTrees:
-    """The trees of completions [N], each under its prompt [N], in the order in which prompts appear."""
+def grow_trees(
+    prompts: Sequence[Tokens], completions: Sequence[Tokens], *, share: Share = "prompts", least: int = LEAST_SHARED
+) -> PrefixTrees:
+    """The trees of completions [N], each under its prompt [N], in the order in which prompts appear.
+
+    `least`: tokens that different prompts must have in common to share them.
+    """
     _check(prompts, completions)
     groups: dict[tuple[int, ...], list[int]] = {}
     for at, prompt in enumerate(prompts):
         groups.setdefault((*prompt, *((-1, at) if share == "nothing" else ())), []).append(at)
-    builder = _Builder(prompts, completions)
+    builder = _Builder(prompts, completions, least)
     members = list(groups.values())
     if share == "beginnings":
         builder.add_common(members, 0, -1)
@@ -67,8 +72,8 @@ def grow_trees(prompts: Sequence[Tokens], completions: Sequence[Tokens], *, shar
 
 
 class _Builder:
-    def __init__(self, prompts: Sequence[Tokens], completions: Sequence[Tokens]) -> None:
-        self.prompts, self.completions = prompts, completions
+    def __init__(self, prompts: Sequence[Tokens], completions: Sequence[Tokens], least: int) -> None:
+        self.prompts, self.completions, self.least = prompts, completions, least
         self.tokens: list[Tokens] = []
         self.parents: list[int] = []
         self.prompt_of = np.full(len(prompts), -1, dtype=np.int64)
@@ -99,11 +104,11 @@ class _Builder:
             self.add_common(some, end, self.node(self.prompts[some[0][0]][begin:end], parent))
 
     def _alike(self, members: list[list[int]], begin: int) -> list[list[list[int]]]:
-        """By the next `LEAST_SHARED` tokens; what has fewer stays alone."""
+        """By the next `least` tokens; what has fewer stays alone."""
         found: dict[tuple[int, ...], list[list[int]]] = {}
         for at, some in enumerate(members):
-            key = tuple(self.prompts[some[0]][begin : begin + LEAST_SHARED])
-            found.setdefault(key if len(key) == LEAST_SHARED else (-1, at), []).append(some)
+            key = tuple(self.prompts[some[0]][begin : begin + self.least])
+            found.setdefault(key if len(key) == self.least else (-1, at), []).append(some)
         return list(found.values())
 
     def _common_end(self, members: list[list[int]], begin: int) -> int:
