@@ -45,7 +45,7 @@ class HfOptions:
     task: Annotated[
         str | None,
         typer.Option(
-            help="hf: causal_lm, sequence_classification, token_classification, seq2seq, dpo, reward or embedding."
+            help="hf: causal_lm, sequence_classification, token_classification, seq2seq, dpo, reward, embedding or vlm."
         ),
     ] = None
     lora: Annotated[bool, typer.Option("--lora", help="hf: train an adapter (LoRA) and keep the model frozen.")] = False

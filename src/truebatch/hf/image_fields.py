@@ -1,11 +1,13 @@
-"""Images of a vision-language model: three ways in which they are handed over, as declared fields.
+"""Images of a vision-language model: the ways in which they are handed over, as declared fields.
 
-flat: all images one after the other; grid: all patches one after the other, with a grid an image; rows: beside the text
+flat: all images one after the other; grid: all patches one after the other, with a grid an image; rows: beside the text;
+tiles: all tiles of all images; sized: images of their own height and width, padded to the largest of a micro-batch only
+when they are handed to the model
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,14 @@ if TYPE_CHECKING:
 
 _PIXELS = Field(name="pixel_values", kind="flat", axis="images", dtype="float32")
 _SIZES = Field(name="image_sizes", kind="flat", axis="images", dtype="int64")
+_TILES = Field(name="pixel_values", kind="flat", axis="tiles", dtype="float32")
+_COLOURS = Field(name="pixel_values", kind="flat", axis="colours", dtype="float32")
+
+OPTIONAL_IMAGE_FIELDS: Mapping[str, Field] = {
+    "pixel_attention_mask": Field(name="pixel_attention_mask", axis="images", dtype="int64"),
+    "mrope_positions": Field(name="mrope_positions", dtype="int64"),
+}
+"""Taken along where the sample has them: which pixels are real, and [length, 3] positions made when it was loaded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,8 +58,8 @@ STYLES: tuple[ImageStyle, ...] = (
         fields=(Field(name="pixel_values", axis="images", dtype="float32"),),
         needs=frozenset({"pixel_values", "pixel_attention_mask"}),
     ),
-    ImageStyle(name="tiles", fields=(_PIXELS, _SIZES), needs=frozenset({"pixel_values", "image_sizes"})),
-    ImageStyle(name="sized", fields=(_PIXELS, _SIZES), needs=frozenset({"pixel_values", "image_sizes"})),
+    ImageStyle(name="tiles", fields=(_TILES, _SIZES), needs=frozenset({"pixel_values", "image_sizes"})),
+    ImageStyle(name="sized", fields=(_COLOURS, _SIZES), needs=frozenset({"pixel_values", "image_sizes"})),
     ImageStyle(name="flat", fields=(_PIXELS,), needs=frozenset({"pixel_values"})),
 )
 
@@ -115,13 +125,64 @@ def image_token_id(model: nn.Module) -> int | None:
     return None
 
 
+def flat_pixels(style: ImageStyle, sample: Mapping[str, Any]) -> dict[str, Any]:
+    """The pixels of one sample as the fields of its style have them: tiles and images of any size, end to end.
+
+    Tiles that a processor adds to make the images of a sample equal must have been taken off before (`real_tiles`).
+    """
+    if "pixel_values" not in sample or style.name not in ("tiles", "sized"):
+        return {}
+    pixels = torch.as_tensor(sample["pixel_values"])
+    if style.name == "tiles":
+        return {"pixel_values": pixels.flatten(0, 1)} if pixels.ndim == 5 else {}
+    if pixels.ndim != 4:
+        return {}
+    sizes = torch.as_tensor(sample["image_sizes"]).tolist()
+    parts = [image[:, :height, :width].flatten() for image, (height, width) in zip(pixels, sizes, strict=True)]
+    return {"pixel_values": torch.cat(parts)}
+
+
+def real_tiles(pixels: Tensor, numbers: Sequence[int]) -> Tensor:
+    """[n, C, H, W]: the first tiles of every image of [images, tiles, C, H, W]; the others only fill up."""
+    return torch.cat([tiles[:number] for tiles, number in zip(pixels, numbers, strict=True)])
+
+
+def pixel_inputs(style: ImageStyle, fields: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The images among the fields of a micro-batch as arguments of the model; none where it has no image."""
+    names = [f.name for f in style.fields]
+    names += [name for name in ("pixel_attention_mask",) if name in fields]
+    out: dict[str, Any] = {name: fields[name] for name in names if fields[name].numel()}
+    if style.name == "sized" and out:
+        out["pixel_values"] = _padded_images(out["pixel_values"], out["image_sizes"].tolist())
+    return out
+
+
+def _padded_images(colours: Tensor, sizes: Sequence[tuple[int, int]]) -> Tensor:
+    """[images, C, H, W] from the images end to end, with zeros below and to the right."""
+    areas = [height * width for height, width in sizes]
+    channels = colours.numel() // sum(areas)
+    out = colours.new_zeros(len(sizes), channels, *(max(sides) for sides in zip(*sizes, strict=True)))
+    parts = torch.split(colours, [channels * area for area in areas])
+    for at, (image, (height, width)) in enumerate(zip(parts, sizes, strict=True)):
+        out[at, :, :height, :width] = image.view(channels, height, width)
+    return out
+
+
+def _images_of_samples(batch: MicroBatch) -> Tensor:
+    """[N]: how many images each sample has."""
+    numbers = [len(sizes) for sizes in batch.per_sample(batch["image_sizes"], "images")]
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
 def image_inputs(
     model: nn.Module, border: ForwardSignature, batch: MicroBatch, style: ImageStyle, route: Route
 ) -> dict[str, Any]:
     """Arguments with the images of a micro-batch, and the positions that follow from them."""
     forget_last_call(model)
     is_image = torch.eq(batch["input_ids"], image_token_id(model) or 0)
-    out: dict[str, Any] = {f.name: batch[f.name] for f in style.fields if batch[f.name].numel()}
+    out = pixel_inputs(style, batch.fields)
+    if style.name == "tiles" and "batch_num_images" in border.accepts and out:
+        out["batch_num_images"] = _images_of_samples(batch)
     if "mm_token_type_ids" in border.accepts:
         out["mm_token_type_ids"] = (is_image & batch.is_real).long()
     if "token_type_ids" in border.accepts and "token_type_ids" not in batch.fields:
@@ -140,6 +201,8 @@ def forget_last_call(model: nn.Module) -> None:
 
 def grid_positions(model: nn.Module, batch: MicroBatch) -> Tensor:
     """[3, B, T]: time, height and width, each as if the sample were alone."""
+    if "mrope_positions" in batch.fields:
+        return batch["mrope_positions"].permute(2, 0, 1)
     ids = batch.per_sample(batch["input_ids"])
     grids = batch.per_sample(batch["image_grid_thw"], "images")
     axis = batch.rows()

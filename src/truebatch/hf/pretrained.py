@@ -38,6 +38,7 @@ CLASSES = {
     "dpo": "AutoModelForCausalLM",
     "reward": "AutoModelForSequenceClassification",
     "embedding": "AutoModel",
+    "vlm": "AutoModelForImageTextToText",
 }
 NOT_READ = "pooler."
 """Weights of a base model that embeddings do not go through: a folder of a language model has none."""

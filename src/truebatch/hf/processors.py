@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,17 @@ def images_only(kind: type[Any]) -> type[Any]:
     def attributes(cls: type[Any]) -> list[str]:
         return [name for name in kind.get_attributes() if name != VIDEO]
 
-    return type(kind.__name__, (kind,), {"get_attributes": classmethod(attributes), "__module__": kind.__module__})
+    def from_parts(cls: Any, args: Sequence[Any], *more: Any, **settings: Any) -> Any:
+        is_asked = inspect.signature(kind.__init__).parameters[VIDEO].default is inspect.Parameter.empty
+        return super(made, cls).from_args_and_dict([*args, None] if is_asked else args, *more, **settings)
+
+    added = {
+        "get_attributes": classmethod(attributes),
+        "from_args_and_dict": classmethod(from_parts),
+        "__module__": kind.__module__,
+    }
+    made: type[Any] = type(kind.__name__, (kind,), added)
+    return made
 
 
 def _video_class(folder: Path) -> type[Any] | None:

@@ -10,6 +10,7 @@ from truebatch.planning.config import PlanConfig
 from truebatch.planning.lengths.measure import Measured
 from truebatch.planning.plan import Plan, build_plan
 from truebatch.reports.tables import Table
+from truebatch.training.data import limited_costs
 
 COMPARED_SAMPLES = 8
 """Default samples per micro-batch for groupings that need a number."""
@@ -20,7 +21,12 @@ def plan_and_count(measured: Measured, config: PlanConfig, *, epoch: int, ranks:
     """A plan and its statistics as plain values, including the seconds it took."""
     began = time.perf_counter()
     plan = build_plan(
-        measured.lengths, config, epoch=epoch, ranks=ranks, costs=measured.costs or None, counts=measured.counts or None
+        measured.lengths,
+        config,
+        epoch=epoch,
+        ranks=ranks,
+        costs=limited_costs(measured, config) or None,
+        counts=measured.counts or None,
     )
     seconds = round(time.perf_counter() - began, 6)
     names = {"layout": config.layout, "grouping": config.grouping, "ranks": ranks, "epoch": epoch}

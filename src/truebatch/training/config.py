@@ -22,6 +22,8 @@ WhenTooLarge = Literal["raise", "quarantine"]
 Exactness = Literal["rounding", "bits"]
 DIGEST_EVERY = 100
 """Steps between digests of a run with `exactness: bits` that names no number."""
+PATCHES = "patches"
+"""The name of the cost that `TrainConfig.patches` limits."""
 CHOOSABLE = ("precision", "layout", "cells", "compile", "workers")
 """Settings that a run can choose itself, in that order."""
 ROWS: dict[str, str] = {"padded": "padded rows", "packed": "packed rows"}
@@ -57,6 +59,8 @@ class TrainConfig:
     """Most cells of one forward pass; `truebatch fit` measures it."""
     pairs: int | None = None
     """Most query-key pairs of one forward pass."""
+    patches: int | None = None
+    """Most image patches (or tiles, as the processor of a model counts them) of one forward pass, beside `cells`."""
     exactness: Exactness = "rounding"
     """How equal a step is under another cut: up to `rounding`, or to its last `bits`, with the same parameters on any number
     of devices and after any restart."""
@@ -134,6 +138,7 @@ class TrainConfig:
             "batch_size",
             "cells",
             "pairs",
+            "patches",
             "validate_every",
             "save_every",
             "limit",
@@ -205,6 +210,7 @@ class TrainConfig:
             layout=self.layout,
             cells=widths[0] if widths else self.cells,
             pairs=self.pairs,
+            costs={} if self.patches is None else {PATCHES: self.patches},
             samples=self.batch_size,
             samples_per_step=self.num_samples_per_step(),
             seed=self.seed,
@@ -243,7 +249,7 @@ class TrainConfig:
                 f"{self.num_samples_per_step():,} samples per step over {self.devices} device(s); each forward pass holds one "
                 "atom, whatever the budget"
             )
-        limits = {"samples": self.batch_size, "cells": self.cells, "pairs": self.pairs}
+        limits = {"samples": self.batch_size, "cells": self.cells, "pairs": self.pairs, PATCHES: self.patches}
         held = ", ".join(f"{n:,} {name}" for name, n in limits.items() if n is not None)
         held = f"at most {held}" if held else "all samples of its device"
         if self.true_batch == "off":

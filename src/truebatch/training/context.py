@@ -17,7 +17,7 @@ from truebatch.training.checkpoint.save_pace import SavePace
 from truebatch.training.checks.batch_coupling import Coupling
 from truebatch.training.checks.equality import Equality
 from truebatch.training.config import TrainConfig
-from truebatch.training.data import TrainData
+from truebatch.training.data import TrainData, limited_costs
 from truebatch.training.distributed.collectives import num_ranks
 from truebatch.training.logging.metrics_jsonl import MetricsLog
 from truebatch.training.run_dir.run_dir import RunFolder
@@ -86,7 +86,7 @@ class EpochPlans:
                 self.config,
                 epoch=epoch,
                 ranks=num_ranks(),
-                costs=measured.costs,
+                costs=limited_costs(measured, self.config),
                 counts=measured.counts,
             )
         return self._last

@@ -16,8 +16,9 @@ from truebatch.batch.fields import Field
 from truebatch.batch.microbatch import CELLS, MicroBatch
 from truebatch.data.fetch import Dataset, Transform
 from truebatch.errors import DataError, TruebatchError
+from truebatch.planning.config import PlanConfig
 from truebatch.planning.lengths.measured_values import Measured
-from truebatch.planning.rows import padded_rows
+from truebatch.planning.rows import Ints, padded_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -44,7 +45,10 @@ class TrainData:
 def measure_by_reading(
     samples: Dataset, fields: Sequence[Field], *, what: str = "dataset", content: ContentHash | None = None
 ) -> Measured:
-    """The length of every sample along the planned axis, read from the samples themselves; `content` sees each."""
+    """The length of every sample along the planned axis, read from the samples themselves; `content` sees each.
+
+    A dataset that knows its lengths (an attribute `measured`) is not read.
+    """
     if not isinstance(samples, Sized):
         raise DataError(
             f"the {what} has no length, so its samples cannot be measured before they are used",
@@ -53,6 +57,9 @@ def measure_by_reading(
             "as list(itertools.islice(stream, 1000))",
         )
     number = len(samples)
+    known = getattr(samples, "measured", None)
+    if isinstance(known, Measured) and number:
+        return known
     if number == 0:
         raise DataError(f"the {what} has no samples", seen="0 samples", do="check its path")
     field = planned_field(fields)
@@ -65,6 +72,11 @@ def measure_by_reading(
         if content is not None:
             content.add(sample_id, sample)
     return Measured(lengths=lengths, found=f"length of field {field.key!r}")
+
+
+def limited_costs(measured: Measured, config: PlanConfig) -> dict[str, Ints]:
+    """Those costs of the samples that the plan limits."""
+    return {name: column for name, column in measured.costs.items() if name in config.costs}
 
 
 def planned_field(fields: Sequence[Field]) -> Field | None:

@@ -25,7 +25,7 @@ from truebatch.planning.lengths.measured_values import Measured
 from truebatch.planning.plan import Plan, build_plan
 from truebatch.testing.failpoints import failpoint
 from truebatch.training.checks.loss_terms import stand_in_of
-from truebatch.training.data import measure_by_reading
+from truebatch.training.data import limited_costs, measure_by_reading
 from truebatch.training.distributed.collectives import (
     all_gather_list,
     names_over_ranks,
@@ -72,7 +72,7 @@ def evaluate_loss(
 def _plan_of(measured: Measured, plan_config: PlanConfig) -> Plan:
     if plan_config.atoms:  # as wide as those of training, unless a sample asks for more
         plan_config = replace(plan_config, cells=max(plan_config.cells or 0, int(measured.lengths.max())))
-    return build_plan(measured.lengths, plan_config, ranks=num_ranks(), costs=measured.costs)
+    return build_plan(measured.lengths, plan_config, ranks=num_ranks(), costs=limited_costs(measured, plan_config))
 
 
 def validate(engine: StepEngine, data: ValidationSet, *, watchdog: Watchdog | None = None) -> dict[str, float]:

@@ -327,6 +327,12 @@ _PEFT_CLASSES = {
 }
 
 
+def _with_images(exported: Path) -> str:
+    """peft has no class for models that read images; transformers loads their adapters itself."""
+    is_one = (exported / "processor_config.json").is_file() or (exported / "preprocessor_config.json").is_file()
+    return f"transformers.AutoModelForImageTextToText.from_pretrained({str(exported)!r})" if is_one else ""
+
+
 def _next_of_adapter(folder: Path, exported: Path) -> str:
     """How peft loads the adapter: by the class of its task, and for a classifier with the number of its classes."""
     from truebatch.io.atomic_files import read_json
@@ -336,7 +342,7 @@ def _next_of_adapter(folder: Path, exported: Path) -> str:
     is_classifier = kind in ("SEQ_CLS", "TOKEN_CLS")
     number = len(read_json(exported / "config.json")["id2label"]) if is_classifier else 0
     classes = "" if not is_classifier else f", num_labels={number}, ignore_mismatched_sizes=True"
-    in_python = f"peft.{_PEFT_CLASSES[kind]}.from_pretrained({str(exported)!r}{classes})"
+    in_python = _with_images(exported) or f"peft.{_PEFT_CLASSES[kind]}.from_pretrained({str(exported)!r}{classes})"
     if writes:
         return f"next: truebatch generate {shlex.quote(str(folder))}; in Python: {in_python}"
     return f"next, in Python: {in_python}"

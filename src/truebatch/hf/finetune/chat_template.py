@@ -30,12 +30,12 @@ def encode_chat(tokenizer: Any, chat: Chat, place: str) -> tuple[Ids, Ids]:
         )
     if chat.first_learned == 0 and _MARKED.search(tokenizer.get_chat_template()):
         return _encode_marked(tokenizer, chat, place)
-    text, spans = _answer_spans(tokenizer, chat, place)
+    text, spans = answer_spans(tokenizer, chat, place)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     offsets = [(int(start), int(end)) for start, end in encoded["offset_mapping"]]
-    _refuse_straddling(text, offsets, spans, place)
+    refuse_straddling(text, offsets, spans, place)
     is_learned = [any(a <= start < end <= b for a, b in spans) for start, end in offsets]
-    return _labelled(encoded["input_ids"], is_learned, place)
+    return label_answers(encoded["input_ids"], is_learned, place)
 
 
 def _encode_marked(tokenizer: Any, chat: Chat, place: str) -> tuple[Ids, Ids]:
@@ -45,10 +45,11 @@ def _encode_marked(tokenizer: Any, chat: Chat, place: str) -> tuple[Ids, Ids]:
         ),
         place,
     )
-    return _labelled(encoded["input_ids"], [bool(one) for one in encoded["assistant_masks"]], place)
+    return label_answers(encoded["input_ids"], [bool(one) for one in encoded["assistant_masks"]], place)
 
 
-def _labelled(ids: Ids, is_learned: list[bool], place: str) -> tuple[Ids, Ids]:
+def label_answers(ids: Ids, is_learned: list[bool], place: str) -> tuple[Ids, Ids]:
+    """Ids and labels; a sample without a learned token raises `DataError`."""
     if not any(is_learned):
         raise DataError(
             f"{place} has no token to learn from",
@@ -58,8 +59,9 @@ def _labelled(ids: Ids, is_learned: list[bool], place: str) -> tuple[Ids, Ids]:
     return list(ids), [one if learned else IGNORE for one, learned in zip(ids, is_learned, strict=True)]
 
 
-def _answer_spans(tokenizer: Any, chat: Chat, place: str) -> tuple[str, list[Span]]:
-    """The rendered conversation, and from which to which character each learned answer goes."""
+def answer_spans(tokenizer: Any, chat: Chat, place: str) -> tuple[str, list[Span]]:
+    """The conversation as its template (of a tokenizer or a processor) writes it, and from where to where each learned
+    answer goes."""
     whole = _render(tokenizer, chat.messages, place)
     spans = []
     for at, message in enumerate(chat.messages):
@@ -90,7 +92,8 @@ def _refuse_inconsistent(whole: str, part: str, at: int, place: str) -> None:
     )
 
 
-def _refuse_straddling(text: str, offsets: list[Span], spans: list[Span], place: str) -> None:
+def refuse_straddling(text: str, offsets: list[Span], spans: list[Span], place: str) -> None:
+    """Raise where a token lies on both sides of the border of an answer."""
     borders = sorted({border for span in spans for border in span})
     for start, end in offsets:
         crossed = next((border for border in borders if start < border < end), None)
@@ -120,9 +123,14 @@ def _templated(call: Callable[[], Any], place: str) -> Any:
         ) from error
 
 
+def render_messages(tokenizer: Any, messages: Any, place: str) -> str:
+    """A conversation up to where the next answer begins."""
+    return _render(tokenizer, messages, place, is_asking=True)
+
+
 def render_question(tokenizer: Any, text: str) -> str:
     """A single question of the user, up to where the answer begins."""
-    return _render(tokenizer, [{"role": "user", "content": text}], "the prompt", is_asking=True)
+    return render_messages(tokenizer, [{"role": "user", "content": text}], "the prompt")
 
 
 def turn_end_ids(tokenizer: Any) -> set[int]:

@@ -12,7 +12,10 @@ from truebatch.io.text_encoding import nearest
 from truebatch.planning.config import Overlong
 from truebatch.training.config import TrainConfig
 
-Task = Literal["causal_lm", "sequence_classification", "token_classification", "seq2seq", "dpo", "reward", "embedding"]
+Task = Literal[
+    "causal_lm", "sequence_classification", "token_classification", "seq2seq", "dpo", "reward", "embedding", "vlm"
+]
+Tower = Literal["frozen", "trained"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +28,8 @@ class FinetuneConfig:
     """Samples to train on, one JSON object a line (.json, .csv and .parquet too)."""
     task: Task
     """What is learned: the next token, a class of the text, a class of each word, a text from another, the better of two
-    answers (dpo: by the model that writes, reward: by one that judges), or embeddings."""
+    answers (dpo: by the model that writes, reward: by one that judges), embeddings, or (vlm)
+    answers about images."""
     streaming: bool = False
     """Encode samples as they are read, in windows (train.window), instead of all before; a dataset of the Hub is one."""
     validation: Path | None = None
@@ -36,6 +40,11 @@ class FinetuneConfig:
     """What becomes of a sample with more: refuse stops, drop leaves it out, cut keeps its beginning; both are counted."""
     dropout: bool = True
     """Train with the dropout of the model's configuration, drawn for each sample; false sets it to 0."""
+    image_folder: Path | None = None
+    """task vlm: where relative paths of images begin; by default the folder of the data file."""
+    tower: Tower = "frozen"
+    """task vlm: whether the part that reads pixels is trained too; what joins it to the language model always is,
+    unless lora trains adapters alone."""
     chat_template: Path | None = None
     """A Jinja file, instead of the tokenizer's own template."""
     pooling: Literal["auto", "mean", "cls", "last"] = "auto"
@@ -60,6 +69,11 @@ class FinetuneConfig:
                 seen=f"task={self.task!r}",
                 do=f"use one of: {', '.join(get_args(Task))}",
             )
+        if self.tower not in get_args(Tower):
+            raise ConfigError(
+                "the tower is frozen or trained", seen=f"tower={self.tower!r}", do="use one of these words"
+            )
+        self._check_images()
         for name in ("merge_lora", "load_in_4bit"):
             if getattr(self, name) and not self.lora:
                 raise ConfigError(
@@ -100,4 +114,19 @@ class FinetuneConfig:
         if self.task == "embedding" and self.streaming:
             raise ConfigError(
                 "pairs of texts are read as a whole", seen="task='embedding', streaming=true", do="leave streaming out"
+            )
+
+    def _check_images(self) -> None:
+        given = [name for name in ("image_folder", "tower") if getattr(self, name) not in (None, "frozen")]
+        if given and self.task != "vlm":
+            raise ConfigError(
+                f"{given[0]} is for a model that reads images",
+                seen=f"task={self.task}",
+                do="use --task vlm, or leave it out",
+            )
+        if self.task == "vlm" and self.streaming:
+            raise ConfigError(
+                "records with images are not read as a stream: their lengths come from the headers of all images",
+                seen="task=vlm, streaming=true",
+                do="leave streaming out; pixels are read when a sample is trained on, not before",
             )

@@ -24,7 +24,7 @@ from truebatch.hf.heads.losses import IGNORE
 from truebatch.hf.heads.objective import HeadObjective
 from truebatch.io.atomic_files import atomic_text
 from truebatch.planning.plan import build_plan
-from truebatch.training.data import measure_by_reading
+from truebatch.training.data import limited_costs, measure_by_reading
 from truebatch.training.distributed.device import find_device
 from truebatch.training.memory.oom_retry import OomGuard
 from truebatch.training.step import StepEngine
@@ -58,7 +58,7 @@ def evaluate(
     loss = evaluate_loss(engine, samples, measured, head.fields, plan_config)[head.loss.term]
     if not config.task.endswith("classification"):
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
-    plan = build_plan(measured.lengths, plan_config, costs=measured.costs)
+    plan = build_plan(measured.lengths, plan_config, costs=limited_costs(measured, plan_config))
     with closing(load_steps(plan, samples, head.fields)) as steps:
         found = [one for step in steps for batch in step for one in _classify(engine, head, batch)]
     found.sort(key=lambda one: one.sample_id)

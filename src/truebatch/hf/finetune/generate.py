@@ -21,13 +21,16 @@ from truebatch.hf.finetune.chat_template import render_question, turn_end_ids
 from truebatch.hf.finetune.config import FinetuneConfig
 from truebatch.hf.finetune.record_formats import Chat, Plain, PromptCompletion, Record, read_record
 from truebatch.hf.finetune.tokenize import without_end
+from truebatch.hf.finetune.vision.encode import templated_tokenizer
+from truebatch.hf.finetune.vision.prompts import image_prompts
+from truebatch.hf.finetune.vision.read_file import image_processor_of
 from truebatch.hf.generate.decoder import hf_decoder
 from truebatch.hf.generate.seq2seq import seq2seq_decoder
 from truebatch.hf.pretrained import load_tokenizer, num_positions
 from truebatch.io.data_files import read_samples
 from truebatch.training.distributed.device import find_device
 
-_WRITING = ("causal_lm", "seq2seq", "dpo")
+_WRITING = ("causal_lm", "seq2seq", "dpo", "vlm")
 
 
 def generate(
@@ -41,10 +44,7 @@ def generate(
             do="measure it with `truebatch evaluate`, or load its folder `model` with transformers",
         )
     place = find_device(config.train)
-    tokenizer = load_tokenizer(config.model, config.chat_template)
-    to_ids = _prompt_encoder(config, tokenizer)
-    ids = [to_ids(text) for text in prompts]
-    keyed = [Prompt(ids=one, key=key) for one, key in zip(ids, key_prompts(settings.seed, ids), strict=True)]
+    tokenizer, keyed = _prompts(config, prompts, settings.seed)
     model.to(place.device)
     read = partial(_read, tokenizer)
     decoder = _decoder(config, model, tokenizer)
@@ -52,6 +52,17 @@ def generate(
         settings = _within_positions(model, settings)
     with place.autocast():
         yield from stream_texts(generate_tokens(decoder, keyed, settings, read=read), read, settings.stop)
+
+
+def _prompts(config: FinetuneConfig, prompts: Sequence[str], seed: int) -> tuple[Any, list[Prompt]]:
+    """The tokenizer, and the prompts laid out as the data was."""
+    if config.task == "vlm":
+        processor = image_processor_of(config.model, config.chat_template)
+        return templated_tokenizer(processor) or processor.tokenizer, image_prompts(processor, prompts, seed)
+    tokenizer = load_tokenizer(config.model, config.chat_template)
+    to_ids = _prompt_encoder(config, tokenizer)
+    ids = [to_ids(text) for text in prompts]
+    return tokenizer, [Prompt(ids=one, key=key) for one, key in zip(ids, key_prompts(seed, ids), strict=True)]
 
 
 def _decoder(config: FinetuneConfig, model: nn.Module, tokenizer: Any) -> Decoder:

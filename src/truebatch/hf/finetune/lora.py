@@ -21,6 +21,7 @@ _TASKS = {
     "dpo": "CAUSAL_LM",
     "reward": "SEQ_CLS",
     "embedding": "FEATURE_EXTRACTION",
+    "vlm": "CAUSAL_LM",
 }
 _HEADS = ("score", "classifier", "classification_head", "pre_classifier")
 """Heads of classifiers: new, and therefore trained whole."""
@@ -37,15 +38,16 @@ def check_peft() -> Any:
     return peft
 
 
-def add_lora(model: nn.Module, task: str, *, rank: int, alpha: float) -> None:
-    """Freeze the model and put adapters beside all its linear layers, in place; its class stays what it is."""
+def add_lora(model: nn.Module, task: str, *, rank: int, alpha: float, targets: str = "all-linear") -> None:
+    """Freeze the model and put adapters beside all its linear layers, or those whose names a pattern fits, in place; its
+    class stays what it is."""
     peft = check_peft()
     heads = [name for name in _HEADS if isinstance(getattr(model, name, None), nn.Module)]
     settings = peft.LoraConfig(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=0.0,
-        target_modules="all-linear",
+        target_modules=targets,
         modules_to_save=heads if _TASKS[task].endswith("_CLS") and heads else None,
         task_type=_TASKS[task],
     )

@@ -33,6 +33,9 @@ from truebatch.hf.finetune.text_pairs import encode_pairs
 from truebatch.hf.finetune.token_store import TokenStore
 from truebatch.hf.finetune.token_stream import HeadStream, TokenStream
 from truebatch.hf.finetune.tokenize import FileTokenizer, encode_file
+from truebatch.hf.finetune.vision.read_file import image_chat_reader
+from truebatch.hf.finetune.vision.samples import ImageChatStore
+from truebatch.hf.finetune.vision.tower import adapter_targets, freeze_tower
 from truebatch.hf.forward_inputs import language_model
 from truebatch.hf.heads.heads import ModelHead, head_of
 from truebatch.hf.heads.losses import IGNORE
@@ -68,8 +71,8 @@ PAIRS = ("dpo", "reward")
 class PreparedRun:
     """What is known about a run before its weights are loaded."""
 
-    train: TokenStore | TokenStream
-    validation: TokenStore | None
+    train: TokenStore | TokenStream | ImageChatStore
+    validation: TokenStore | ImageChatStore | None
     configuration: Any
     """Of the model, with the classes of the data and without the dropouts that cannot be drawn for each sample."""
     dropouts: dict[str, float]
@@ -99,7 +102,7 @@ class PreparedRun:
 class HeadSamples:
     """Encoded samples with what the head needs beside."""
 
-    encoded: TokenStore
+    encoded: TokenStore | ImageChatStore
     head: ModelHead
 
     def __len__(self) -> int:
@@ -107,6 +110,11 @@ class HeadSamples:
 
     def __getitem__(self, sample_id: int, /) -> dict[str, Any]:
         return self.head.prepare(self.encoded[sample_id])
+
+    @property
+    def measured(self) -> Measured:
+        """Tokens, labels and patches of every sample, from the encoded arrays: no sample is read."""
+        return _measured(self.encoded, self.head, len(self.encoded), "")
 
 
 def prepare(config: FinetuneConfig) -> PreparedRun:
@@ -131,16 +139,7 @@ def _prepare(config: FinetuneConfig, contents: tuple[str, ...]) -> PreparedRun:
     if config.lora:
         check_peft()
     configuration = load_configuration(config.model)
-    encoder = FileTokenizer(
-        task=config.task,
-        tokenizer=load_tokenizer(config.model, config.chat_template),
-        fingerprint=tokenizer_fingerprint(config.model, config.chat_template),
-        known_labels=dict(configuration.id2label or {}) if config.task.endswith("classification") else {},
-        max_length=_max_length(config, configuration),
-        overlong=config.overlong,
-        cache=cache_folder(),
-    )
-    train, validation = _encoded(config, encoder)
+    train, validation = (_read_images if config.task == "vlm" else _read_texts)(config, configuration)
     with_labels(configuration, train.label_names)
     dropouts, keyed = _split_dropouts(config, configuration)
     with_dropout(configuration, dict.fromkeys(dropouts, 0.0))
@@ -151,6 +150,32 @@ def _prepare(config: FinetuneConfig, contents: tuple[str, ...]) -> PreparedRun:
         head = head_for_pairs(head, config, train)
     content = contents[0] if contents else ""
     return PreparedRun(train, validation, configuration, dropouts, keyed, head, content, [])
+
+
+def _read_texts(config: FinetuneConfig, configuration: Any) -> tuple[TokenStore | TokenStream, TokenStore | None]:
+    encoder = FileTokenizer(
+        task=config.task,
+        tokenizer=load_tokenizer(config.model, config.chat_template),
+        fingerprint=tokenizer_fingerprint(config.model, config.chat_template),
+        known_labels=dict(configuration.id2label or {}) if config.task.endswith("classification") else {},
+        max_length=_max_length(config, configuration),
+        overlong=config.overlong,
+        cache=cache_folder(),
+    )
+    return _encoded(config, encoder)
+
+
+def _read_images(config: FinetuneConfig, configuration: Any) -> tuple[ImageChatStore, ImageChatStore | None]:
+    reader = image_chat_reader(config.model, configuration, config.chat_template)
+    most = _max_length(config, configuration)
+    train, validation = (
+        None
+        if path is None
+        else reader.read(path, folder=config.image_folder, max_length=most, overlong=config.overlong)
+        for path in (config.data, config.validation)
+    )
+    assert train is not None
+    return train, validation
 
 
 def _encoded(config: FinetuneConfig, encoder: FileTokenizer) -> tuple[TokenStore | TokenStream, TokenStore | None]:
@@ -188,25 +213,31 @@ def _max_length(config: FinetuneConfig, configuration: Any) -> int | None:
 
 
 def measure(ready: PreparedRun, samples: Sized) -> Measured:
-    """Tokens and labels of every sample, from the encoded arrays."""
-    assert isinstance(ready.train, TokenStore)  # a stream is measured a window at a time
-    number = len(samples)
-    lengths = ready.train.columns["input_ids"].lengths()[:number]
-    counts = _label_counts(ready.train, ready.head)[:number]
+    """Tokens and labels of the first samples, from the encoded arrays."""
+    assert not isinstance(ready.train, TokenStream)  # it is measured a window at a time
+    return _measured(ready.train, ready.head, len(samples), f"{ready.content}-{len(samples)}")
+
+
+def _measured(store: TokenStore | ImageChatStore, head: ModelHead, number: int, fingerprint: str) -> Measured:
     return Measured(
-        lengths=lengths,
-        counts={ready.head.loss.term: counts},
+        lengths=store.columns["input_ids"].lengths()[:number],
+        counts={head.loss.term: _label_counts(store, head)[:number]},
+        costs={name: column[:number] for name, column in _costs(store).items()},
         found="tokens of the model's tokenizer",
-        fingerprint=f"{ready.content}-{number}",
+        fingerprint=fingerprint,
     )
 
 
-def _label_counts(train: TokenStore, head: ModelHead) -> Ints:
+def _costs(train: TokenStore | ImageChatStore) -> dict[str, Ints]:
+    return train.costs if isinstance(train, ImageChatStore) else {}
+
+
+def _label_counts(train: TokenStore | ImageChatStore, head: ModelHead) -> Ints:
     column = train.columns.get("labels")
     if column is None:
         return np.ones(len(train), dtype=np.int64)
     is_counted = column.values != IGNORE
-    if head.kind.name == "causal_lm":
+    if head.kind.name in ("causal_lm", "vision_language"):
         is_counted[column.starts[:-1]] = False  # The first token is predicted from nothing.
     sums = np.concatenate([[0], np.cumsum(is_counted)])
     counts: Ints = (sums[column.starts[1:]] - sums[column.starts[:-1]]).astype(np.int64)
@@ -233,9 +264,18 @@ def _load(config: FinetuneConfig, configuration: Any) -> tuple[nn.Module, list[s
     )
     if bits is not None:
         without_inference_kernels(model)
-    if config.lora:
-        add_lora(model, config.task, rank=config.lora_rank, alpha=config.lora_alpha)
+    _choose_trained(config, model)
     return model, new
+
+
+def _choose_trained(config: FinetuneConfig, model: nn.Module) -> None:
+    """Adapters, where they are asked for; of a model that reads images the tower frozen or not."""
+    has_images = config.task == "vlm"
+    if config.lora:
+        more = {"targets": adapter_targets(model, with_tower=config.tower == "trained")} if has_images else {}
+        add_lora(model, config.task, rank=config.lora_rank, alpha=config.lora_alpha, **more)
+    elif has_images and config.tower == "frozen":
+        freeze_tower(model)
 
 
 def _restore_model(config: FinetuneConfig, weights: Mapping[str, Tensor]) -> nn.Module:
@@ -252,8 +292,7 @@ def _sketch(config: FinetuneConfig, ready: PreparedRun) -> nn.Module:
     model = sketch_model(deepcopy(ready.configuration), config.task)
     if ready.keyed:
         key_dropout(model)
-    if config.lora:
-        add_lora(model, config.task, rank=config.lora_rank, alpha=config.lora_alpha)
+    _choose_trained(config, model)
     return model
 
 
@@ -301,6 +340,9 @@ def _save(config: FinetuneConfig, ready: PreparedRun, model: nn.Module, folder: 
             saved.config.save_pretrained(folder)  # the names of the classes, which the base's folder does not know
     if config.lora and not config.merge_lora:
         name_base(folder, config.model)
+    if isinstance(ready.train, ImageChatStore):
+        ready.train.processor.save_pretrained(folder)
+        return
     load_tokenizer(config.model, config.chat_template).save_pretrained(folder)
     if config.task == "embedding" and not (config.lora and not config.merge_lora):
         save_sentence_files(config, ready.configuration, folder)

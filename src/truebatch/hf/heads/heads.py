@@ -6,7 +6,7 @@ model -> head_of -> Head: prepare a sample, arguments for a route, read the outp
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,6 +20,7 @@ from truebatch.batch.microbatch import SAMPLES, MicroBatch
 from truebatch.errors import BatchError, ConfigError
 from truebatch.hf.attention.forward_context import is_packing
 from truebatch.hf.attention.packed import NAME, packed_rows, packed_whole, packing_plan_of, use_packed_attention
+from truebatch.hf.attention.vision_tower import one_call_for_images
 from truebatch.hf.forward_inputs import (
     TARGETS,
     ForwardSignature,
@@ -32,7 +33,14 @@ from truebatch.hf.forward_inputs import (
 )
 from truebatch.hf.heads.losses import IGNORE, LOSSES, Loss, Outputs, loss_of_classifier
 from truebatch.hf.heads.table import KINDS, OPTIONAL, HeadKind
-from truebatch.hf.image_fields import ImageStyle, image_inputs, refuse_images, style_of
+from truebatch.hf.image_fields import (
+    OPTIONAL_IMAGE_FIELDS,
+    ImageStyle,
+    flat_pixels,
+    image_inputs,
+    refuse_images,
+    style_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -93,7 +101,7 @@ def head_of(model: nn.Module, sample: Mapping[str, Any] | None = None) -> ModelH
     return ModelHead(
         kind=kind,
         border=border,
-        fields=(*kind.fields, *(images.fields if images else ()), *optional),
+        fields=(*kind.fields, *(images.fields if images else ()), *_optional_of_images(images, sample), *optional),
         loss=LOSSES[loss],
         images=images,
         pools_last=kind.name == "sequence_classification" and isinstance(getattr(model, "score", None), nn.Module),
@@ -102,15 +110,21 @@ def head_of(model: nn.Module, sample: Mapping[str, Any] | None = None) -> ModelH
     )
 
 
+def _optional_of_images(images: ImageStyle | None, sample: Mapping[str, Any] | None) -> tuple[Field, ...]:
+    if images is None or sample is None:
+        return ()
+    return tuple(f for name, f in OPTIONAL_IMAGE_FIELDS.items() if name in sample)
+
+
 @contextmanager
 def packed_attention_on(head: ModelHead, model: nn.Module, route: Route) -> Iterator[None]:
-    """While open, packed rows may go through the model. Keep it open around backward with gradient checkpointing."""
+    """While open, packed rows may go through the model, and all images of a micro-batch through its vision tower in one
+    call. Keep it open around backward with gradient checkpointing."""
     part = packed_part(head, model)
+    images = one_call_for_images(model) if head.images is not None and route == "packed" else nullcontext()
     is_on = part.config._attn_implementation == NAME
-    if route != "packed" or is_packing(part) or (is_on and packing_plan_of(part).is_plain):
-        yield
-        return
-    with use_packed_attention(part):
+    is_ready = route != "packed" or is_packing(part) or (is_on and packing_plan_of(part).is_plain)
+    with images, nullcontext() if is_ready else use_packed_attention(part):
         yield
 
 
@@ -200,6 +214,8 @@ def _start_id(config: PretrainedConfig) -> int:
 
 def _prepare(head: ModelHead, sample: Mapping[str, Any]) -> dict[str, Any]:
     out = dict(sample)
+    if head.images is not None:
+        out |= flat_pixels(head.images, sample)
     if head.kind.name in ("causal_lm", "vision_language", "masked_lm"):
         out.setdefault("labels", _given(sample, "input_ids", head))
     if head.kind.name == "seq2seq" and "decoder_input_ids" not in out:

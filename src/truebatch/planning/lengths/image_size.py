@@ -12,10 +12,16 @@ from typing import IO, Any, NoReturn
 import numpy as np
 
 from truebatch.errors import ConfigError, DataError
+from truebatch.io.images import ORIENTATION, QUARTER_TURNS
 from truebatch.planning.rows import Ints
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_PIXELS = 2**27
+PNG_BEGINNING = b"\x89PNG\r\n\x1a\n"
+PNG_WORDS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
+"""Pieces of a PNG file that may say how it is turned."""
+PNG_PIECES = 100_000
+"""A file with more is asked in Pillow's own way."""
 _FILTERS = Lock()
 
 
@@ -53,6 +59,35 @@ def opened_image(
         if opened.width * opened.height > max_pixels:
             raise ValueError(f"{opened.width:,} x {opened.height:,} pixels; at most {max_pixels:,}")
         yield opened
+
+
+def header_size(opened: Any) -> tuple[int, int]:
+    """(height, width) of an image opened by `opened_image`, as its pixels will be after EXIF rotation; nothing is decoded."""
+    width, height = opened.size
+    is_turned = _says_more(opened) and opened.getexif().get(ORIENTATION, 1) in QUARTER_TURNS
+    return (width, height) if is_turned else (height, width)
+
+
+def _says_more(opened: Any) -> bool:
+    """Whether an image may say how it is turned. To ask a PNG, Pillow decodes all of it, as that may stand at its end."""
+    if opened.format == "TIFF":  # Pillow gives its size as it will be
+        return False
+    if opened.format != "PNG":
+        return True
+    file = opened.fp
+    before, at = file.tell(), len(PNG_BEGINNING)
+    try:
+        for _ in range(PNG_PIECES):
+            file.seek(at)
+            head = file.read(8)
+            if len(head) < 8:
+                return False
+            if head[4:] in PNG_WORDS:
+                return True
+            at += int.from_bytes(head[:4], "big") + 12  # length, kind and checksum
+        return True
+    finally:
+        file.seek(before)
 
 
 def _size(image: Any, path: Path, max_pixels: int, formats: tuple[str, ...]) -> tuple[int, int]:

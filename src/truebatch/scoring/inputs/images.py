@@ -9,15 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from truebatch.errors import ConfigError
-from truebatch.io.images import ORIENTATION, QUARTER_TURNS, rgb_image, upright_size
-from truebatch.planning.lengths.image_size import MAX_PIXELS, opened_image
+from truebatch.io.images import rgb_image, upright_size
+from truebatch.planning.lengths.image_size import MAX_PIXELS, header_size, opened_image
 from truebatch.scoring.backends.interface import SampleError
-
-PNG_BEGINNING = b"\x89PNG\r\n\x1a\n"
-PNG_WORDS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")
-"""Pieces of a PNG file that may say how it is turned."""
-PNG_PIECES = 100_000
-"""A file with more is asked in Pillow's own way."""
 
 
 def image_sizes(images: Sequence[Any]) -> list[tuple[int, int]]:
@@ -39,31 +33,7 @@ def _size(image: Any) -> tuple[int, int]:
     if hasattr(image, "tobytes") and hasattr(image, "mode"):
         return upright_size(image)
     with _named(image), _opened(image) as opened:
-        width, height = opened.size
-        turned = _says_more(opened) and opened.getexif().get(ORIENTATION, 1) in QUARTER_TURNS
-    return (width, height) if turned else (height, width)
-
-
-def _says_more(opened: Any) -> bool:
-    """Whether an image may say how it is turned. To ask a PNG, Pillow decodes all of it, as that may stand at its end."""
-    if opened.format == "TIFF":  # Pillow gives its size as it will be
-        return False
-    if opened.format != "PNG":
-        return True
-    file = opened.fp
-    before, at = file.tell(), len(PNG_BEGINNING)
-    try:
-        for _ in range(PNG_PIECES):
-            file.seek(at)
-            head = file.read(8)
-            if len(head) < 8:
-                return False
-            if head[4:] in PNG_WORDS:
-                return True
-            at += int.from_bytes(head[:4], "big") + 12  # length, kind and checksum
-        return True
-    finally:
-        file.seek(before)
+        return header_size(opened)
 
 
 @contextmanager

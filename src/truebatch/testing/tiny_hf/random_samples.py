@@ -110,9 +110,13 @@ def _flat_images(model: nn.Module, at: int, draw: torch.Generator) -> dict[str, 
 
 
 def _sized_images(model: nn.Module, at: int, draw: torch.Generator) -> dict[str, Tensor]:
-    images = _flat_images(model, at, draw)
-    side = _side(model)
-    return {**images, "image_sizes": torch.tensor([[side, side]] * len(images["pixel_values"]))}
+    """One image of its own height and width for each sample."""
+    config: PretrainedConfig = model.config
+    unit = _first(config.vision_config, "patch_size", default=14) * _first(config, "spatial_merge_size", default=1)
+    whole, half = (max(_side(model) // part // unit, 1) * unit for part in (1, 2))
+    height, width = [(whole, whole), (half, whole), (whole, half)][at % 3]
+    pixels = torch.randn(1, _channels(model), height, width, generator=draw)
+    return {"pixel_values": pixels, "image_sizes": torch.tensor([[height, width]])}
 
 
 def _grid_images(model: nn.Module, at: int, draw: torch.Generator) -> dict[str, Tensor]:

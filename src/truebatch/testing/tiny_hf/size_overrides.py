@@ -54,6 +54,7 @@ TINY_SIZE_OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "glm_ocr_text": _MROPE,
     "hunyuan_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [2, 2, 2, 2]}},
     "glm5_next_text": {"index_topk": 16},
+    "internvl_vision": {"image_size": [IMAGE, IMAGE], "patch_size": [PATCH, PATCH]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "ernie4_5_vl_moe_text": {"rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},

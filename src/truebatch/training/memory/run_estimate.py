@@ -12,7 +12,7 @@ from truebatch.errors import TruebatchError
 from truebatch.planning.plan import Plan, build_plan
 from truebatch.planning.rows import Layout, Rows
 from truebatch.training.config import TrainConfig
-from truebatch.training.data import TrainData
+from truebatch.training.data import TrainData, limited_costs
 from truebatch.training.memory.batch_size_table import open_engine
 from truebatch.training.memory.cost_model import MemoryFit, changed_facts, load_fit
 from truebatch.training.memory.fake_tensor_estimate import estimate_added
@@ -78,7 +78,8 @@ def _reason(error: TruebatchError) -> str:
 def _foresee(engine: StepEngine, data: TrainData, train: TrainConfig, fit: MemoryFit | None) -> RunEstimate:
     assert data.measured is not None
     lengths = data.measured.lengths
-    plan = build_plan(lengths, train.plan_config(lengths), costs=data.measured.costs, counts=data.measured.counts)
+    config = train.plan_config(lengths)
+    plan = build_plan(lengths, config, costs=limited_costs(data.measured, config), counts=data.measured.counts)
     largest = largest_micro_batches(plan, data, train.layout)
     if fit is not None:
         memory = max(fit.predict(*sizes_of(data, rows.ids).shape(train.layout)) for rows in largest)

@@ -22,7 +22,7 @@ from truebatch.batch.microbatch import CELLS
 from truebatch.hf.forward_inputs import TARGETS
 from truebatch.hf.heads.heads import ModelHead
 from truebatch.hf.heads.objective import HeadObjective
-from truebatch.hf.image_fields import forget_last_call, image_token_id
+from truebatch.hf.image_fields import forget_last_call, image_token_id, pixel_inputs
 from truebatch.planning.rows import Rows, packed_row, padded_rows
 
 LENGTHS = (4, 70, 11, 23, 37, 2, 18, 9)
@@ -75,6 +75,7 @@ def alone_logits(model: nn.Module, head: ModelHead, sample: Sample) -> Tensor:
         value = torch.as_tensor(sample[field.key]).to(device)
         value = value.to(dtype) if value.is_floating_point() else value
         given[field.name] = value if field.kind == "flat" else value[None]
+    given |= {} if head.images is None else pixel_inputs(head.images, given)
     given["attention_mask"] = torch.ones_like(given["input_ids"])
     return _call(model, head, {**given, **_image_types(model, head, given["input_ids"])})[0]
 
@@ -211,6 +212,7 @@ def plain_layout(model: nn.Module, head: ModelHead, samples: Sequence[Sample], l
     tokens = batch["input_ids"].masked_fill(~batch.is_real, padding_token_id(model))
     dtype = next(model.parameters()).dtype
     more = {f.name: batch[f.name] for f in head.fields if f.name not in ("labels", "input_ids")}
+    more |= {} if head.images is None else pixel_inputs(head.images, batch.fields)
     more = {name: value.to(dtype) if value.is_floating_point() else value for name, value in more.items()}
     given = {**more, **_image_types(model, head, tokens), "input_ids": tokens, "use_cache": False, **where}
     has_decoder = "decoder_input_ids" in more

@@ -1,0 +1,1 @@
+"""Fine-tuning with images: records, placeholders and samples of `--task vlm`."""
