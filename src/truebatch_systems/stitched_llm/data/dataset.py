@@ -62,8 +62,9 @@ def prepare_texts(config: StitchConfig) -> PreparedRun:
     vocabulary = vocabulary_of(config)
     if vocabulary is None:
         return ready
-    assert isinstance(ready.train, TokenStore)  # nothing is streamed here
     held = ready.validation
+    assert isinstance(ready.train, TokenStore)  # nothing is streamed here, and these are texts
+    assert held is None or isinstance(held, TokenStore)
     return replace(
         ready,
         train=leave_out_unmatched(ready.train, vocabulary, config.unmatched, "training"),
