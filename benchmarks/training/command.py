@@ -2,7 +2,8 @@
 
 A model folder and a file of texts are made once for a case. Every method is a process of its own that gets no more than its
 time; the clock is read when a step's line appears in its log, so loading, logging and checkpoints count. A process that
-was ended when its time was over keeps the steps it has made. "first step" is the time from the start of the process to the
+was ended when its time was over keeps the steps it has made. "of steps" is by the run's own seconds of each step, without
+what is between them, such as checkpoints. "first step" is the time from the start of the process to the
 end of its first step; the first method of ours has an empty cache, the last one what that left behind.
 """
 
@@ -176,10 +177,12 @@ def _figures(options: CommandOptions, times: Sequence[float], records: Sequence[
     counted = steps[first:]
     tokens = sum(record["tokens"] for _, record in counted[1:])
     fills = [record["fill"] for _, record in counted if "fill" in record]
+    own_seconds = sum(record.get("seconds", 0.0) for _, record in counted[1:])
     return {
         "steps": len(steps),
         "counted_steps": len(counted) - 1,
         "tokens_per_second": tokens / max(counted[-1][0] - counted[0][0], 1e-9),
+        **({"tokens_per_second_of_steps": tokens / own_seconds} if own_seconds else {}),
         "first_step_seconds": steps[0][0],
         **({"fill": statistics.fmean(fills)} if fills else {}),
         "peak_gib": max((record.get("peak_gib", 0.0) for _, record in steps), default=0.0),
