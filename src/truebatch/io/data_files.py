@@ -4,6 +4,9 @@
 .json            one JSON array
 .csv .tsv        a header line, then one sample per row, streamed
 .parquet         one sample per row, streamed in batches
+.txt             one text per line, streamed: {"text": line}; lines without a letter are left out
+
+All but Parquet also with .gz or .zst behind.
 """
 
 from __future__ import annotations
@@ -17,10 +20,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from truebatch.errors import DataError
-from truebatch.io.text_encoding import MAX_LINE_BYTES, open_file, read_lines, read_text
+from truebatch.io.text_encoding import MAX_LINE_BYTES, open_file, read_lines, read_text, unpacked_suffix
 
 MAX_JSON_BYTES = 4 * 2**30
-FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
 
 _HEADER = re.compile(r"[A-Za-z_]\w*([,\t][\w ]+)+")
 
@@ -29,7 +32,7 @@ Placed = tuple[str, Any]
 
 def is_data_file(name: str) -> bool:
     """True if the file extension is one that can be measured."""
-    return Path(name).suffix.lower() in FORMATS
+    return unpacked_suffix(Path(name)) in FORMATS
 
 
 def read_samples(path: Path, *, columns: Sequence[str] | None = None) -> Iterator[Placed]:
@@ -38,20 +41,48 @@ def read_samples(path: Path, *, columns: Sequence[str] | None = None) -> Iterato
     `columns` are the only ones a caller looks at; Parquet reads no others. In Parquet a list of integers
     comes as a `range` of the same length: its entries are not needed to measure it.
     """
-    kind = path.suffix.lower()
+    kind = unpacked_suffix(path)
     if kind in (".jsonl", ".ndjson"):
         return _read_jsonl(path)
     if kind == ".json":
         return _read_json(path)
     if kind in (".csv", ".tsv"):
         return _read_csv(path, delimiter="\t" if kind == ".tsv" else ",")
-    if kind == ".parquet":
+    if kind == ".parquet" and path.suffix.lower() == ".parquet":
         return _read_parquet(path, columns)
+    if kind == ".txt":
+        return ((f"{path}:{number}", {"text": text}) for number, text in read_texts(path))
     raise DataError(
         f"{path} is in a format that is not supported",
         seen=f"its name ends in {kind!r}",
         do=f"use one of {' '.join(FORMATS)}",
     )
+
+
+def read_texts(path: Path, *, until: str = "line") -> Iterator[tuple[int, str]]:
+    """The texts of a plain file with the line each begins at; blank ones are left out.
+
+    `until` says where one ends: at the end of its `line`, at a blank line (`paragraph`), or at a line that is this
+    word and nothing else, such as `%`.
+    """
+    first, lines = 0, list[str]()
+    for number, line in read_lines(path):
+        is_end = not line.strip() if until == "paragraph" else line.rstrip("\r\n") == until
+        if until == "line":
+            first, lines = number, [line]
+        elif not is_end:
+            first = first if lines else number
+            lines.append(line)
+        if is_end or until == "line":
+            yield from _joined(first, lines)
+            lines = []
+    yield from _joined(first, lines)
+
+
+def _joined(first: int, lines: Sequence[str]) -> Iterator[tuple[int, str]]:
+    text = "".join(lines).strip("\r\n")
+    if text.strip():
+        yield first, text
 
 
 def _read_jsonl(path: Path) -> Iterator[Placed]:

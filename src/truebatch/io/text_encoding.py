@@ -1,21 +1,26 @@
 """Read users' text files in the encodings they really come in; errors name the file and line.
 
-bytes -> (byte order mark?) -> UTF-8 text, whole or line by line
+bytes -> (.gz or .zst?) -> (byte order mark?) -> UTF-8 text, whole or line by line
 """
 
 from __future__ import annotations
 
 import codecs
 import difflib
+import gzip
 import shlex
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from truebatch.errors import DataError
 
 MAX_LINE_BYTES = 64 * 2**20
+COMPRESSED = (".gz", ".zst")
+"""Endings of names of compressed files; the ending before says what is in them."""
 _UTF16_MARKS = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16", codecs.BOM_UTF32_BE: "UTF-32"}
 
 
@@ -47,8 +52,49 @@ def open_file(path: Path) -> BufferedReader:
         raise DataError(f"{path} cannot be opened", seen=str(error), do="check its permissions") from error
 
 
+@contextmanager
+def open_content(path: Path) -> Iterator[Any]:
+    """The bytes of a file; a compressed one is opened as what it holds."""
+    with open_file(path) as file:
+        kind = path.suffix.lower()
+        if kind not in COMPRESSED:
+            yield file
+            return
+        try:
+            if kind == ".gz":
+                with gzip.GzipFile(fileobj=file) as opened:
+                    yield BufferedReader(opened)
+            else:
+                with _zstd_stream(path, file) as stream:
+                    yield BufferedReader(stream)
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(
+                f"{path} cannot be unpacked; it is damaged, or no {kind} file",
+                seen=str(error)[:200],
+                do="copy or pack the file again",
+            ) from error
+
+
+def _zstd_stream(path: Path, file: BufferedReader) -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise DataError(
+            "reading .zst files needs the package pyarrow", seen=f"{path}; {error}", do="pip install 'truebatch[data]'"
+        ) from error
+    return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
+
+
+def unpacked_suffix(path: Path) -> str:
+    """The ending that says what a file holds: .jsonl of texts.jsonl.gz."""
+    inner = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
+    return inner.suffix.lower()
+
+
 def read_text(path: Path, *, max_bytes: int) -> str:
     """Read a whole UTF-8 file of at most `max_bytes` bytes, without its byte order mark."""
+    if path.suffix.lower() in COMPRESSED:
+        return _read_unpacked(path, max_bytes)
     with open_file(path) as file:
         size = path.stat().st_size
         is_larger = size > max_bytes
@@ -56,13 +102,29 @@ def read_text(path: Path, *, max_bytes: int) -> str:
         if len(data) > size:  # it is growing, or its size is not known
             data += file.read(max_bytes + 1 - len(data))
     if is_larger or len(data) > max_bytes:
-        raise DataError(
-            f"{path} is too large for this kind of file",
-            seen=f"{path.stat().st_size:,} bytes, at most {max_bytes:,} are read",
-            do="check that this is the file you meant",
-        )
+        _refuse_large(path, path.stat().st_size, max_bytes)
+    return _whole_text(path, data)
+
+
+def _read_unpacked(path: Path, max_bytes: int) -> str:
+    with open_content(path) as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        _refuse_large(path, len(data), max_bytes)
+    return _whole_text(path, data)
+
+
+def _whole_text(path: Path, data: bytes) -> str:
     _refuse_utf16(path, data)
     return _decode(path, data.removeprefix(codecs.BOM_UTF8), first_line=1)
+
+
+def _refuse_large(path: Path, size: int, most: int) -> NoReturn:
+    raise DataError(
+        f"{path} is too large for this kind of file",
+        seen=f"{size:,} bytes, at most {most:,} are read",
+        do="check that this is the file you meant",
+    )
 
 
 def read_start(path: Path, *, max_bytes: int) -> str:
@@ -86,7 +148,7 @@ def bounded_lines(file: BufferedReader, *, most: int = MAX_LINE_BYTES) -> Iterat
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Every line of a UTF-8 file with its number from 1; one line is in memory at a time."""
-    with open_file(path) as file:
+    with open_content(path) as file:
         number = 0
         while line := file.readline(MAX_LINE_BYTES + 1):
             number += 1

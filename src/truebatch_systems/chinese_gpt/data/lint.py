@@ -5,6 +5,7 @@ texts -> problems, each with the places it was seen, and the lengths of what is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from truebatch_systems.chinese_gpt.data.dialogues import ASSISTANT, is_dialogue,
 from truebatch_systems.chinese_gpt.tokenizer.vocabulary import SPECIAL, Vocab
 
 SHOWN = 3
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 WORDS = {
     "empty": "{number} text(s) empty, to be left out ({places})",
     "duplicate": "{number} text(s) the same as an earlier one; all of them are trained on ({places})",
@@ -24,6 +26,7 @@ WORDS = {
     "overlong": "{number} text(s) with more tokens than the model reads; by default the end is kept ({places})",
     "short": "{number} text(s) of a single character ({places})",
     "no_answer": "{number} text(s) like a dialogue without an answer after {who} ({places})",
+    "control": "{number} text(s) with control characters, such as colours of a terminal; they are learned ({places})",
     "replacement": "{number} text(s) with the character U+FFFD: an earlier conversion has lost something there ({places})",
 }
 """Whole sentences, so that they can be said in another language."""
@@ -82,6 +85,7 @@ def lint_texts(texts: Sequence[Text], *, vocab: Vocab | None = None, max_seq_len
         "overlong": [text.place for text, n in zip(full, tokens, strict=False) if n > max_seq_len],
         "short": [text.place for text in full if len(normalise(text.text)) == 1],
         "no_answer": [text.place for text in full if _is_unanswered(text.text)],
+        "control": [text.place for text in full if _CONTROL.search(text.text)],
         "replacement": [text.place for text in full if "\ufffd" in text.text],
     }
     return Lint(

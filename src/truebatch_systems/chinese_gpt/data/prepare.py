@@ -9,11 +9,13 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from glob import has_magic
 from pathlib import Path
 
 from torch import Tensor
 
 from truebatch.errors import CheckpointError, DataError, RunError
+from truebatch.io.data_files import is_data_file
 from truebatch.planning.lengths.measure import content_hash
 from truebatch.training.checkpoint.retention import best_step, list_checkpoints
 from truebatch.training.checkpoint.store import load_checkpoint, load_newest
@@ -55,7 +57,8 @@ class _TextsKey:
     """A configuration that equals another if all that matters for its samples does."""
 
     NAMES = (
-        "data", "stage", "start_from", "backend", "dictionary", "mask_prompt", "overlong", "validation_share",
+        "data", "text_field", "text_end", "stage", "start_from", "backend", "dictionary", "mask_prompt", "overlong",
+        "validation_share",
         "test_share", "max_seq_len", "embedded_statements", "embedded_dialogues",
     )  # fmt: skip
 
@@ -72,7 +75,8 @@ class _TextsKey:
 
 def _content(config: ChineseGPTConfig) -> tuple[str, ...]:
     """Changes when a file does."""
-    files = [] if config.data in CORPORA or not Path(config.data).exists() else corpus_files(Path(config.data))
+    is_there = Path(config.data).exists() or has_magic(config.data)
+    files = [] if config.data in CORPORA or not is_there else corpus_files(Path(config.data))
     files += [config.dictionary] if config.dictionary is not None else []
     start = () if config.start_from is None else (str(best_step(config.start_from / "checkpoints")),)
     return (*(content_hash(file) for file in files), *start)
@@ -107,9 +111,9 @@ def load_texts(config: ChineseGPTConfig) -> list[Text]:
     if config.data == IDIOMS:
         return read_idioms()
     path = Path(config.data)
-    if not path.exists() and path.suffix != ".json" and len(path.parts) == 1:
+    if not path.exists() and not is_data_file(path.name) and not has_magic(config.data) and len(path.parts) == 1:
         raise refuse_unknown(config.data, CORPORA)
-    return read_corpus(path)
+    return read_corpus(path, field=config.text_field, until=config.text_end)
 
 
 def _split(texts: Sequence[Text], *, validation: float, test: float) -> dict[str, list[Text]]:

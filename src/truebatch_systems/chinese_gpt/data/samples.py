@@ -6,7 +6,7 @@ text -> parts -> BOS, ids, EOS -> at most max_seq_len -> input_ids: all but the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ import numpy as np
 from truebatch.batch.chunked_cross_entropy import IGNORE
 from truebatch.batch.fields import Field
 from truebatch.errors import DataError
-from truebatch.planning.config import Overlong
 from truebatch.planning.rows import Ints
+from truebatch_systems.chinese_gpt.config import OverlongText
 from truebatch_systems.chinese_gpt.data.characters import normalise
 from truebatch_systems.chinese_gpt.data.corpus import Text
 from truebatch_systems.chinese_gpt.data.dialogues import parts_of
@@ -38,6 +38,8 @@ class EncodedTexts:
     """Texts without a single token: there is nothing to learn in them."""
     num_cut: int
     num_dropped: int
+    num_split: int
+    """Texts that became several samples."""
     num_unknown: int
     """Tokens that are not in the vocabulary."""
 
@@ -60,35 +62,60 @@ class EncodedTexts:
 
 
 def encode_texts(
-    texts: Sequence[Text], vocab: Vocab, *, max_seq_len: int, overlong: Overlong = "cut", mask_prompt: bool = True
+    texts: Sequence[Text], vocab: Vocab, *, max_seq_len: int, overlong: OverlongText = "cut", mask_prompt: bool = True
 ) -> EncodedTexts:
-    """Every text as a sample; what is empty, cut or left out is counted, never only gone."""
+    """Every text as a sample; what is empty, cut, split or left out is counted, never only gone."""
     kept: list[tuple[Text, Ints, Ints]] = []
-    num_empty = num_cut = num_dropped = num_unknown = 0
+    counted = dict.fromkeys(("empty", "cut", "drop", "split"), 0)
     for text in texts:
         if not normalise(text.text):
-            num_empty += 1
+            counted["empty"] += 1
             continue
         ids, is_learned = _tokens(text.text, vocab, mask_prompt=mask_prompt)
-        if len(ids) > max_seq_len:
-            if overlong == "refuse":
-                raise _too_long(text, len(ids), max_seq_len)
-            num_dropped += overlong == "drop"
-            num_cut += overlong == "cut"
-            if overlong == "drop":
-                continue
-            ids, is_learned = _keep_end(ids, max_seq_len), _keep_end(is_learned, max_seq_len)
-        num_unknown += int((ids == UNK).sum())
-        kept.append((text, ids[:-1], np.where(is_learned, ids, IGNORE)[1:]))
+        labels = np.where(is_learned, ids, IGNORE)
+        if len(ids) <= max_seq_len:
+            kept.append((text, ids[:-1], labels[1:]))
+            continue
+        if overlong == "refuse":
+            raise _too_long(text, len(ids), max_seq_len)
+        counted[overlong] += 1
+        if overlong == "cut":
+            kept.append((text, _keep_end(ids, max_seq_len)[:-1], _keep_end(labels, max_seq_len)[1:]))
+        elif overlong == "split":
+            parts = split_ids(ids, labels, max_seq_len, vocab.sentence_ends)
+            kept += [(replace(text, part=number), *part) for number, part in enumerate(parts, start=1)]
     return EncodedTexts(
         texts=tuple(text for text, _, _ in kept),
         input_ids=tuple(ids for _, ids, _ in kept),
         labels=tuple(labels for _, _, labels in kept),
-        num_empty=num_empty,
-        num_cut=num_cut,
-        num_dropped=num_dropped,
-        num_unknown=num_unknown,
+        num_empty=counted["empty"],
+        num_cut=counted["cut"],
+        num_dropped=counted["drop"],
+        num_split=counted["split"],
+        num_unknown=sum(int((ids == UNK).sum()) for _, ids, _ in kept),
     )
+
+
+def split_ids(ids: Ints, labels: Ints, most: int, ends: frozenset[int]) -> list[tuple[Ints, Ints]]:
+    """Inputs and labels of the parts of a long text: every token to learn is learned once, in one of them.
+
+    A part ends behind the end of a sentence where its second half has one. Later parts begin with BOS and the last token
+    of the part before, which is read there and not learned again; parts with nothing to learn are left out.
+    """
+    parts, begin = [], 0
+    while begin < len(ids) - 1:
+        lead = [] if begin == 0 else [ids[0]]
+        room = most - 1 - len(lead)
+        stop = min(begin + room, len(ids) - 1)
+        if stop < len(ids) - 1:
+            places = [at for at in range(begin + room // 2, stop) if int(ids[at]) in ends]
+            stop = places[-1] if places else stop
+        inputs = np.concatenate([np.array(lead, dtype=np.int64), ids[begin:stop]])
+        targets = np.concatenate([np.full(len(lead), IGNORE, dtype=np.int64), labels[begin + 1 : stop + 1]])
+        if (targets != IGNORE).any():
+            parts.append((inputs, targets))
+        begin = stop
+    return parts
 
 
 def _tokens(text: str, vocab: Vocab, *, mask_prompt: bool) -> tuple[Ints, Ints]:
@@ -110,5 +137,5 @@ def _too_long(text: Text, length: int, most: int) -> DataError:
     return DataError(
         f"{text.place} is longer than the model reads",
         seen=f"{length} tokens, max_seq_len={most}: {text.text[:30]!r}...",
-        do="shorten it, raise max_seq_len, or set overlong=cut (keeps the end) or overlong=drop; both are counted",
+        do="shorten it, raise max_seq_len, or set overlong=cut (keeps the end), split or drop; all are counted",
     )

@@ -57,7 +57,7 @@ def evaluate(
         for name, part in (("statements", told), ("dialogues", asked))
         if len(part)
     }
-    return figures | (score_answers(gpt, [text.text for text in asked.texts], out / ANSWERS) if len(asked) else {})
+    return figures | (score_answers(gpt, _whole_texts(asked), out / ANSWERS) if len(asked) else {})
 
 
 def _in_words_of(model: ChineseGPT, config: ChineseGPTConfig, vocab: Vocab, samples: EncodedTexts) -> EncodedTexts:
@@ -68,6 +68,11 @@ def _in_words_of(model: ChineseGPT, config: ChineseGPTConfig, vocab: Vocab, samp
     return encode_texts(
         samples.texts, model.vocab, max_seq_len=most, overlong=config.overlong, mask_prompt=config.mask_prompt
     )
+
+
+def _whole_texts(samples: EncodedTexts) -> list[str]:
+    """Every text once, also where it was split into several samples."""
+    return list({(text.file, text.number): text.text for text in samples.texts}.values())
 
 
 def _part(samples: EncodedTexts, is_kept: Sequence[bool]) -> EncodedTexts:

@@ -30,6 +30,7 @@ SPECIAL = ("<|pad|>", "<|unk|>", "<|bos|>", "</s>", "<|sep|>", "<|cls|>", "<|mas
 PAD, UNK, BOS, EOS, SEP, CLS, MASK = range(len(SPECIAL))
 MAX_BYTES = 64 * 2**20
 FORMAT = 1
+SENTENCE_ENDS = ("。", "！", "？", "!", "?", "\n")
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +74,11 @@ class Vocab:
     def hash(self) -> str:
         """Changes when any word, id or the segmentation does."""
         return hashlib.sha256(_dump(self.as_dict()).encode()).hexdigest()[:16]
+
+    @cached_property
+    def sentence_ends(self) -> frozenset[int]:
+        """The ids behind which a long text is best split."""
+        return frozenset(i for word, i in self.ids.items() if word in SENTENCE_ENDS)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without special ones. An unknown word becomes its characters where those are known."""
