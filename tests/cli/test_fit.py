@@ -11,7 +11,7 @@ import pytest
 from tests.hf.finetune.folders import chats, model_folder, write_lines
 from truebatch.cli.app import run
 from truebatch.cli.commands.fit import _advice, _next
-from truebatch.reports.fit_section import sizes_table
+from truebatch.reports.sections.fit import sizes_table
 from truebatch.training.memory import batch_size_table
 from truebatch.training.memory.batch_size_table import HERE, BatchSize, Sizing
 from truebatch.training.memory.cost_model import Point, fit_points

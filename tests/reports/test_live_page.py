@@ -19,7 +19,7 @@ from truebatch.cli.app import run as truebatch
 from truebatch.errors import ConfigError, RunError
 from truebatch.reports.live_page import LiveReport, open_server
 from truebatch.reports.plots import moving_average
-from truebatch.reports.run_section import run_sections
+from truebatch.reports.sections.run import run_sections
 from truebatch.reports.watch import LogTail, watch_runs
 
 DONE = {"state": "done", "step": 30, "num_steps": 30, "starts": 3, "exit_code": 0, "message": "all"}

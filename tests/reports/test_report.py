@@ -17,7 +17,7 @@ from truebatch.reports.artifacts import keep_picture, keep_table, kept_findings
 from truebatch.reports.page import MOST_BYTES, Section, render_page
 from truebatch.reports.plots import bars
 from truebatch.reports.report import write_report
-from truebatch.reports.run_section import read_log
+from truebatch.reports.sections.run import read_log
 from truebatch.reports.tables import Table
 
 

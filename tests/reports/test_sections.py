@@ -19,9 +19,9 @@ from truebatch.reports import plots
 from truebatch.reports.artifacts import keep_gallery
 from truebatch.reports.gallery import Exhibit, make_card, small_picture
 from truebatch.reports.report import print_report, report_sections, write_report
-from truebatch.reports.run_section import is_run
-from truebatch.reports.score_section import SHOWN, choose_shown
-from truebatch.reports.verify_section import VERIFICATION, keep_verification, proof_sections
+from truebatch.reports.sections.run import is_run
+from truebatch.reports.sections.scores import SHOWN, choose_shown
+from truebatch.reports.sections.verification import VERIFICATION, keep_verification, proof_sections
 from truebatch.training.run_dir.resume_checks import LENGTHS, MOST_LENGTHS, check_data
 from truebatch.training.run_dir.run_dir import RunFolder
 

@@ -12,8 +12,8 @@ from truebatch.io.atomic_files import write_text
 from truebatch.language.console import one_line
 from truebatch.language.translate import in_words
 from truebatch.reports.page import Section, render_page
-from truebatch.reports.run_section import is_run, log_sections, read_log, run_sections
-from truebatch.reports.score_section import compared_sections, read_scored, stages_of
+from truebatch.reports.sections.run import is_run, log_sections, read_log, run_sections
+from truebatch.reports.sections.scores import compared_sections, read_scored, stages_of
 from truebatch.reports.tables import print_table
 
 REPORT = "report.html"

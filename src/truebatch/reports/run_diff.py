@@ -12,7 +12,7 @@ from typing import Any
 
 from truebatch.config.yaml_files import read_yaml
 from truebatch.errors import RunError
-from truebatch.reports.run_section import RunLog, read_log
+from truebatch.reports.sections.run import RunLog, read_log
 from truebatch.training.exactness.digest import read_digests
 from truebatch.training.run_dir.run_dir import CONFIG, METRICS, config_changes
 

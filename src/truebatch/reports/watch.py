@@ -23,7 +23,7 @@ from truebatch.errors import TruebatchError
 from truebatch.language.console import one_line, unfiltered
 from truebatch.language.translate import in_words
 from truebatch.reports.report import check_names
-from truebatch.reports.score_section import is_scoring_run
+from truebatch.reports.sections.scores import is_scoring_run
 from truebatch.reports.tables import Table, print_table
 from truebatch.scoring.store.export import read_status as read_scoring_status
 from truebatch.training.run_dir.run_dir import METRICS, read_status

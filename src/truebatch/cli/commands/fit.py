@@ -137,7 +137,7 @@ def _plain(sizing: Sizing) -> dict[str, Any]:
 
 
 def _print(sizing: Sizing, lines: list[str], written: Path, following: str) -> None:
-    from truebatch.reports.fit_section import gib, prices_in_words, sizes_table
+    from truebatch.reports.sections.fit import gib, prices_in_words, sizes_table
     from truebatch.reports.tables import print_table
     from truebatch.training.config import ROWS
 

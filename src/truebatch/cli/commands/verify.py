@@ -239,7 +239,7 @@ def _own_run(target: str) -> Path | None:
 
 
 def _keep(report: VerifyReport, target: str, folder: Path | None) -> None:
-    from truebatch.reports.verify_section import keep_verification
+    from truebatch.reports.sections.verification import keep_verification
 
     if folder is not None:
         keep_verification(folder, {"target": target, **report.as_dict()})

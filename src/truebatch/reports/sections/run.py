@@ -17,15 +17,15 @@ from truebatch.errors import DataError
 from truebatch.io.atomic_files import corrupt_file_errors, read_json
 from truebatch.io.text_encoding import open_file, read_start
 from truebatch.reports.artifacts import FOLDER, Gallery, kept_findings
-from truebatch.reports.fit_section import fit_sections
 from truebatch.reports.gallery import make_card
-from truebatch.reports.headline import headline_section
-from truebatch.reports.length_section import length_sections
 from truebatch.reports.page import Drawing, Section
 from truebatch.reports.plots import curves
-from truebatch.reports.score_section import read_scored, scoring_sections, stages_of
+from truebatch.reports.sections.fit import fit_sections
+from truebatch.reports.sections.headline import headline_section
+from truebatch.reports.sections.lengths import length_sections
+from truebatch.reports.sections.scores import read_scored, scoring_sections, stages_of
+from truebatch.reports.sections.verification import VERIFICATION, proof_sections
 from truebatch.reports.tables import Table, figures_table
-from truebatch.reports.verify_section import VERIFICATION, proof_sections
 from truebatch.training.memory.cost_model import FIT
 from truebatch.training.run_dir.run_dir import CONFIG, METRICS, STATUS, read_status
 

@@ -14,9 +14,9 @@ from typing import Any
 from truebatch.errors import TruebatchError
 from truebatch.io.atomic_files import read_json
 from truebatch.reports.gallery import Exhibit, make_card
-from truebatch.reports.headline import scoring_headline
 from truebatch.reports.page import Section
 from truebatch.reports.plots import histogram, histograms
+from truebatch.reports.sections.headline import scoring_headline
 from truebatch.reports.tables import Table, figures_table
 from truebatch.scoring.backends.interface import ScoreRequest
 from truebatch.scoring.inputs.read_samples import read_requests

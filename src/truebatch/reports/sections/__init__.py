@@ -1,0 +1,1 @@
+"""Sections of a report, each read from what a run folder holds."""
