@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import logging
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +18,13 @@ from truebatch.errors import ConfigError, DataError
 from truebatch.hf.heads.heads import ModelHead, head_of, packed_attention_on
 from truebatch.hf.heads.objective import HeadObjective
 from truebatch.objective import Objective
-from truebatch.planning.config import PlanConfig
+from truebatch.planning.config import Overlong, PlanConfig
 from truebatch.planning.lengths.measured_values import Measured
 from truebatch.planning.plan import Plan, build_plan
 from truebatch.planning.rows import Layout
+from truebatch.training.data import measure_by_reading
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +42,8 @@ class AdapterConfig:
     """Maximum number of cells in a forward pass."""
     pairs: int | None = None
     """Maximum number of query-key pairs in a forward pass."""
+    overlong: Overlong = "refuse"
+    """A sample longer than `cells` allows: refuse stops, drop leaves it out, cut keeps its beginning (never of images)."""
     allow: tuple[str, ...] = ()
     """Couplings between samples to allow (for example 'dropout'): results are then equal in distribution only."""
 
@@ -52,6 +58,7 @@ class AdapterConfig:
             pairs=self.pairs,
             samples=samples,
             samples_per_step=samples_per_step,
+            overlong=self.overlong,
             seed=seed,
         )
 
@@ -74,7 +81,8 @@ class PlannedData:
         """Steps of an epoch: the same in every epoch, for any number of ranks."""
         per_step = self.config.samples_per_step
         assert per_step is not None
-        return -(-len(self.measured.lengths) // per_step)
+        left_out = len(self.plan(0).samples.dropped_ids) if self.config.overlong == "drop" else 0
+        return -(-(len(self.measured.lengths) - left_out) // per_step)
 
     def plan(self, epoch: int, *, ranks: int = 1) -> Plan:
         """The plan of one epoch."""
@@ -112,9 +120,13 @@ def plan_data(dataset: Any, collator: Collator, model: nn.Module, config: PlanCo
     _refuse_streams(dataset)
     first = make_single(dataset, collator, 0, seed=config.seed)
     head = head_of(model, first)
-    _refuse_images(model, head)
-    samples = SingleSamples(dataset=dataset, collator=collator, head=head, seed=config.seed)
-    return PlannedData(samples=samples, measured=measure_samples(dataset), config=config)
+    _refuse_cut_images(head, config)
+    samples = SingleSamples(dataset=dataset, collator=collator, head=head, config=model.config, seed=config.seed)
+    is_tokenized = isinstance(dataset[0], Mapping) and "input_ids" in dataset[0]
+    if head.images is None or is_tokenized:
+        return PlannedData(samples=samples, measured=measure_samples(dataset), config=config)
+    _log.warning("truebatch: the collator is called once for each of %s samples, to measure them", f"{len(dataset):,}")
+    return PlannedData(samples=samples, measured=measure_by_reading(samples, head.fields), config=config)
 
 
 def held_attention(
@@ -155,10 +167,8 @@ def _refuse_streams(dataset: Any) -> None:
         )
 
 
-def _refuse_images(model: nn.Module, head: ModelHead) -> None:
-    if head.images is not None:
+def _refuse_cut_images(head: ModelHead, config: PlanConfig) -> None:
+    if head.images is not None and config.overlong == "cut":
         raise ConfigError(
-            "adapters support text only",
-            seen=f"{type(model).__name__}, a {head.kind.name} head",
-            do="train it with `truebatch train`, whose systems handle images",
+            "a cut could go through an image", seen="overlong='cut'", do="use overlong='drop', or raise cells"
         )

@@ -19,11 +19,14 @@ from truebatch.batch.microbatch import CELLS
 from truebatch.errors import BatchError, DataError
 from truebatch.hf.heads.heads import ModelHead
 from truebatch.hf.heads.losses import IGNORE
+from truebatch.hf.image_fields import real_tiles, tiles_of
 from truebatch.planning.keyed_rng import keyed_hash
 from truebatch.planning.lengths.measured_values import Measured
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
 
+MADE_FROM_IMAGES = {"mm_token_type_ids", "token_type_ids", "batch_num_images"}
+"""What processors give beside images, and is made from the rows here."""
 REAL = "attention_mask"
 """Name under which tokenizers and collators return the tensor that is 1 where a cell is real."""
 
@@ -35,6 +38,8 @@ class SingleSamples:
     dataset: Any
     collator: Collator
     head: ModelHead
+    config: Any = None
+    """Of the model: it says how many tiles an image has."""
     seed: int = 0
     epoch: int = 0
 
@@ -43,7 +48,10 @@ class SingleSamples:
 
     def __getitem__(self, sample_id: int) -> dict[str, Any]:
         made = make_single(self.dataset, self.collator, sample_id, seed=self.seed, epoch=self.epoch)
-        return self.head.prepare(_fields_of(made, self.head, sample_id))
+        found = _fields_of(made, self.head, sample_id)
+        if self.head.images is not None:
+            found |= _images_of(made, self.head, self.config)
+        return self.head.prepare(found)
 
     def at_epoch(self, epoch: int) -> SingleSamples:
         """The same samples with the randomness of another epoch."""
@@ -96,7 +104,7 @@ def _fields_of(made: Mapping[str, Any], head: ModelHead, sample_id: int) -> dict
     along = {f.key for f in head.fields if f.axis == CELLS and f.kind == "along"}
     is_real = _real_cells(made, sample_id)
     out = {}
-    for name in sorted({f.key for f in head.fields} & set(made)):
+    for name in sorted({f.key for f in head.fields if f.axis == CELLS} & set(made)):
         value = torch.as_tensor(made[name])[0]
         if is_real is not None and name in along:
             _refuse_lost_labels(name, value, is_real, sample_id)
@@ -105,8 +113,23 @@ def _fields_of(made: Mapping[str, Any], head: ModelHead, sample_id: int) -> dict
     return out
 
 
+def _images_of(made: Mapping[str, Any], head: ModelHead, config: Any) -> dict[str, Any]:
+    """The images of one sample as processors give them, without an axis of samples; empty where it has none."""
+    assert head.images is not None
+    names = [f.key for f in head.fields if f.axis != CELLS]
+    found = {name: torch.as_tensor(made[name]) if name in made else torch.zeros(0) for name in names}
+    if head.images.name == "rows":
+        return {name: value[0] if value.numel() else value for name, value in found.items()}
+    pixels = found["pixel_values"]
+    if head.images.name == "tiles" and pixels.ndim == 5:
+        numbers = tiles_of(config, found["image_sizes"], made.get("batch_num_images"))
+        found["pixel_values"] = real_tiles(pixels, numbers)
+    return found
+
+
 def _refuse_unknown(made: Mapping[str, Any], head: ModelHead) -> None:
-    unknown = sorted((set(made) & head.border.accepts) - {f.key for f in head.fields} - {REAL, "labels"})
+    known = {f.key for f in head.fields} | {REAL, "labels"} | (MADE_FROM_IMAGES if head.images is not None else set())
+    unknown = sorted((set(made) & head.border.accepts) - known)
     if unknown:
         raise BatchError(
             f"the collator gives {unknown}, which the planned rows would not pass to the model",

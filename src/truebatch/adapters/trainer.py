@@ -27,7 +27,7 @@ from truebatch.adapters.step_loss import hand_over, take_step
 from truebatch.adapters.unsupported import refuse_settings
 from truebatch.batch.microbatch import MicroBatch
 from truebatch.data.loader import LoadedStep, LoaderConfig
-from truebatch.errors import BatchError, RunError
+from truebatch.errors import BatchError, DataError, RunError
 from truebatch.hf.heads.objective import HeadObjective
 from truebatch.training.checks.batch_coupling import find_couplings, refuse_couplings
 from truebatch.training.checks.first_step import ANY_COUPLING, FirstStep, check_loop
@@ -128,6 +128,7 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
         self._guard: OomGuard | None = None
         self._steps: Generator[LoadedStep, None, None] | None = None
         self._place: tuple[int, int] = (-1, -1)
+        self._has_learned = False
         refuse_settings(self, TruebatchMixin)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +170,24 @@ class TruebatchMixin(_Trainer):  # type: ignore[misc]
             return [], None
         step = self._read_step(numbers[0] // self.args.gradient_accumulation_steps)
         counts = step_counts(step.batches, self._objective(), step.counts, device=device)
+        self._name_nothing_learned(step, counts)
         return _items(OpenStep(step, counts), len(numbers)), None
+
+    def _name_nothing_learned(self, step: LoadedStep, counts: dict[str, int]) -> None:
+        """A step without a label has a loss of 0 and no gradient: the first one stops the training, later ones are named."""
+        if any(counts.values()):
+            self._has_learned = True
+            return
+        ids = [i for batch in step.batches for i in batch.sample_ids]
+        if self._has_learned:
+            _log.warning("truebatch: step %s has nothing to learn from: samples %s", step.number, ids[:16])
+            return
+        raise DataError(
+            "the first step has nothing to learn from: all labels of its samples are -100",
+            seen=f"samples {ids[:16]}, step {step.number}",
+            do="check what sets the labels: a collator that masks prompts and finds no answer, or padding that is also the "
+            "end token",
+        )
 
     def training_step(self, model: nn.Module, inputs: Item, num_items_in_batch: Any = None) -> Tensor:
         """At the last item of a step: forward and backward, all-reduce and the true loss."""

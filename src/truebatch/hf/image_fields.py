@@ -147,6 +147,18 @@ def real_tiles(pixels: Tensor, numbers: Sequence[int]) -> Tensor:
     return torch.cat([tiles[:number] for tiles, number in zip(pixels, numbers, strict=True)])
 
 
+def tiles_of(config: Any, sizes: Tensor, images_of_samples: Any = None) -> list[int]:
+    """How many tiles each image of (height, width) has, as the models of LLaVA-NeXT and LLaVA-OneVision count them."""
+    from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
+
+    pinpoints, side = config.image_grid_pinpoints, config.vision_config.image_size
+    found = [int(image_size_to_num_patches(size, pinpoints, side)) for size in sizes]
+    if config.model_type != "llava_onevision" or images_of_samples is None:
+        return found
+    is_tiled = [n == 1 for n in torch.as_tensor(images_of_samples).tolist() for _ in range(n)]
+    return [number if tiled else 1 for number, tiled in zip(found, is_tiled, strict=True)]
+
+
 def pixel_inputs(style: ImageStyle, fields: Mapping[str, Tensor]) -> dict[str, Any]:
     """The images among the fields of a micro-batch as arguments of the model; none where it has no image."""
     names = [f.name for f in style.fields]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from truebatch.cli.app import run
 from truebatch.testing.tiny_hf.processors import tiny_vlm_folder
 from truebatch.training.checkpoint.store import load_newest
 from truebatch.training.logging.metrics_jsonl import read_metrics
+
+EXAMPLE = Path(__file__).parents[4] / "examples" / "vision_language" / "train.py"
 
 
 @pytest.fixture
@@ -67,6 +70,13 @@ def test_adapters_stay_in_the_language_model_unless_the_tower_is_trained(folder,
         assert any("lora_A" in name and "visual" in name for name in names) == expected
     assert "transformers.AutoModelForImageTextToText.from_pretrained('trained/model')" in capsys.readouterr().out
     assert type(AutoModelForImageTextToText.from_pretrained("trained/model")).__name__.startswith("Qwen2VL")
+
+
+def test_the_example_measures_its_pictures_and_packs(folder, capsys):
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    out = capsys.readouterr().out
+    assert "tokens: [78, 94" in out
+    assert "layout: packed" in out
 
 
 @pytest.mark.slow

@@ -15,7 +15,14 @@ from truebatch.errors import DataError
 from truebatch.hf.finetune.token_store import Column, TokenStore
 from truebatch.hf.finetune.vision.image_source import ImageSource, source_pixels
 from truebatch.hf.finetune.vision.placeholders import placeholder_of
-from truebatch.hf.image_fields import OPTIONAL_IMAGE_FIELDS, STYLES, image_token_id, real_tiles, sample_positions
+from truebatch.hf.image_fields import (
+    OPTIONAL_IMAGE_FIELDS,
+    STYLES,
+    image_token_id,
+    real_tiles,
+    sample_positions,
+    tiles_of,
+)
 from truebatch.planning.rows import Ints
 
 
@@ -102,18 +109,6 @@ _IMAGE_NAMES = frozenset({f.name for style in STYLES for f in style.fields} | {"
 def _special_ids(tokenizer: Any) -> set[int]:
     ends = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
     return (set(tokenizer.all_special_ids) | set(getattr(tokenizer, "added_tokens_decoder", {}))) - ends
-
-
-def tiles_of(config: Any, sizes: Tensor, images_of_samples: Any = None) -> list[int]:
-    """How many tiles each image of (height, width) has, as the models of LLaVA-NeXT and LLaVA-OneVision count them."""
-    from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
-
-    pinpoints, side = config.image_grid_pinpoints, config.vision_config.image_size
-    found = [int(image_size_to_num_patches(size, pinpoints, side)) for size in sizes]
-    if config.model_type != "llava_onevision" or images_of_samples is None:
-        return found
-    is_tiled = [n == 1 for n in torch.as_tensor(images_of_samples).tolist() for _ in range(n)]
-    return [number if tiled else 1 for number, tiled in zip(found, is_tiled, strict=True)]
 
 
 def image_names(style: str, made: Mapping[str, Any], model: nn.Module, accepts: frozenset[str]) -> frozenset[str]:
