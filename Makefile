@@ -47,6 +47,8 @@ real: .real/.ready
 	$(PIP) --no-deps --target .real/lm_eval lm-eval==0.4.13 evaluate rouge-score sacrebleu nltk pytablewriter DataProperty \
 		mbstrdecoder tabledata tcolorpy typepy pathvalidate sqlitedict word2number more-itertools portalocker tabulate \
 		colorama lxml chardet python-dateutil pytz six requests charset-normalizer urllib3 certifi idna
+# sentence-transformers, for one slow test.
+	$(PIP) --no-deps --target .real/sentence_transformers sentence-transformers==6.2.0
 	touch $@
 
 lint: $(VENV)/.ready-test

@@ -23,6 +23,9 @@ BENCHMARKS = {
     "train_command": (
         "training.command", "`train hf` as it is typed, without settings, beside the Hugging Face Trainer, by the clock.",
     ),
+    "contrastive": (
+        "training.contrastive", "A step of contrastive training beside sentence-transformers' cached loss: time and memory.",
+    ),
     "scoring_cost": ("scoring.cost", "CPU time and memory of `score` over a million samples of the scripted judge."),
     "sdpa_cuda": ("library.sdpa_cuda", "How far the attention kernels of a GPU are from fp64, length by length."),
     "seqset_quality": (
