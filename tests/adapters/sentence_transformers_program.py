@@ -13,7 +13,23 @@ from tests.hf.finetune.folders import model_folder, write_lines
 from truebatch.adapters.sentence_transformers import PackedEncoder, PackedRankingLoss
 from truebatch.cli.app import run
 
-WORDS = ["what", "is", "the", "colour", "of", "the", "grass", "and", "the", "sky", "green", "blue", "red", "white", "hello"]
+WORDS = [
+    "what",
+    "is",
+    "the",
+    "colour",
+    "of",
+    "the",
+    "grass",
+    "and",
+    "the",
+    "sky",
+    "green",
+    "blue",
+    "red",
+    "white",
+    "hello",
+]
 TEXTS = [[" ".join(WORDS[(i + c) % 9 :][: 1 + (3 * i + c) % 5]) for i in range(16)] for c in range(3)]
 
 
