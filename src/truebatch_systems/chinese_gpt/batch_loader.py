@@ -59,6 +59,11 @@ class BatchLoader:
                 do="give 1 or more",
             )
 
+    @classmethod
+    def new(cls, batch_size: int, use_bucketing: bool, bucket_width: int, pad_token_id: int = PAD) -> BatchLoader:
+        """The original script's constructor: `BatchLoader.new(4, True, 16)`."""
+        return cls(batch_size, use_bucketing, bucket_width, pad_token_id)
+
     def create_batches(self, data: Sequence[Tokens]) -> list[Batch]:
         """Every list that is not empty, exactly once; leftovers of a bucket form a smaller batch."""
         return [make_batch([data[i] for i in group], self.pad_token_id) for group in self.groups(data)]

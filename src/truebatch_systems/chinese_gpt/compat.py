@@ -5,7 +5,8 @@ Each of them is a few lines: what they promise (equal to one by one, one update 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -60,9 +61,15 @@ class LLM:
         self.seed = seed
         self.context: tuple[int, ...] = ()
 
+    @classmethod
+    def new(cls, vocab: Vocab, network: ChineseGPT | None = None) -> LLM:
+        """The original script's constructor."""
+        return cls(vocab, network)
+
     def forward_batch(self, batch: Batch) -> Tensor:
-        """[batch_size, seq_len, V] logits; zeros in padding."""
-        logits: Tensor = self.network(batch.tokens, batch.positions, batch.segments)
+        """[batch_size, seq_len, V] logits without dropout, of a fresh model too; zeros in padding."""
+        with without_dropout(self.network):
+            logits: Tensor = self.network(batch.tokens, batch.positions, batch.segments)
         return logits * batch.attention_mask[:, :, None]
 
     def train(self, data: Sequence[str], epochs: int, lr: float) -> None:
@@ -135,6 +142,17 @@ class LLM:
         return encode_texts(places, self.vocab, max_seq_len=self.network.shape.max_seq_len, mask_prompt=False)
 
 
+@contextmanager
+def without_dropout(module: nn.Module) -> Iterator[None]:
+    """While open, a module is in eval mode: dropout is keyed by sample, and a direct call names no samples."""
+    was_training = module.training
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(was_training)
+
+
 def _monitored(epochs: int, lr: float, patience: int, seed: int) -> TrainConfig:
     return TrainConfig(
         epochs=epochs, learning_rate=lr, min_learning_rate=lr / 100, schedule="cosine", patience=patience,
@@ -143,7 +161,10 @@ def _monitored(epochs: int, lr: float, patience: int, seed: int) -> TrainConfig:
 
 
 class Layer:
-    """One layer with the original script's batch methods: real batched matrix operations, and no loop over samples."""
+    """One layer with the original script's batch methods: real batched matrix operations, and no loop over samples.
+
+    Dropout is drawn by training alone, keyed by sample; called directly, a layer has none.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -156,7 +177,8 @@ class Layer:
         leaf = hidden.detach().requires_grad_()
         lengths = mask.sum(1).long()
         is_block = isinstance(self.module, Block)
-        out = self.module(leaf, padded_segments(lengths, hidden.shape[1])) if is_block else self.module(leaf)
+        with without_dropout(self.module):
+            out = self.module(leaf, padded_segments(lengths, hidden.shape[1])) if is_block else self.module(leaf)
         masked = torch.where(mask[:, :, None] > 0, out, 0.0)
         self._last = leaf, masked
         return masked.detach()

@@ -1,5 +1,6 @@
 """The note's own examples, word for word where they can be, over the library."""
 
+import runpy
 import subprocess
 import sys
 from collections import Counter
@@ -145,3 +146,22 @@ def test_the_starting_files_are_written_and_run(tmp_path):
     assert "Training completed in 2 epochs" in out.stdout
     settings_file = ["train", "chinese_gpt", "--config", str(tmp_path / "config.yaml"), "--dry-run"]
     assert run_command(settings_file) == 0
+
+
+def test_the_original_constructors_and_a_fresh_model_answer_at_once():
+    assert BatchLoader.new(4, True, 16) == BatchLoader(batch_size=4, use_bucketing=True, bucket_width=16)
+    model = LLM.new(VOCAB)
+    (batch,) = BatchLoader.new(4, False, 16).create_batches([[8, 9, 10], [11, 12]])
+    first = model.forward_batch(batch)
+    assert model.network.training
+    assert torch.equal(first, LLM(VOCAB, model.network.eval()).forward_batch(batch))
+    layer = Layer(LLM(VOCAB).network.blocks[0])
+    out = layer.forward_batch(torch.randn(2, 3, ModelShape(vocabulary=9).embedding_dim), batch.attention_mask)
+    assert not out[1, 2].any()
+
+
+@pytest.mark.parametrize("name", ["batch_training_test.py", "batch_mask_test.py"])
+def test_the_two_test_scripts_that_init_writes_run(tmp_path, capsys, name):
+    assert run_command(["init", "chinese_gpt", "--out", str(tmp_path)]) == 0
+    runpy.run_path(str(tmp_path / name), run_name="__main__")
+    assert capsys.readouterr().out.count("ok ") >= 4
