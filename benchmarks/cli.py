@@ -20,6 +20,7 @@ BENCHMARKS = {
     "trainer_accumulation": (
         "library.trainer_accumulation", "A Hugging Face Trainer's gradient, with and without truebatch, against one by one.",
     ),
+    "step_cost": ("training.step_cost", "What a step of `tb.train` costs beside a bare loop, true_batch: off too."),
     "train_command": (
         "training.command", "`train hf` as it is typed, without settings, beside the Hugging Face Trainer, by the clock.",
     ),

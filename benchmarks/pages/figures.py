@@ -40,6 +40,7 @@ FIGURES: tuple[Figure, ...] = (
         "the gradient of a cut step, of the Hugging Face Trainer and of ours", "trainer_accumulation",
         ("trainer_accumulation",),
     ),
+    Figure("what a step costs beside a bare loop, `true_batch: off` too", "step_cost", ("step_cost",)),
     Figure("the same under DeepSpeed", "deepspeed", ("deepspeed",)),
     Figure("what a rank holds of a model, whole and in shards", "sharding", ("sharding",)),
     Figure("resumed steps, kills, damaged checkpoints, SIGTERM, NaN", "reliability", ("reliability", "scoring_kills*")),

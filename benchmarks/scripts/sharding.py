@@ -12,7 +12,6 @@ import os
 import socket
 import tempfile
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.harness.benchmark import Options
+from benchmarks.harness.result_file import origin
 from truebatch.batch.fields import Field
 from truebatch.training.callbacks import CallbackAction
 from truebatch.training.checkpoint.retention import list_checkpoints
@@ -172,11 +173,7 @@ def main() -> None:
     for row in rows:
         row["share_of_whole"] = round(row["mib_of_a_rank"] / whole, 3)
         print(f"{row['ranks']} rank(s), {'shards' if row['shard'] else 'whole'}: {row['mib_of_a_rank']} MiB a rank")
-    about = {
-        "command": f"python -m benchmarks sharding --out {out}",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": "cpu", "torch": torch.__version__,
-    }  # fmt: skip
+    about = origin(Options(), command=f"python -m benchmarks sharding --out {out}")
     out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 

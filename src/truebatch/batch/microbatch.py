@@ -211,6 +211,8 @@ class MicroBatch:
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> MicroBatch:
         """The same micro-batch on another device."""
         place = torch.device(device)
+        if place.type == "cpu" and not (self.pieces or self.filled) and all(t.is_cpu for t in _tensors(self)):
+            return self
         pieces, sent = send_together(self.pieces, place, non_blocking=non_blocking)
         return replace(_map(self, sent, lambda t: t.to(place, non_blocking=non_blocking)), pieces=pieces)
 

@@ -15,10 +15,13 @@ from tests.hf.finetune.folders import chats, model_folder, write_lines
 from tests.training.distributed import sharded_folders
 from tests.training.distributed.test_processes import relative
 from truebatch.errors import CheckpointError, ConfigError
+from truebatch.generation.config import Generation
 from truebatch.hf.finetune.config import FinetuneConfig
+from truebatch.hf.finetune.system import FINETUNING
 from truebatch.training.checkpoint.store import load_checkpoint
 from truebatch.training.config import TrainConfig
 from truebatch.training.distributed.fsdp import shard_model
+from truebatch.training.load_trained import open_trained
 
 ADAPTER = "adapter_model.safetensors"
 pytestmark = pytest.mark.xdist_group("sharded")
@@ -98,11 +101,21 @@ def test_the_gradient_of_a_step_over_four_processes_is_that_of_whole_parameters(
 
 def test_an_adapter_beside_sharded_weights_is_the_same(runs):
     assert relative(exported(runs / "lora by two", ADAPTER), exported(runs / "lora whole", ADAPTER)) <= 1e-6
+    config, text = read_run(runs / "lora by two")
+    assert config.train.shard
+    assert text
     assert (runs / "lora by two" / "model" / "adapter_config.json").is_file()
 
 
 def test_the_gradient_of_a_step_is_that_of_whole_parameters(runs):
     assert gradient_error(runs, 2) <= 1e-6
+
+
+def read_run(folder):
+    """A run of several processes as commands of one process use it."""
+    trained = open_trained(folder)
+    settings = Generation(max_new_tokens=2)
+    return trained.config, list(FINETUNING.generate(trained.config, trained.model, ["what is"], settings))
 
 
 def gradient_error(runs, ranks):

@@ -28,7 +28,7 @@ from truebatch.hf.generate.decoder import hf_decoder
 from truebatch.hf.generate.seq2seq import seq2seq_decoder
 from truebatch.hf.pretrained import load_tokenizer, num_positions
 from truebatch.io.data_files import read_samples
-from truebatch.training.distributed.device import find_device
+from truebatch.training.distributed.device import find_own_device
 
 _WRITING = ("causal_lm", "seq2seq", "dpo", "vlm")
 
@@ -43,8 +43,16 @@ def generate(
             seen=f"task={config.task}",
             do="measure it with `truebatch evaluate`, or load its folder `model` with transformers",
         )
+<<<<<<< HEAD
     place = find_device(config.train)
     tokenizer, keyed = _prompts(config, prompts, settings.seed)
+=======
+    place = find_own_device(config.train)
+    tokenizer = load_tokenizer(config.model, config.chat_template)
+    to_ids = _prompt_encoder(config, tokenizer)
+    ids = [to_ids(text) for text in prompts]
+    keyed = [Prompt(ids=one, key=key) for one, key in zip(ids, key_prompts(settings.seed, ids), strict=True)]
+>>>>>>> f19b4e2 (Runs of several processes are used by commands of one; models with parameters without axes are refused by name; a step beside a bare loop is a benchmark)
     model.to(place.device)
     read = partial(_read, tokenizer)
     decoder = _decoder(config, model, tokenizer)

@@ -147,13 +147,17 @@ def packed_rows_held(head: ModelHead, model: nn.Module, batch: MicroBatch, route
     """The same around forward and backward; layers that are run again there find the rows of this micro-batch."""
     part = packed_part(head, model)
     with packed_attention_on(head, model, route):
-        is_run_again = getattr(model, "is_gradient_checkpointing", False) and part in (model, inner_model(model))
-        if route != "packed" or not is_run_again or packing_plan_of(part).is_plain:
+        if route != "packed" or not _is_run_again(model, part) or packing_plan_of(part).is_plain:
             yield
             return
         targets = batch.rows(TARGETS).segments if head.kind.axis == TARGETS else None
         with packed_rows(batch.segments, targets):
             yield
+
+
+def _is_run_again(model: nn.Module, part: nn.Module) -> bool:
+    """Whether backward runs layers of this part once more; to ask a model is to look at all its modules."""
+    return part in (model, inner_model(model)) and bool(getattr(model, "is_gradient_checkpointing", False))
 
 
 def _kind_of(model: nn.Module) -> HeadKind:

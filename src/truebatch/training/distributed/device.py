@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from accelerate import PartialState
@@ -44,6 +44,11 @@ def find_device(config: TrainConfig) -> DeviceContext:
         return DeviceContext(device, nullcontext, None)
     scaler = torch.amp.GradScaler(device.type) if config.precision == "fp16" else None
     return DeviceContext(device, lambda: torch.autocast(device.type, dtype=dtype), scaler)
+
+
+def find_own_device(config: TrainConfig) -> DeviceContext:
+    """The device of a command that uses a trained model in the processes there are, however many have trained it."""
+    return find_device(replace(config, devices=num_ranks(), shard=False, choose=()))
 
 
 def usable_gpus() -> int:

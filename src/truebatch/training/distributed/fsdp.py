@@ -84,6 +84,13 @@ def _refuse_unshardable(model: nn.Module) -> None:
             seen="1 process",
             do="give devices=2 or more, or leave shard out: checkpoints in shards load whole, too",
         )
+    without_axes = [name for name, p in model.named_parameters() if not p.ndim]
+    if without_axes:
+        raise ConfigError(
+            "a parameter without axes cannot be sharded",
+            seen=f"{without_axes[0]!r} of {type(model).__name__}, and {len(without_axes) - 1} more",
+            do="train without shard, or give the parameter one axis: nn.Parameter(torch.zeros(1))",
+        )
     packed = [name for name, p in model.named_parameters() if not (p.is_floating_point() or p.is_complex())]
     if packed:
         raise ConfigError(
