@@ -24,13 +24,8 @@ from truebatch.hf.heads.losses import IGNORE
 from truebatch.hf.heads.objective import HeadObjective
 from truebatch.io.atomic_files import atomic_text
 from truebatch.planning.plan import build_plan
-<<<<<<< HEAD
 from truebatch.training.data import limited_costs, measure_by_reading
-from truebatch.training.distributed.device import find_device
-=======
-from truebatch.training.data import measure_by_reading
 from truebatch.training.distributed.device import find_own_device
->>>>>>> f19b4e2 (Runs of several processes are used by commands of one; models with parameters without axes are refused by name; a step beside a bare loop is a benchmark)
 from truebatch.training.memory.oom_retry import OomGuard
 from truebatch.training.step import StepEngine
 from truebatch.training.system import SizedDataset

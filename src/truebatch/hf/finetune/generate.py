@@ -43,16 +43,8 @@ def generate(
             seen=f"task={config.task}",
             do="measure it with `truebatch evaluate`, or load its folder `model` with transformers",
         )
-<<<<<<< HEAD
-    place = find_device(config.train)
-    tokenizer, keyed = _prompts(config, prompts, settings.seed)
-=======
     place = find_own_device(config.train)
-    tokenizer = load_tokenizer(config.model, config.chat_template)
-    to_ids = _prompt_encoder(config, tokenizer)
-    ids = [to_ids(text) for text in prompts]
-    keyed = [Prompt(ids=one, key=key) for one, key in zip(ids, key_prompts(settings.seed, ids), strict=True)]
->>>>>>> f19b4e2 (Runs of several processes are used by commands of one; models with parameters without axes are refused by name; a step beside a bare loop is a benchmark)
+    tokenizer, keyed = _prompts(config, prompts, settings.seed)
     model.to(place.device)
     read = partial(_read, tokenizer)
     decoder = _decoder(config, model, tokenizer)
