@@ -27,6 +27,9 @@ BENCHMARKS = {
     "contrastive": (
         "training.contrastive", "A step of contrastive training beside sentence-transformers' cached loss: time and memory.",
     ),
+    "preference": (
+        "training.preference", "Log-probabilities and update of GRPO and DPO, prompts shared, beside padded rows and TRL.",
+    ),
     "scoring_cost": ("scoring.cost", "CPU time and memory of `score` over a million samples of the scripted judge."),
     "sdpa_cuda": ("library.sdpa_cuda", "How far the attention kernels of a GPU are from fp64, length by length."),
     "seqset_quality": (

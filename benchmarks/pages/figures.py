@@ -57,6 +57,12 @@ FIGURES: tuple[Figure, ...] = (
         "contrastive --device cuda --model bert-110m --pairs 8192 1024 --mini-batches 32 128 512 --cells 16384 --passage 128",
         ("contrastive_cuda*",),
     ),
+    Figure("log-probabilities and update of GRPO, prompts shared, beside padded rows", "preference", ("preference_cpu",)),
+    Figure(
+        "the same and DPO on a GPU, beside TRL's padded step",
+        "preference --workload large --shape llama-1.1b --device cuda",
+        ("preference_cuda*",),
+    ),
     Figure("every command as a user types it, on a GPU: how each ended", "commands", ("commands_cuda",)),
     Figure("memory that `fit` foresees beside the real peak, 500 steps at its budget", "fit_cuda", ("fit_cuda*",)),
     Figure("memory estimated without running a model", "estimate", ("estimate",)),

@@ -62,6 +62,8 @@ class SharedBackbone:
     original: Callable[..., Any]
     config: SharedPrompts
     head: ModelHead
+    kind: type[Any] = BaseModelOutputWithPast
+    """What the backbone gives."""
     is_inside: bool = False
     is_checked: bool = False
     said: set[str] = field(default_factory=set)
@@ -86,7 +88,7 @@ class SharedBackbone:
         found = self._read(ids, spans, shares=way.way == "shared")
         if not self.is_checked and self.config.check_rows:
             self._check(ids, spans, found.detach())
-        return BaseModelOutputWithPast(last_hidden_state=found)
+        return self.kind(last_hidden_state=found)
 
     def _way(self, longest: int) -> RowWay:
         with self._as_before():  # its trials call the model
@@ -128,7 +130,9 @@ class SharedBackbone:
         """[T, D] of one packed row; `again`: nothing but its input is kept until backward."""
 
         def run(_: Tensor) -> Tensor:
-            hidden: Tensor = self._call(**call_inputs(self.head, self.model, rows))[0]
+            output = self._call(**call_inputs(self.head, self.model, rows))
+            self.kind = type(output)
+            hidden: Tensor = output[0]
             return hidden[0]
 
         if not (again and torch.is_grad_enabled()):
