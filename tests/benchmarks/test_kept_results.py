@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.systems.nafld import LOGISTIC, MEAN, OURS
+from benchmarks.training.preference import find_problems as find_slow_or_wrong
 from tests.adapters import zero_processes as trainer_processes
 from tests.systems.seqset_vae.test_learning import check_clusters, check_dealt, check_planted
 from tests.systems.stitched_llm import zero_processes as stitched_processes
@@ -35,6 +36,12 @@ def promise(result: str):
 def the_error_that_fit_states_is_the_one_that_was_measured(kept):
     assert len(kept["rows"]) >= 18
     assert max(abs(row["estimated"] / row["real"] - 1) for row in kept["rows"]) <= ESTIMATE_ERROR
+
+
+@promise("preference_cpu")
+def groups_of_answers_share_their_prompt_as_fast_as_promised(kept):
+    assert find_slow_or_wrong(kept) == []
+    assert len(kept["ratios"]) == 4
 
 
 @promise("seqset_vae_quality")
