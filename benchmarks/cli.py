@@ -30,6 +30,9 @@ BENCHMARKS = {
     "preference": (
         "training.preference", "Log-probabilities and update of GRPO and DPO, prompts shared, beside padded rows and TRL.",
     ),
+    "vision_training": (
+        "training.vision", "A vision-language model on images of many sizes: packed, all alike, padded by transformers.",
+    ),
     "scoring_cost": ("scoring.cost", "CPU time and memory of `score` over a million samples of the scripted judge."),
     "sdpa_cuda": ("library.sdpa_cuda", "How far the attention kernels of a GPU are from fp64, length by length."),
     "seqset_quality": (

@@ -23,6 +23,7 @@ class Figure:
 
 FIGURES: tuple[Figure, ...] = (
     Figure("planning a million samples beside LightBinPack and TRL: time, waste, balance", "planning", ("planning",)),
+    Figure("training with images of many sizes: packed, all alike, padded", "vision_training", ("vision_training_cuda",)),
     Figure("packed attention on a CPU against a dense mask", "attention", ("attention",)),
     Figure("attention kernels of a GPU against one sample alone", "attention_cuda", ("attention_cuda",)),
     Figure("attention kernels of a GPU against fp64", "sdpa_cuda", ("sdpa_cuda",)),
