@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -35,6 +38,44 @@ def test_an_issue_template_is_one_in_both_languages(file):
 
 def test_there_is_a_template_for_bugs_wrong_batches_and_questions():
     assert {file.stem for file in TEMPLATES} == {"bug", "question", "wrong_batch"}
+
+
+def load_release_check():
+    spec = importlib.util.spec_from_file_location("check_release", ROOT / ".github/check_release.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_file_names_one_version_and_a_tag_of_another_is_refused():
+    check = load_release_check()
+    assert set(check.versions().values()) == {truebatch.__version__}
+    assert check.problems_of_tag(f"v{truebatch.__version__}") == []
+    assert len(check.problems_of_tag("v99.0.0")) == 3
+
+
+def test_archives_that_hold_too_little_or_too_much_are_named(tmp_path):
+    check = load_release_check()
+    with zipfile.ZipFile(tmp_path / "truebatch-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("truebatch/__init__.py", "")
+    with tarfile.open(tmp_path / "truebatch-1.tar.gz", "w:gz") as source:
+        source.add(ROOT / "README.md", "truebatch-1/README.md")
+        source.add(ROOT / "README.md", "truebatch-1/runs/a.log")
+    found = check.problems_of_archives(tmp_path)
+    assert [problem for problem in found if "the wheel holds" in problem]
+    assert "the source archive holds truebatch-1/runs/a.log" in found
+    assert "the source archive lacks LICENSE" in found
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / ".github/workflows").glob("*.yml")), ids=lambda file: file.stem)
+def test_a_workflow_has_rights_by_name_and_runs_what_is_there(file):
+    flow = yaml.safe_load(file.read_text(encoding="utf-8"))
+    assert flow["permissions"] == {"contents": "read"}
+    steps = [step for job in flow["jobs"].values() for step in job["steps"]]
+    commands = " ".join(step.get("run", "") for step in steps)
+    assert [name for name in re.findall(r"[\w./]+\.py|\.ci/run", commands) if not (ROOT / name).is_file()] == []
+    targets = re.findall(r"make (\w+)", commands)
+    assert all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE) for target in targets)
 
 
 def test_files_that_contributors_are_sent_to_exist():
