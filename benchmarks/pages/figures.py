@@ -36,7 +36,7 @@ FIGURES: tuple[Figure, ...] = (
         "census --head causal_lm --device cuda",
         ("census_cuda_fp32", "census_cuda_fp32_qwen3_5"),
     ),
-    Figure("seconds of a proof of a tiny model, beside one by one", "verify", ("verify",)),
+    Figure("seconds of a proof of a tiny model", "verify", ("verify",)),
     Figure("verdicts on models in bf16, right ones and with a fault of 1 %", "half_precision", ("half_precision",)),
     Figure(
         "the gradient of a cut step, of the Hugging Face Trainer and of ours", "trainer_accumulation",
