@@ -38,6 +38,13 @@ BENCHMARKS = {
     "seqset_quality": (
         "systems.seqset_quality", "What seqset_vae reaches: collapse found, risk foreseen, controls; many minutes.",
     ),
+    "seqset_risk": (
+        "systems.seqset_risk", "seqset_vae on labelled stays, as documented, beside logistic regression and boosting.",
+    ),
+    "seqset_speed": (
+        "systems.seqset_speed", "seqset_vae: batches of every size over one stay at a time, a small model and the default.",
+    ),
+    "seqset_long": ("systems.seqset_long", "seqset_vae: patients of 28,000 to 52,000 events, uncut: memory and seconds."),
     "vl_reward_editing": (
         "systems.vl_reward_editing", "Editing and judging with an editor that takes its time, on 1, 2 and 6 workers.",
     ),

@@ -42,7 +42,12 @@ from truebatch_systems.seqset_vae.system import SEQSET_VAE
 
 Scores = NDArray[np.float64]
 Say = Callable[[str], None]
-LOGISTIC, BOOSTING, OURS, MEAN = "logistic regression", "gradient boosting", "seqset_vae", "seqset_vae, mean of runs"
+LOGISTIC, BOOSTING, OURS, MEAN = (
+    "logistic regression",
+    "gradient boosting",
+    "seqset_vae: one set, classifier only",
+    "the same, mean of three runs",
+)
 FOREVER = 1e9
 """Minutes: what was once known of a person stays known."""
 
@@ -143,14 +148,14 @@ def _tables(ready: PreparedStays, *, missing: float) -> tuple[Scores, NDArray[np
 def _logistic(ready: PreparedStays) -> Scores:
     table, labels, test = _tables(ready, missing=0.0)
     mean, std = table.mean(0), table.std(0)
-    model = _sklearn("linear_model").LogisticRegression(C=0.1, max_iter=2000).fit((table - mean) / std, labels)
+    model = sklearn_part("linear_model").LogisticRegression(C=0.1, max_iter=2000).fit((table - mean) / std, labels)
     found: Scores = model.predict_proba((test - mean) / std)[:, 1]
     return found
 
 
 def _boosting(ready: PreparedStays) -> Scores:
     table, labels, test = _tables(ready, missing=np.nan)
-    kind = _sklearn("ensemble").HistGradientBoostingClassifier
+    kind = sklearn_part("ensemble").HistGradientBoostingClassifier
     model = kind(max_iter=100, learning_rate=0.05, max_leaf_nodes=8, l2_regularization=1.0, random_state=0)
     found: Scores = model.fit(table, labels).predict_proba(test)[:, 1]
     return found
@@ -171,7 +176,7 @@ def _differences(labels: Any, scores: Mapping[str, Scores], ours: str, *, draws:
     }
 
 
-def _sklearn(part: str) -> Any:
+def sklearn_part(part: str) -> Any:
     try:
         return import_module(f"sklearn.{part}")
     except ImportError as error:
