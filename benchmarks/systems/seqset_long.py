@@ -47,7 +47,8 @@ def measure(prepared: tuple[LongOptions, str], method: str) -> Row:
         command = [sys.executable, "-m", "truebatch", "train", "seqset_vae", "--out", f"{place}/run"]
         settings = {
             "data": folder, "validation_share": 0, "test_share": 0, "mode": "pretrain", "train.batch_size": 1,
-            "train.samples_per_step": 1, "train.max_steps": options.steps, "detector.enabled": "false",
+            "train.samples_per_step": 1, "train.max_steps": options.steps, "train.check_samples": 0,
+            "detector.enabled": "false",
             "model.embedding_dim": options.embedding_dim, "model.latent_dim": options.latent_dim,
             "model.reduced_dim": options.latent_dim,
         }  # fmt: skip

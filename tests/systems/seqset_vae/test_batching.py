@@ -133,8 +133,8 @@ def test_votes_are_those_of_the_newest_set_in_any_micro_batch(is_training):
     for i, found in results(silent, STAYS, list(range(8))).items():
         stay = STAYS[i]
         newest = stay["set_id"] == stay["set_id"][-1]
-        weights = PACE * model.votes.weights[torch.from_numpy(stay["var"][newest])]
-        votes = torch.from_numpy(stay["val"][newest])[:, None] * weights[:, :2] + weights[:, 2:]
+        weights = model.votes.weights[torch.from_numpy(stay["var"][newest])]
+        votes = PACE * torch.from_numpy(stay["val"][newest])[:, None] * weights[:, :2] + weights[:, 2:]
         torch.testing.assert_close(together[i]["logits"], found["logits"] + votes.sum(0), atol=1e-5, rtol=1e-5)
 
 
@@ -309,3 +309,31 @@ def test_operations_do_not_grow_with_the_stays(monkeypatch):
             objective.sums(model, batch)
         found.append(len(noted.names))
     assert found[1] <= found[0]
+
+
+@pytest.mark.parametrize("how", ["asked for", "a long stay"])
+def test_activations_that_are_computed_again_change_no_gradient_and_are_not_kept(how, monkeypatch):
+    stays = [make_stay(np.random.default_rng(5), [3] * 200)]
+
+    def saved_bytes(model):
+        total = 0
+
+        def pack(tensor):
+            nonlocal total
+            total += tensor.numel() * tensor.element_size()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            found = gradient(model.train(), [[0]], SeqSetObjective(loss=LOSS), stays)
+        return total, found
+
+    most, (loss, expected) = saved_bytes(make_model())
+    again = make_model()
+    if how == "asked for":
+        again.gradient_checkpointing_enable()
+    else:
+        monkeypatch.setattr("truebatch_systems.seqset_vae.model.model.LONG_STAY", 100)
+    least, (other, found) = saved_bytes(again)
+    assert other == pytest.approx(loss, rel=1e-6)
+    assert float((found - expected).norm() / expected.norm()) <= 1e-6
+    assert least < 0.5 * most

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from truebatch_systems.seqset_vae.config import ModelConfig
-from truebatch_systems.seqset_vae.model.set_attention import InducedBlock, SetLayout
+from truebatch_systems.seqset_vae.model.set_attention import InducedBlock, SetLayout, run_block
 
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53)
 SEED_WIDTH = len(PRIMES)
@@ -81,11 +81,11 @@ class SetEncoder(nn.Module):
         self.posterior = nn.Sequential(nn.Linear(Z, Z), nn.LayerNorm(Z), nn.GELU(), nn.Linear(Z, 2 * Z))
         """One for all levels."""
 
-    def forward(self, embedded: Tensor, layout: SetLayout) -> Posterior:
+    def forward(self, embedded: Tensor, layout: SetLayout, *, recompute: bool = False) -> Posterior:
         """[n, Z] -> [M, L, Z] twice."""
         means = []
         for level in self.levels:
-            embedded = level(embedded, layout) + embedded
+            embedded = run_block(level, embedded, layout, recompute=recompute) + embedded
             means.append(layout.mean(embedded))
         mean, logvar = self.posterior(torch.stack(means, dim=1)).float().chunk(2, dim=-1)
         return Posterior(mean, logvar.clamp(-self.limit, self.limit))
@@ -108,7 +108,9 @@ class SetDecoder(nn.Module):
         self.norm = nn.LayerNorm(Z)
         self.out = nn.Linear(Z, config.reduced_dim)
 
-    def forward(self, state: Tensor, latents: Tensor, layout: SetLayout, noise: Tensor | None) -> Tensor:
+    def forward(
+        self, state: Tensor, latents: Tensor, layout: SetLayout, noise: Tensor | None, *, recompute: bool = False
+    ) -> Tensor:
         """State [M, Z], latents [M, L, Z], noise on the seeds [n, SEED_WIDTH] -> [n, R]; the deepest level first."""
         seeds = slot_seeds(layout.slot, self.roots)
         events = self.seed(seeds if noise is None else seeds + noise)
@@ -116,7 +118,7 @@ class SetDecoder(nn.Module):
         above = self.from_state(state)
         for level, block in reversed(list(enumerate(self.levels))):
             events = events + layout.spread(above + given[:, level])
-            events = block(events, layout) + events
+            events = run_block(block, events, layout, recompute=recompute) + events
             above = 0
         found: Tensor = self.out(self.norm(events))
         return found

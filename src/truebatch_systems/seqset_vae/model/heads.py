@@ -86,7 +86,9 @@ class GaussianHead(nn.Module):
 
 
 PACE = 5.0
-"""Votes are learned so much faster than the layers beside them: they begin at nothing and are one layer deep."""
+"""Votes of values are learned so much faster than the layers beside them: they begin at nothing and are one layer deep.
+
+Those of names are not: what was charted at all says little beside the values, and much by chance."""
 
 
 class EventVotes(nn.Module):
@@ -102,8 +104,8 @@ class EventVotes(nn.Module):
 
     def forward(self, var: Tensor, val: Tensor, layout: SetLayout) -> Tensor:
         """Variables and values [n] -> the votes of every set [M, C]."""
-        of_value, of_name = (PACE * self.weights).index_select(0, var).chunk(2, dim=-1)
-        votes = val[:, None] * of_value + of_name
+        of_value, of_name = self.weights.index_select(0, var).chunk(2, dim=-1)
+        votes = PACE * val[:, None] * of_value + of_name
         return votes.new_zeros(layout.num_sets, votes.shape[1]).index_add(0, layout.owner, votes)
 
 

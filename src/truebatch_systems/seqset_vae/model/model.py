@@ -120,6 +120,8 @@ def num_places(config: ModelConfig) -> int:
     return 2 * config.transformer_layers + 1
 
 
+LONG_STAY = 8192
+"""Events from which a stay on its own has its activations computed again in backward: it cannot be cut smaller."""
 PERIODS = tuple(10.0 * 2.0**k for k in range(13))
 """Minutes of the waves that tell times apart: ten minutes to four weeks."""
 
@@ -200,13 +202,22 @@ class SeqSetVAE(nn.Module):
         self.norm = nn.LayerNorm(Z)
         self.head = make_head(config)
         self.votes = EventVotes(len(vectors), config.num_classes) if config.votes else None
+        self.recomputes = False
         _initialise(self)
+
+    def gradient_checkpointing_enable(self) -> None:
+        """Compute the activations of the set blocks again in backward, for less memory (train.gradient_checkpointing)."""
+        self.recomputes = True
+
+    def _recomputes(self, inputs: StayInputs) -> bool:
+        """Asked for, or a stay so long that cutting a micro-batch saves nothing more."""
+        return self.recomputes or (len(inputs.is_real) == 1 and len(inputs.var) > LONG_STAY)
 
     def forward(self, inputs: StayInputs, noise: Noise | None = None, *, decode: bool = True) -> Outputs:
         """All stays of a micro-batch; without noise the result is a function of the stays alone."""
         is_kept = noise.is_kept_event if noise is not None and self.settings.dropout else None
         embedded, target = self.events(inputs.var, inputs.val, is_kept)
-        posterior = self.encoder(embedded, inputs.layout)
+        posterior = self.encoder(embedded, inputs.layout, recompute=self._recomputes(inputs))
         latents = posterior.sample(None if noise is None else noise.posterior)
         states = self.states(latents, inputs, noise)
         decoded = self.decode(states, latents, inputs, noise) if decode else None
@@ -218,9 +229,8 @@ class SeqSetVAE(nn.Module):
     def decode(self, states: Tensor, latents: Tensor, inputs: StayInputs, noise: Noise | None) -> Tensor:
         """States [M, Z] (stay after stay) and latents [M, L, Z] -> events [n, R]."""
         here = states.index_select(0, inputs.layout.order)
-        found: Tensor = self.decoder(
-            here, latents, inputs.layout, None if noise is None else noise.seeds * self.settings.seed_noise
-        )
+        seeds = None if noise is None else noise.seeds * self.settings.seed_noise
+        found: Tensor = self.decoder(here, latents, inputs.layout, seeds, recompute=self._recomputes(inputs))
         return found
 
     def states(self, latents: Tensor, inputs: StayInputs, noise: Noise | None) -> Tensor:

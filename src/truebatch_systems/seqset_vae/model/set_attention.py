@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from truebatch.planning.rows import Ints
 
@@ -233,6 +234,16 @@ class InducedBlock(nn.Module):
     def _split(self, part: Tensor) -> Tensor:
         """[B, T, Z] -> [B, H, T, d]."""
         return part.view(*part.shape[:-1], self.heads, -1).transpose(1, 2)
+
+
+def run_block(block: nn.Module, events: Tensor, layout: SetLayout, *, recompute: bool) -> Tensor:
+    """A block over all events; with `recompute` its activations are not kept but computed again in backward."""
+    found: Tensor
+    if recompute and torch.is_grad_enabled():
+        found = checkpoint(block, events, layout, use_reentrant=False, preserve_rng_state=False)
+    else:
+        found = block(events, layout)
+    return found
 
 
 def _merged(out: Tensor) -> Tensor:
