@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from truebatch.batch.segments import packed_segments, stack_rows
 from truebatch.hf.mixers.axes import name_axes, put_groups, take_first, take_group
-from truebatch.hf.mixers.sample_groups import SHARE, SLACK, group_samples
+from truebatch.hf.mixers.sample_groups import BLOCK, CALL, group_samples
 
 LENGTHS = [5, 300, 1, 40, 41, 5, 280]
 
@@ -30,12 +32,38 @@ def test_every_cell_of_every_sample_comes_back_where_it_was(equal, table):
     assert torch.equal(back, turned * table.is_real[:, None])
 
 
-def test_a_group_holds_similar_lengths_or_equal_ones():
-    table = packed_segments(LENGTHS)
-    for group in group_samples({"cells": table}, equal=False):
-        lengths = group["cells"].is_real.sum(1)
-        assert int(lengths.max() - lengths.min()) <= max(SLACK, int(lengths.max()) // SHARE)
-    assert all(group["cells"].is_real.all() for group in group_samples({"cells": table}, equal=True))
+def cost(lengths, groups):
+    """What groups of these samples cost, as the module says it: padded cells in whole blocks, and a call each."""
+    padded = [len(group) * max(-(-lengths[i] // BLOCK) * BLOCK for i in group) for group in groups]
+    return sum(padded) + CALL["cpu"] * len(groups)
+
+
+def found_groups(lengths, *, equal=False):
+    """The numbers of the samples of every group."""
+    starts = {start: number for number, start in enumerate(itertools.accumulate([0, *lengths[:-1]]))}
+    groups = group_samples({"cells": packed_segments(lengths)}, equal=equal)
+    return [[starts[int(cells[0])] for cells in group["cells"].cells] for group in groups]
+
+
+def test_groups_cost_as_little_as_any_others_of_neighbouring_lengths():
+    for lengths in (LENGTHS, [70, 130, 200, 40, 260, 330, 129], [1] * 6, [9], [64, 65, 128, 129, 192, 193]):
+        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        cuts = itertools.product((False, True), repeat=len(lengths) - 1)
+        every = [[list(part) for part in cut_after(order, cut)] for cut in cuts]
+        found = found_groups(lengths)
+        assert sorted(itertools.chain.from_iterable(found)) == list(range(len(lengths)))
+        assert cost(lengths, found) == min(cost(lengths, groups) for groups in every)
+
+
+def cut_after(order, cut):
+    """The order in pieces, cut wherever `cut` says so."""
+    where = [i + 1 for i, is_cut in enumerate(cut) if is_cut]
+    return [order[a:b] for a, b in itertools.pairwise([0, *where, len(order)])]
+
+
+def test_a_group_of_equal_lengths_pads_nothing():
+    assert all(group["cells"].is_real.all() for group in group_samples({"cells": packed_segments(LENGTHS)}, equal=True))
+    assert len(found_groups(LENGTHS, equal=True)) == len(set(LENGTHS))
 
 
 def test_samples_of_two_axes_stay_together():

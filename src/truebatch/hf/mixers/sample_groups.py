@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +16,10 @@ from torch import Tensor
 from truebatch.batch.segments import Segments
 from truebatch.errors import AttentionError
 
-SLACK = 16
-"""Cells by which a sample of a group may be shorter than its longest, whatever their lengths."""
-SHARE = 6
-"""Or by this part of the longest: a sixth."""
+BLOCK = 64
+"""Scans work through this many cells at a time: a shorter row costs as much."""
+CALL = {"cpu": 64, "cuda": 4096}
+"""What one more call of a module costs, in cells: on a GPU hundreds of small kernels are launched."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +54,7 @@ class SampleGroups:
 
 
 def group_samples(tables: Mapping[str, Segments], *, equal: bool) -> SampleGroups:
-    """Groups of samples whose lengths are `equal`, or similar enough that little is padded."""
+    """Groups of samples whose lengths are `equal`, or similar enough that padding costs less than another call."""
     lengths = {axis: _real(table, table.lengths) for axis, table in tables.items()}
     starts = {axis: _real(table, _starts(table)) for axis, table in tables.items()}
     if len({len(sizes) for sizes in lengths.values()}) > 1:
@@ -62,11 +63,12 @@ def group_samples(tables: Mapping[str, Segments], *, equal: bool) -> SampleGroup
             seen=f"samples along each axis: { {axis: len(sizes) for axis, sizes in lengths.items()} }",
             do="leave empty samples out, or plan the padded layout",
         )
-    members = _members(np.array(list(lengths.values())), equal=equal)
+    device = next(iter(tables.values())).starts.device
+    members = _members(np.array(list(lengths.values())), equal=equal, call=CALL.get(device.type, CALL["cuda"]))
     groups: list[dict[str, AxisRows]] = [{} for _ in members]
     order = {}
-    for axis, table in tables.items():
-        device, found = table.starts.device, []
+    for axis in tables:
+        found = []
         for at, some in enumerate(members):
             rows, cells = _axis_rows([starts[axis][i] for i in some], [lengths[axis][i] for i in some], device)
             groups[at][axis] = rows
@@ -75,21 +77,29 @@ def group_samples(tables: Mapping[str, Segments], *, equal: bool) -> SampleGroup
     return SampleGroups(tuple(groups), order, {axis: table.shape for axis, table in tables.items()})
 
 
-def _members(lengths: np.ndarray[tuple[int, int], np.dtype[np.int64]], *, equal: bool) -> list[list[int]]:
-    """Numbers of the samples of every group; lengths are [axes, N]."""
-    order = np.lexsort(lengths[::-1])[::-1]  # the longest first
-    groups: list[list[int]] = []
-    least = most = np.zeros(len(lengths), dtype=np.int64)
-    for number in order:
-        one = lengths[:, number]
-        low, high = (np.minimum(least, one), np.maximum(most, one)) if groups else (one, one)
-        slack = 0 if equal else np.maximum(SLACK, high // SHARE)
-        if not groups or (high - low > slack).any():
-            low = high = one
-            groups.append([])
-        least, most = low, high
-        groups[-1].append(int(number))
-    return groups
+def _members(lengths: np.ndarray[tuple[int, int], np.dtype[np.int64]], *, equal: bool, call: int) -> list[list[int]]:
+    """Numbers of the samples of every group; lengths are [axes, N]. Longest first, cut where it costs least."""
+    order = np.lexsort(lengths[::-1])[::-1]
+    sizes = lengths[:, order] if equal else -(-lengths[:, order] // BLOCK) * BLOCK
+    firsts = np.flatnonzero(np.r_[True, (np.diff(sizes, axis=1) != 0).any(0)])
+    ends = np.r_[firsts[1:], len(order)]
+    cuts = range(1, len(firsts)) if equal else _cheapest_cuts(sizes[:, firsts], ends - firsts, call)
+    return [[int(at) for at in part] for part in np.split(order, firsts[list(cuts)])]
+
+
+def _cheapest_cuts(sizes: np.ndarray[tuple[int, int], np.dtype[np.int64]], numbers: Any, call: int) -> list[int]:
+    """Where to cut runs of samples of one size, [axes, runs], so that padded cells and calls cost least together."""
+    total, before = [0], [0]
+    for end in range(1, sizes.shape[1] + 1):
+        most = np.maximum.accumulate(sizes[:, end - 1 :: -1], axis=1).sum(0)
+        costs = np.array(total[::-1]) + call + most * numbers[:end][::-1].cumsum()
+        back = int(costs.argmin())
+        total.append(int(costs[back]))
+        before.append(end - 1 - back)
+    cuts, at = [], len(before) - 1
+    while (at := before[at]) > 0:
+        cuts.append(at)
+    return cuts[::-1]
 
 
 def _axis_rows(starts: Sequence[int], lengths: Sequence[int], device: torch.device) -> tuple[AxisRows, np.ndarray]:
