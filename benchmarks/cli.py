@@ -17,6 +17,9 @@ BENCHMARKS = {
     "estimate": ("library.estimate", "Memory estimated without running a model beside what running it takes."),
     "verify": ("library.verify", "How long a proof takes for tiny models of every head, beside one by one."),
     "half_precision": ("library.half_precision", "Verdicts on models in bf16, right ones and with a fault of 1 %."),
+    "packed_training": (
+        "library.packed_training", "30 steps of models that few can pack: packed rows against one by one, loss by loss.",
+    ),
     "trainer_accumulation": (
         "library.trainer_accumulation", "A Hugging Face Trainer's gradient, with and without truebatch, against one by one.",
     ),

@@ -17,6 +17,7 @@ from truebatch.hf.attention.packed import packed_inputs, packing_plan_of, use_pa
 from truebatch.hf.heads.heads import head_of, packed_part
 from truebatch.hf.heads.objective import HeadObjective
 from truebatch.hf.mixers.group_mask import mask_of_tensor, masks_made_by_group
+from truebatch.hf.mixers.whole_row import ConvolvedApart
 from truebatch.planning.rows import packed_row
 from truebatch.testing.tiny_hf.model import tiny_model
 from truebatch.testing.tiny_hf.random_samples import make_samples
@@ -213,3 +214,69 @@ def test_masks_of_images_beside_the_rows_are_made_as_ever():
     assert mask_of_tensor(ours) is not None
     assert mask_of_tensor(other) is None
     assert not other.all()
+
+
+class Scan(nn.Module):
+    """A running mean over the row with a short convolution before it; `kernel`: it begins anew where a table says so."""
+
+    def __init__(self, kernel):
+        super().__init__()
+        self.kernel, self.conv = kernel, nn.Conv1d(64, 64, 3, padding=2, groups=64)
+
+    def forward(self, hidden_states, **kwargs):
+        cells = self.conv(hidden_states.mT)[..., : hidden_states.shape[1]].mT
+        starts = kwargs.get("cu_seq_lens_q")
+        if starts is None:
+            return self.mean(cells)
+        if self.kernel == "none":
+            raise ValueError("can't keep packed sequences apart")
+        pieces = cells[0].split(starts.diff().tolist()) if self.kernel == "right" else [cells[0]]
+        return torch.cat([self.mean(piece[None]) for piece in pieces], dim=1)
+
+    def mean(self, cells):
+        return cells.cumsum(1) / torch.arange(1, cells.shape[1] + 1)[:, None]
+
+
+class WithScan(nn.Module):
+    def __init__(self, attention, scan):
+        super().__init__()
+        self.attention, self.scan = attention, scan
+
+    def forward(self, hidden_states, **kwargs):
+        out, weights = self.attention(hidden_states=hidden_states, **kwargs)
+        return out + self.scan(hidden_states, **kwargs), weights
+
+
+@pytest.mark.parametrize("kernel", ["right", "leaking", "none"])
+def test_a_table_is_given_to_kernels_that_keep_samples_apart_and_to_no_others(kernel):
+    model = tiny_model("llama")
+    torch.manual_seed(0)
+    for layer in model.model.layers:
+        layer.self_attn = WithScan(layer.self_attn, Scan(kernel))
+    plan = packing_plan_of(model)
+    whole = {name for name in plan.mixers.modules if name.endswith("scan")}
+    assert len(whole) == 2
+    assert plan.mixers.whole == (whole if kernel == "right" else frozenset())
+    assert str(plan) == ("Scan in one row with a table" if kernel == "right" else "Scan by groups of similar length")
+    assert_equal(model)
+
+
+def test_short_convolutions_begin_anew_with_every_sample_of_one_row():
+    model = tiny_model("lfm2")
+    assert str(packing_plan_of(model)) == "Lfm2ShortConv in one row with a table"
+    assert_equal(model)
+
+
+def test_a_convolution_over_samples_is_that_of_each_alone():
+    torch.manual_seed(0)
+    conv, lengths = nn.Conv1d(8, 8, 4, padding=3, groups=8), torch.tensor([5, 1, 2, 9])
+    row = torch.randn(1, 8, 17, requires_grad=True)
+    alone = torch.cat([conv(part)[..., : part.shape[-1]] for part in row.split(lengths.tolist(), -1)], -1)
+    with ConvolvedApart(lengths):
+        found = conv(row)[..., :17]
+        other = nn.functional.conv1d(torch.ones(1, 8, 30), conv.weight, groups=8)
+    torch.testing.assert_close(found, alone)
+    assert other.shape[-1] == 27
+    grads = [torch.autograd.grad(value.square().sum(), [row, conv.weight, conv.bias]) for value in (found, alone)]
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs)

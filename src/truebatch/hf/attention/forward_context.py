@@ -33,7 +33,7 @@ class ForwardContext:
     """Which of its segments are samples and no padding, where the table alone does not say so."""
     targets: Segments | None = None
     """The rows of the decoder in an encoder-decoder."""
-    groups: dict[bool, Any] = field(default_factory=dict)
+    groups: dict[bool | str, Any] = field(default_factory=dict)
     """Its samples as groups of rows, by whether their lengths are equal; made when a module asks."""
 
 

@@ -5,7 +5,7 @@ arguments of packed rows -> those of a group -> the module's own forward -> outp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers import Cache
 
+from truebatch.batch.segments import Segments
 from truebatch.errors import AttentionError
 from truebatch.hf.attention.forward_context import (
     ForwardContext,
@@ -26,10 +27,11 @@ from truebatch.hf.attention.forward_context import (
 )
 from truebatch.hf.mixers.axes import Axes, cell_axes, group_size, put_groups, take_first, take_group
 from truebatch.hf.mixers.group_mask import mask_of_tensor
-from truebatch.hf.mixers.sample_groups import AxisRows, SampleGroups, group_samples
+from truebatch.hf.mixers.sample_groups import AxisRows, SampleGroups, group_samples, sample_lengths
+from truebatch.hf.mixers.whole_row import ConvolvedApart, row_words, whole_row
 
 TABLE_WORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-CELLS, TARGETS = "cells", "targets"
+CELLS, TARGETS, WHOLE = "cells", "targets", "whole"
 Path = tuple[str, int]
 """The name (or number) of an argument, and which of its leaves."""
 Group = Mapping[str, AxisRows]
@@ -70,23 +72,28 @@ class GroupValues:
 
 
 @contextmanager
-def called_by_group(model: nn.Module, mixers: Mapping[str, ModuleAxes], *, equal: bool) -> Iterator[None]:
-    """While open, these modules of `model` see the samples of packed rows as rows of their own."""
-    held = [(model.get_submodule(name), axes) for name, axes in mixers.items()]
-    own = [vars(module).get("forward") for module, _ in held]
-    for module, axes in held:
-        _wrap(module, axes, equal=equal)
+def called_by_group(
+    model: nn.Module, mixers: Mapping[str, ModuleAxes], *, equal: bool, whole: Collection[str] = ()
+) -> Iterator[None]:
+    """While open, these modules of `model` see the samples of packed rows as rows of their own.
+
+    Those named in `whole` see all samples in one row, and a table that their kernels read.
+    """
+    held = [(model.get_submodule(name), axes, name in whole) for name, axes in mixers.items()]
+    own = [vars(module).get("forward") for module, *_ in held]
+    for module, axes, is_whole in held:
+        _wrap(module, axes, equal=equal, is_whole=is_whole)
     try:
         yield
     finally:
-        for (module, _), forward in zip(held, own, strict=True):
+        for (module, *_), forward in zip(held, own, strict=True):
             if forward is None:
                 del module.forward
             else:
                 module.forward = forward
 
 
-def _wrap(module: nn.Module, axes: ModuleAxes, *, equal: bool) -> None:
+def _wrap(module: nn.Module, axes: ModuleAxes, *, equal: bool, is_whole: bool) -> None:
     own: Callable[..., Any] = module.forward
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -98,6 +105,8 @@ def _wrap(module: nn.Module, axes: ModuleAxes, *, equal: bool) -> None:
             return own(*args, **kwargs)
         note_service(module)
         run.calls += 1
+        if is_whole:
+            return _call_whole(own, axes, run, args, kwargs)
         return _call(own, axes, groups_of(run, equal=equal), args, kwargs)
 
     module.forward = forward
@@ -107,17 +116,33 @@ def groups_of(run: ForwardContext, *, equal: bool) -> SampleGroups:
     """The groups of a run; made once for all its modules."""
     found = run.groups.get(equal)
     if found is None:
-        assert run.segments is not None
-        cells = run.segments if run.is_sample is None else replace(run.segments, is_sample=run.is_sample)
-        tables = {CELLS: cells, **({} if run.targets is None else {TARGETS: run.targets})}
-        found = run.groups[equal] = group_samples(tables, equal=equal)
+        found = run.groups[equal] = group_samples(_tables(run), equal=equal)
     return found
 
 
-def _call(
-    own: Callable[..., Any], axes: ModuleAxes, groups: SampleGroups, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _tables(run: ForwardContext) -> dict[str, Segments]:
+    assert run.segments is not None
+    cells = run.segments if run.is_sample is None else replace(run.segments, is_sample=run.is_sample)
+    return {CELLS: cells, **({} if run.targets is None else {TARGETS: run.targets})}
+
+
+def _call_whole(
+    own: Callable[..., Any], axes: ModuleAxes, run: ForwardContext, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    named = {name: value for name, value in kwargs.items() if name not in TABLE_WORDS}
+    found = run.groups.get(WHOLE)
+    if found is None:
+        tables = _tables(run)
+        found = run.groups[WHOLE] = (whole_row(tables), sample_lengths(tables[CELLS]))
+    row, lengths = found
+    with ConvolvedApart(lengths):
+        return _call(own, axes, row, args, kwargs, row_words(own, lengths))
+
+
+def _call(
+    own: Callable[..., Any], axes: ModuleAxes, groups: SampleGroups, args: tuple[Any, ...], kwargs: dict[str, Any],
+    words: Mapping[str, Any] = {},
+) -> Any:  # fmt: skip
+    named = {**{name: value for name, value in kwargs.items() if name not in TABLE_WORDS}, **words}
     outs = []
     for at, group in enumerate(groups):
         given = [_of_group(str(i), value, axes, at, group) for i, value in enumerate(args)]

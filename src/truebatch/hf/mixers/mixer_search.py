@@ -41,6 +41,10 @@ class Mixers:
     """Only samples of equal length share a group: some module reads what stands in the padding."""
     kinds: tuple[str, ...] = ()
     """Their classes."""
+    whole: frozenset[str] = frozenset()
+    """Those that see all samples in one row, because their own kernels keep them apart."""
+    whole_kinds: frozenset[str] = frozenset()
+    """Their classes."""
 
 
 def find_mixers(model: nn.Module, mode: Mode, *, stacks: bool = False, positioned: bool = False) -> Mixers:
@@ -97,7 +101,8 @@ def gradients_agree(model: nn.Module, mode: Mode, mixers: Mixers) -> bool:
             if is_out_of_memory(error):
                 raise
             return True
-        with mode(), called_by_group(model, mixers.modules, equal=mixers.equal), packed_rows(*tables_of(rows)):
+        by_group = called_by_group(model, mixers.modules, equal=mixers.equal, whole=mixers.whole)
+        with mode(), by_group, packed_rows(*tables_of(rows)):
             found = _gradient(model(**packed_trial_inputs(model, rows))[0][0], weights)
     return bool((found - expected).norm() <= GRADIENT * expected.norm())
 

@@ -19,6 +19,7 @@ from truebatch.errors import AttentionError
 from truebatch.hf.mixers.group_call import called_by_group
 from truebatch.hf.mixers.group_mask import masks_made_by_group
 from truebatch.hf.mixers.mixer_search import Mixers, find_mixers, gradients_agree, is_right_packed
+from truebatch.hf.mixers.trial_rows import trial_rows
 from truebatch.training.memory.oom import is_out_of_memory
 
 Way = Literal["table", "rows", "dense"]
@@ -42,8 +43,12 @@ class PackingPlan:
     def __str__(self) -> str:
         if not self.mixers.modules:
             return ""
-        kinds = ", ".join(self.mixers.kinds)
-        return f"{kinds} by groups of equal length" if self.mixers.equal else f"{kinds} by groups of similar length"
+        whole = [kind for kind in self.mixers.kinds if kind in self.mixers.whole_kinds]
+        grouped = [kind for kind in self.mixers.kinds if kind not in self.mixers.whole_kinds]
+        lengths = "equal" if self.mixers.equal else "similar"
+        parts = [f"{', '.join(whole)} in one row with a table"] if whole else []
+        parts += [f"{', '.join(grouped)} by groups of {lengths} length"] if grouped else []
+        return "; ".join(parts)
 
 
 PLAIN = PackingPlan()
@@ -80,7 +85,7 @@ def _searched(model: nn.Module, table: Table) -> PackingPlan:
             if positioned and not is_right_packed(model, partial(plan_opened, model, found, table)):
                 continue  # the reason of this way is known
             if gradients_agree(model, mode, mixers):
-                return found
+                return _with_kernels(model, found, table)
             reasons[way] = "outputs are those of the samples alone, gradients are not"
         except Exception as error:  # whatever a model raises in rows it was not written for speaks against this way
             if is_out_of_memory(error):
@@ -98,9 +103,27 @@ def _searched(model: nn.Module, table: Table) -> PackingPlan:
     )
 
 
+def _with_kernels(model: nn.Module, plan: PackingPlan, table: Table) -> PackingPlan:
+    """The plan with every class of modules in one row whose kernels keep the samples of a trial apart."""
+    if trial_rows(model).targets is not None:
+        return plan  # two tables, and kernels read one
+    without = partial(plan_opened, model, replace(plan, mixers=Mixers()), table)
+    for kind in plan.mixers.kinds:
+        names = {name for name in plan.mixers.modules if type(model.get_submodule(name)).__name__ == kind}
+        mixers = plan.mixers
+        mixers = replace(mixers, whole=mixers.whole | names, whole_kinds=mixers.whole_kinds | {kind})
+        tried = replace(plan, mixers=mixers)
+        if is_right_packed(model, partial(plan_opened, model, tried, table)) and gradients_agree(
+            model, without, tried.mixers
+        ):
+            plan = tried
+    return plan
+
+
 @contextmanager
 def plan_opened(model: nn.Module, plan: PackingPlan, table: Table) -> Iterator[None]:
     """Packed calls go as the plan says while open."""
     around = table(model) if plan.way == "table" else masks_made_by_group(dense=plan.way == "dense")
-    with around, called_by_group(model, plan.mixers.modules, equal=plan.mixers.equal):
+    mixers = plan.mixers
+    with around, called_by_group(model, mixers.modules, equal=mixers.equal, whole=mixers.whole):
         yield

@@ -116,6 +116,18 @@ def _axis_rows(starts: Sequence[int], lengths: Sequence[int], device: torch.devi
     return rows, cells[is_real]
 
 
+def flat_cells(table: Segments) -> Tensor:
+    """[M] int64: the flattened cells of all samples, sample after sample."""
+    starts, lengths = _real(table, _starts(table)), _real(table, table.lengths)
+    cells = [np.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+    return torch.from_numpy(np.concatenate(cells)).to(table.starts.device, non_blocking=True)
+
+
+def sample_lengths(table: Segments) -> Tensor:
+    """[N] int64: cells of each sample that has any."""
+    return torch.tensor(_real(table, table.lengths), device=table.starts.device)
+
+
 def _starts(table: Segments) -> list[int]:
     ends = np.cumsum(table.lengths, dtype=np.int64)
     return [int(end) - length for end, length in zip(ends, table.lengths, strict=True)]
