@@ -45,9 +45,12 @@ class PackingPlan:
             return ""
         whole = [kind for kind in self.mixers.kinds if kind in self.mixers.whole_kinds]
         grouped = [kind for kind in self.mixers.kinds if kind not in self.mixers.whole_kinds]
-        lengths = "equal" if self.mixers.equal else "similar"
+        names = ", ".join(grouped)
         parts = [f"{', '.join(whole)} in one row with a table"] if whole else []
-        parts += [f"{', '.join(grouped)} by groups of {lengths} length"] if grouped else []
+        if grouped:
+            parts.append(
+                f"{names} by groups of equal length" if self.mixers.equal else f"{names} by groups of similar length"
+            )
         return "; ".join(parts)
 
 
