@@ -43,3 +43,14 @@ def test_an_example_shows_the_error_and_its_end(name, capsys):
         errors.append(float(capsys.readouterr().out.rpartition(":")[2]))
     assert errors[0] > 0.1
     assert errors[1] < 2e-6
+
+
+@pytest.mark.parametrize("name", ["policy_gradient", "trl_dpo"])
+def test_answers_that_share_a_prompt_are_learned_from(name, capsys):
+    if name == "trl_dpo":
+        pytest.importorskip("trl")
+    file = FOLDERS[0].parent / "shared_prompts" / f"{name}.py"
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= 60
+    runpy.run_path(str(file), run_name="__main__")
+    before, after = capsys.readouterr().out.splitlines()[-1].partition(": ")[2].split(" -> ")
+    assert (float(after) > float(before)) == (name == "policy_gradient")
