@@ -36,6 +36,11 @@ FIGURES: tuple[Figure, ...] = (
         "census --head causal_lm --device cuda",
         ("census_cuda_fp32", "census_cuda_fp32_qwen3_5"),
     ),
+    Figure(
+        "the most used architectures, in the layout that is used: how packed, at what cost", "census --top 148",
+        ("census_popular",),
+    ),
+    Figure("30 steps in packed rows against one by one, loss by loss", "packed_training", ("packed_training",)),
     Figure("seconds of a proof of a tiny model", "verify", ("verify",)),
     Figure("verdicts on models in bf16, right ones and with a fault of 1 %", "half_precision", ("half_precision",)),
     Figure(

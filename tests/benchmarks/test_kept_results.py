@@ -44,6 +44,12 @@ def groups_of_answers_share_their_prompt_as_fast_as_promised(kept):
     assert len(kept["ratios"]) == 4
 
 
+@promise("packed_training")
+def models_that_few_can_pack_train_as_one_by_one(kept):
+    assert len(kept["rows"]) >= 20
+    assert all(row["farthest"] <= 1e-5 for row in kept["rows"])
+
+
 @promise("seqset_vae_quality")
 def sets_and_risk_are_learned_and_the_result_names_its_command(kept):
     assert kept["command"].startswith("python -m truebatch.bench.seqset_quality")

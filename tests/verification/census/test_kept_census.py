@@ -17,8 +17,22 @@ def kept():
     return json.loads((DOCS / "results" / "census.json").read_text(encoding="utf-8"))
 
 
-def test_the_page_is_made_from_the_rows_and_not_by_hand(kept):
+@pytest.fixture(scope="module")
+def popular():
+    return json.loads((DOCS / "results" / "census_popular.json").read_text(encoding="utf-8"))
+
+
+def test_the_page_is_made_from_the_rows_and_not_by_hand(kept, popular):
     assert (DOCS / "census.md").read_text(encoding="utf-8") == markdown(kept["facts"], kept["rows"])
+    assert (DOCS / "census-popular.md").read_text(encoding="utf-8") == markdown(popular["facts"], popular["rows"])
+
+
+def test_the_most_used_architectures_are_packed_and_equal(popular):
+    assert popular["facts"]["command"] == f"truebatch census --top {len(popular['rows'])}"
+    assert not wrong_rows(popular["rows"])
+    packed = [row for row in popular["rows"] if row["verdict"] == "equal" and row["chosen"] == "packed"]
+    assert len(packed) >= 140
+    assert all(row["layouts"]["packed"]["check"]["verdict"] == "equal" and row["how"] for row in packed)
 
 
 def test_no_architecture_is_wrong_unnoticed_and_no_row_is_missing(kept):
