@@ -66,7 +66,8 @@ def step_loss(
     device = device or next(model.parameters()).device
     wanted = [p for p in model.parameters() if p.requires_grad]
     engine = _engine(model, objective, wanted, device, seed, guard)
-    couplings = tuple(find_couplings(model))
+    taken = getattr(objective, "couplings", ())
+    couplings = tuple(c for c in find_couplings(model) if c.name not in taken)
     first = FirstStep(
         engine=engine, batches=step.batches, fields=step.fields, epoch=epoch, number=check_samples,
         allow=ANY_COUPLING, couplings=couplings,

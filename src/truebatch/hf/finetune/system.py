@@ -37,10 +37,13 @@ from truebatch.hf.finetune.vision.read_file import image_chat_reader
 from truebatch.hf.finetune.vision.samples import ImageChatStore
 from truebatch.hf.finetune.vision.tower import adapter_targets, freeze_tower
 from truebatch.hf.forward_inputs import language_model
+from truebatch.hf.heads.expert_balance import TERM as BALANCE
+from truebatch.hf.heads.expert_balance import balanced_objective, is_balanced
 from truebatch.hf.heads.heads import ModelHead, head_of
 from truebatch.hf.heads.losses import IGNORE
 from truebatch.hf.heads.objective import HeadObjective
 from truebatch.hf.hub import fetch_model, is_hub_name
+from truebatch.hf.mixers.trial_rows import without_router_outputs
 from truebatch.hf.pretrained import (
     dropout_rates,
     load_configuration,
@@ -215,7 +218,10 @@ def _max_length(config: FinetuneConfig, configuration: Any) -> int | None:
 def measure(ready: PreparedRun, samples: Sized) -> Measured:
     """Tokens and labels of the first samples, from the encoded arrays."""
     assert not isinstance(ready.train, TokenStream)  # it is measured a window at a time
-    return _measured(ready.train, ready.head, len(samples), f"{ready.content}-{len(samples)}")
+    found = _measured(ready.train, ready.head, len(samples), f"{ready.content}-{len(samples)}")
+    return (
+        replace(found, counts={**found.counts, BALANCE: found.lengths}) if is_balanced(ready.configuration) else found
+    )
 
 
 def _measured(store: TokenStore | ImageChatStore, head: ModelHead, number: int, fingerprint: str) -> Measured:
@@ -300,7 +306,8 @@ def _choose_layout(config: FinetuneConfig, model: nn.Module) -> tuple[Layout, st
     """Packed where it is proven right on this very model, else padded. One to be sharded stays on the host: it may not fit."""
     if torch.cuda.is_available() and not config.train.shard:
         model.to("cuda")
-    choice = choose_layout(model)
+    with without_router_outputs(model):  # what their loss couples is taken over the whole step, in any layout
+        choice = choose_layout(model)
     reasons = "; ".join(f"not {name}: {why}" for name, why in choice.reasons.items())
     if choice.layout not in ("packed", "padded"):
         raise ConfigError(
@@ -362,7 +369,7 @@ def prepare_task(config: FinetuneConfig) -> Task:
         commands=TaskCommands(
             describe=partial(_describe, config, ready),
             choose_layout=partial(_choose_layout, config),
-            can_compile=not config.load_in_4bit,
+            can_compile=not config.load_in_4bit and not is_balanced(ready.configuration),
             sketch=None if config.load_in_4bit else partial(_sketch, config, ready),
             evaluate=None if is_embedding else partial(evaluate, config, ready.head, ready.train.label_names),
         ),
@@ -372,7 +379,10 @@ def prepare_task(config: FinetuneConfig) -> Task:
 def _objective(config: FinetuneConfig, ready: PreparedRun) -> Objective:
     if config.task == "embedding":
         return objective_for_pairs(ready.head, config, ready.configuration)
-    return HeadObjective(head=ready.head)
+    own = HeadObjective(head=ready.head)
+    if not is_balanced(ready.configuration):
+        return own
+    return balanced_objective(own, shape_of(ready.configuration, config.task), ready.configuration)
 
 
 def _settle(config: FinetuneConfig) -> FinetuneConfig:

@@ -17,7 +17,14 @@ from truebatch.hf.attention.forward_context import packed_rows
 from truebatch.hf.mixers.axes import Axes, cell_axes
 from truebatch.hf.mixers.group_call import ModuleAxes, Path, called_by_group
 from truebatch.hf.mixers.module_trace import CallAxes, LeafTrace, Trace, call_axes, traced
-from truebatch.hf.mixers.trial_rows import TrialRows, alone_inputs, packed_trial_inputs, tables_of, trial_rows
+from truebatch.hf.mixers.trial_rows import (
+    TrialRows,
+    alone_inputs,
+    packed_trial_inputs,
+    tables_of,
+    trial_rows,
+    without_router_outputs,
+)
 from truebatch.training.memory.oom import is_out_of_memory
 
 ROUNDS = 40
@@ -122,7 +129,8 @@ def _in_evaluation(model: nn.Module) -> Iterator[None]:
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        yield
+        with without_router_outputs(model):
+            yield
     finally:
         for module in training:
             module.training = True

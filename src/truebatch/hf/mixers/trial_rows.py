@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,6 +23,20 @@ MARKED = slice(1, 4)
 TYPE_WORDS = ("token_type_ids", "mm_token_type_ids")
 FEWER = 4
 """The second, shorter row has this many of the samples: what grows with a row shows where its cells lie."""
+
+
+@contextmanager
+def without_router_outputs(model: nn.Module) -> Iterator[None]:
+    """While open, a model of experts gives its results alone: with its routers' logits a loss would come first."""
+    configs: list[Any] = [getattr(part, "config", None) for part in model.modules()]
+    asked = list({id(c): c for c in configs if getattr(c, "output_router_logits", False)}.values())
+    for config in asked:
+        config.output_router_logits = False
+    try:
+        yield
+    finally:
+        for config in asked:
+            config.output_router_logits = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)

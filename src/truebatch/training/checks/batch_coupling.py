@@ -163,7 +163,16 @@ def _of_config(config: Any) -> list[Coupling]:
                 "expert balancing",
                 "config.output_router_logits=True",
                 "its loss is an average over whatever shares a micro-batch",
-                "set output_router_logits=False",
+                "set output_router_logits=False; `train hf` takes it over the whole step for causal models",
+            )
+        )
+    if getattr(config, "expert_capacity", None) is not None:
+        found.append(
+            Coupling(
+                "expert capacity",
+                f"config.expert_capacity={config.expert_capacity}",
+                "tokens beyond it are left out of an expert, by what shares their micro-batch",
+                "use a model whose experts take all tokens that choose them",
             )
         )
     return found
