@@ -46,6 +46,27 @@ def test_no_batch_under_the_budget_takes_more_than_there_is_and_the_room_is_used
     assert max(taken) > 0.5 * room
 
 
+def test_what_was_measured_is_kept_for_later_runs_of_the_same_judge(judge, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRUEBATCH_CACHE", str(tmp_path))
+    monkeypatch.setattr(gc, "collect", lambda: 0)
+    asked = list(read_requests(questions(24)))
+    backend = model_backend(*judge, LABELS, Limits(), reuse_prefix=False)
+    cells = fit_cells(backend, asked, limit_bytes=2_000_000)
+    judged = []
+    again = model_backend(*judge, LABELS, Limits(), reuse_prefix=False)
+    monkeypatch.setattr(type(again), "judge", lambda self, prepared: judged.append(prepared))
+    assert fit_cells(again, asked, limit_bytes=2_000_000) == cells
+    assert fit_cells(again, asked, limit_bytes=1_000_000) < cells
+    assert not judged
+    monkeypatch.undo()
+    monkeypatch.setenv("TRUEBATCH_CACHE", str(tmp_path))
+    other = model_backend(*judge, TEXT, Limits(), reuse_prefix=False)
+    fit_cells(other, asked, limit_bytes=2_000_000)
+    assert len(list((tmp_path / "score_budgets").iterdir())) == 2  # another readout is measured by itself
+    next((tmp_path / "score_budgets").iterdir()).write_text("{")
+    assert fit_cells(backend, asked, limit_bytes=2_000_000) > 0
+
+
 def test_on_a_cpu_and_without_samples_nothing_is_measured(judge):
     backend = model_backend(*judge, LABELS, Limits())
     assert fit_cells(backend, list(read_requests(questions(3)))) is None

@@ -5,6 +5,7 @@ a few batches, cheap ones first -> bytes at the peak of each -> the line through
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,14 +16,16 @@ import torch
 from filelock import FileLock
 from torch import nn
 
-from truebatch.io.atomic_files import read_json, write_json
+from truebatch.errors import TruebatchError
+from truebatch.io.atomic_files import read_json, to_json, write_json
+from truebatch.planning.lengths.measured_values import cache_folder
 from truebatch.planning.rows import Ints
 from truebatch.scoring.backends.interface import Backend, Cost, ScoreRequest
 from truebatch.scoring.batch_plan import DEFAULT_CELLS, Limits
 from truebatch.scoring.prefetch import attempt
 from truebatch.scoring.readouts import Generate, Readout
 from truebatch.scoring.store.manifest import MANIFEST, read_manifest
-from truebatch.training.memory.cost_model import MemoryFit, Point, Sizes, fit_points, largest_cells
+from truebatch.training.memory.cost_model import MemoryFit, Point, Sizes, fit_of_values, fit_points, largest_cells
 from truebatch.training.memory.fit import choose_probes
 from truebatch.training.memory.measure import added_bytes, free_bytes_of, held_bytes, usable_bytes
 from truebatch.training.memory.oom import free_memory, is_out_of_memory
@@ -32,6 +35,8 @@ MEASURED = 256
 """Samples that are looked at for lengths and probes; the dearest of them all are among them."""
 SHARES = (0.25, 0.5)
 """Of the memory that is free: what further probes take, so that the line need not reach as far."""
+MOST_ROOM = 1.25
+"""Times the memory that was free when it was measured: a line is not trusted further."""
 _LOCK_SECONDS = 600.0
 
 
@@ -79,24 +84,74 @@ def fit_cells(backend: LocalModel, samples: Sequence[ScoreRequest], *, limit_byt
     prepared, lengths = _measured(backend, samples)
     if not prepared:
         return None
-    return fit_prepared(backend.judge, prepared, lengths, backend.model, limit_bytes=limit_bytes)
+    has_images = any(getattr(one, "image_hashes", ()) for one in prepared)  # whose patches no length tells
+    key = None if has_images else _key_of(backend, device)
+    return fit_prepared(backend.judge, prepared, lengths, backend.model, limit_bytes=limit_bytes, key=key)
 
 
 def fit_prepared(
     judge: Callable[[Sequence[Any]], object], prepared: Sequence[Any], lengths: Ints, model: nn.Module, *,
-    limit_bytes: int | None = None,
+    limit_bytes: int | None = None, key: str | None = None,
 ) -> int:  # fmt: skip
-    """The same for samples that are prepared and as long as they may become, and any way to judge a batch of them."""
+    """The same for samples that are prepared and as long as they may become, and any way to judge a batch of them.
+
+    What was measured is kept under `key`, and taken by later runs with samples no longer and not much more memory.
+    """
     device = next(model.parameters()).device
     resident = held_bytes([*model.parameters(), *model.buffers()])
     room = usable_bytes(free_bytes_of(device), device) if limit_bytes is None else limit_bytes
+    longest = int(lengths.max())
+    fit = None if key is None else _kept_fit(key, longest=longest, room=room)
+    if fit is None:
+        fit = _measure_fit(judge, prepared, lengths, device, resident=resident, room=room)
+        if key is not None:
+            _keep_fit(key, fit, longest=longest, room=room)
+    return max(1, largest_cells(fit, Sizes(lengths), layout="padded", limit_bytes=resident + room))
+
+
+def _measure_fit(
+    judge: Callable[[Sequence[Any]], object], prepared: Sequence[Any], lengths: Ints, device: torch.device, *,
+    resident: int, room: int,
+) -> MemoryFit:  # fmt: skip
     points = _probe_all(judge, prepared, lengths, choose_probes(Sizes(lengths)), device)
     for share in SHARES:
         fit = _fitted(points, resident)
         cells = largest_cells(fit, Sizes(lengths), layout="padded", limit_bytes=resident + int(share * room))
         points += _probe_all(judge, prepared, lengths, [_dearest(lengths, cells)], device)
-    fit = _fitted(points, resident)
-    return max(1, largest_cells(fit, Sizes(lengths), layout="padded", limit_bytes=resident + room))
+    return _fitted(points, resident)
+
+
+def _key_of(backend: LocalModel, device: torch.device) -> str:
+    """The model, how it is run and read, the versions and the GPU: what the memory of a batch depends on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    text = to_json({**backend.describe(), "gpu": name, "limits": repr(getattr(backend, "limits", None))})
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _file(key: str) -> Path:
+    return cache_folder() / "score_budgets" / f"{key}.json"
+
+
+def _kept_fit(key: str, *, longest: int, room: int) -> MemoryFit | None:
+    """What an earlier run has measured; None without one, for longer samples, far more memory, or a damaged file."""
+    if not _file(key).is_file():
+        return None
+    try:
+        kept = read_json(_file(key), max_bytes=1 << 20)
+        if longest > int(kept["longest"]) or room > MOST_ROOM * int(kept["room"]):
+            return None
+        return fit_of_values(kept["fit"])
+    except (TruebatchError, KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def _keep_fit(key: str, fit: MemoryFit, *, longest: int, room: int) -> None:
+    """For later runs; where the folder cannot be written, they measure again."""
+    try:
+        _file(key).parent.mkdir(parents=True, exist_ok=True)
+        write_json(_file(key), {"fit": fit.to_dict(), "longest": longest, "room": room})
+    except OSError:
+        return
 
 
 def _measured(backend: LocalModel, samples: Sequence[ScoreRequest]) -> tuple[list[Any], Ints]:
