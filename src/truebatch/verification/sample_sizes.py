@@ -24,7 +24,8 @@ Sample = Mapping[str, Any]
 def sized(subject: Subject | ListSubject, config: VerifyConfig, *, is_free: bool) -> Subject | ListSubject:
     """The subject with the samples that its own lack: of one cell, and of what is asked for.
 
-    One cell only where it can be run, and if no other function must take it (`is_free`).
+    One cell only where it can be run, if no other function must take it (`is_free`), and of no sample with images: their
+    placeholders would be cut off, which some models notice only in company.
     """
     if isinstance(subject, ListSubject):
         _refuse_longer(subject.lengths, config)
@@ -32,7 +33,7 @@ def sized(subject: Subject | ListSubject, config: VerifyConfig, *, is_free: bool
     samples = list(subject.samples)
     if config.longest is not None and config.longest > max(subject.lengths):
         samples.append(lengthened(subject, config.longest))
-    if is_free and min(subject.lengths) > 1:
+    if is_free and min(subject.lengths) > 1 and not any(f.kind == "flat" for f in subject.fields):
         short = _of_one_cell(subject)
         samples += [short] if _is_sound(subject, short) else []
     return replace(subject, samples=_repeated(samples, config.rows))
