@@ -10,7 +10,16 @@ import pytest
 import torch
 import transformers
 
-from tests.scoring.judges import VISION, awake, make_tokenizer, picture_questions, questions, text_judge, text_sizes
+from tests.scoring.judges import (
+    VISION,
+    awake,
+    make_tokenizer,
+    picture,
+    picture_questions,
+    questions,
+    text_judge,
+    text_sizes,
+)
 from tests.tiny import counting_backend
 from truebatch.batch.torch_compile import has_compiled_layers, uncompile_layers
 from truebatch.errors import ConfigError, LawError, RunError
@@ -27,6 +36,8 @@ from truebatch.scoring.readouts.read_answer import read_answer
 from truebatch.scoring.readouts.scale import ANY_NUMBER, Scale
 from truebatch.scoring.scorer import Scorer
 from truebatch.scoring.store.manifest import settle_manifest
+from truebatch.testing.tiny_hf.model import tiny_model
+from truebatch.testing.tiny_hf.processors import tiny_processor
 
 TEN = Labels({str(n): n for n in range(1, 11)})
 TWO = Labels({"a": 1, "b": 0})
@@ -71,6 +82,31 @@ def test_samples_with_any_images_together_are_judged_as_alone(vision, readout):
     near(plain(backend.judge(asked)), alone)
     near(plain(backend.judge(asked[::-1]))[::-1], alone)
     assert len({str(one) for one in alone}) > 4
+
+
+@pytest.mark.parametrize(
+    "name", ["llava_next", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llava_onevision", "idefics3"))]
+)
+def test_images_of_any_number_of_tiles_are_judged_in_full_batches_as_alone(name, monkeypatch):
+    model = tiny_model(name, "vision_language")
+    backend = model_backend(model, tiny_processor(model), Labels({"a": 1, "b": 0}), LIMITS)
+    sizes = [[(40, 24)], [], [(16, 16), (24, 48)], [(64, 16)], [(20, 60), (16, 18)]]
+    data = [
+        {"id": str(at), "user": "abc "[: at + 1], "images": [picture(at + k, *size) for k, size in enumerate(some)]}
+        for at, some in enumerate(sizes)
+    ]
+    asked = prepared(backend, data)
+    alone = [plain(backend.judge([one]))[0] for one in asked]
+    judged, calls = backend.model.forward, []
+    monkeypatch.setattr(backend.model, "forward", lambda *a, **k: (calls.append(1), judged(*a, **k))[1])
+    near(plain(backend.judge(asked)), alone)
+    calls.clear()
+    backend.judge(asked[:1])
+    of_one = len(calls)
+    calls.clear()
+    near(plain(backend.judge(asked[::-1]))[::-1], alone)
+    assert len(calls) <= of_one + 1  # one pass for all, and where packed one for what follows the prompts
+    assert len({str(one) for one in alone}) == len(asked)
 
 
 @pytest.mark.parametrize("readout", [TEN, TEXT], ids=["labels", "texts"])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,14 @@ from truebatch.hf.attention.rope import each_row_alone, rotary_by_length
 from truebatch.hf.forward_inputs import ONE_AT_A_TIME, ForwardSignature, inspect_forward, language_model
 from truebatch.hf.generate.cuda_graph import LOUD, CudaGraphDecoder, FixedSteps, fix_rows, is_on_single_gpu
 from truebatch.hf.generate.kv_cache import grow_in_place
-from truebatch.hf.image_fields import forget_last_call, image_token_id, sample_positions
+from truebatch.hf.image_fields import (
+    forget_last_call,
+    image_token_id,
+    real_tiles,
+    sample_positions,
+    style_of,
+    tiles_of,
+)
 from truebatch.hf.numerics import are_close
 from truebatch.hf.pretrained import num_positions
 
@@ -295,11 +302,44 @@ def _cache_of(out: Any, model: nn.Module) -> Any:
 
 def beside_inputs(decoder: HFDecoder, prompts: Sequence[Prompt], ids: Tensor, is_real: Tensor) -> dict[str, Tensor]:
     """Further inputs: those with one entry per token are padded like the tokens, all others are laid end to end."""
+    prompts = with_flat_images(decoder, prompts)
     names = dict.fromkeys(name for prompt in prompts for name in prompt.inputs)
-    out = {name: _laid(name, prompts, is_real) for name in names}
+    out = images_as_taken(decoder, {name: _laid(name, prompts, is_real) for name in names})
     if names:
         out = {**image_marks(decoder, ids.eq(image_token_id(decoder.model) or 0) & is_real), **out}
     return out
+
+
+OF_ROWS = ("pixel_values", "pixel_attention_mask")
+"""What processors give with an axis of samples before that of images, where images are handed over in rows."""
+
+
+def with_flat_images(decoder: HFDecoder, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Images in as many pieces as they have: prompts with other numbers of them can then be laid end to end."""
+    return [_with_flat_images(decoder, prompt) for prompt in prompts]
+
+
+def images_as_taken(decoder: HFDecoder, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Images that a model takes in rows as those of one row: it goes through them in this order anyway."""
+    if _style(decoder) != "rows":
+        return inputs
+    return {name: value[None] if name in OF_ROWS else value for name, value in inputs.items()}
+
+
+def _with_flat_images(decoder: HFDecoder, prompt: Prompt) -> Prompt:
+    pixels, style = prompt.inputs.get("pixel_values"), _style(decoder)
+    if pixels is None or pixels.ndim != 5 or style not in ("tiles", "rows"):
+        return prompt
+    if style == "rows":
+        return replace(prompt, inputs={**prompt.inputs, **{k: v[0] for k, v in prompt.inputs.items() if k in OF_ROWS}})
+    given = prompt.inputs
+    numbers = tiles_of(decoder.model.config, given["image_sizes"], given.get("batch_num_images"))
+    return replace(prompt, inputs={**given, "pixel_values": real_tiles(pixels, numbers)})
+
+
+def _style(decoder: HFDecoder) -> str:
+    style = style_of(decoder.model, decoder.border) if "pixel_values" in decoder.border.accepts else None
+    return "" if style is None else style.name
 
 
 def image_marks(decoder: HFDecoder, is_image: Tensor) -> dict[str, Tensor]:

@@ -28,9 +28,11 @@ from truebatch.hf.generate.decoder import (
     HFDecoder,
     HFSession,
     image_marks,
+    images_as_taken,
     is_of_tokens,
     next_positions,
     prompt_positions,
+    with_flat_images,
 )
 from truebatch.hf.generate.image_cache import ImageDecoder
 from truebatch.hf.generate.kv_cache import cache_of_layers
@@ -58,8 +60,9 @@ def row_inputs(
     )  # [cells] or [3, cells]
     row = send([ids], device)[None]
     inputs = {"input_ids": row, "position_ids": send([positions.contiguous()], device).unsqueeze(-2)}
+    prompts = with_flat_images(decoder, prompts)
     names = dict.fromkeys(name for prompt in prompts for name in prompt.inputs)
-    inputs |= {name: _beside(name, prompts, cells, device) for name in names}
+    inputs |= images_as_taken(decoder, {name: _beside(name, prompts, cells, device) for name in names})
     if names:
         inputs = {**image_marks(decoder, row.eq(image_token_id(decoder.model) or 0)), **inputs}
     return inputs

@@ -131,9 +131,9 @@ def _grid_images(model: nn.Module, at: int, draw: torch.Generator) -> dict[str, 
 
 
 def _tiled_images(model: nn.Module, at: int, draw: torch.Generator) -> dict[str, Tensor]:
-    """One image a sample, upright or lying, as a small whole and its tiles."""
+    """One image a sample, upright, lying or square, as a small whole and its tiles: two of them, or four."""
     config: PretrainedConfig = model.config
-    size = config.image_grid_pinpoints[at % 2]
+    size = config.image_grid_pinpoints[at % min(3, len(config.image_grid_pinpoints))]
     side = _side(model)
     tiles = 1 + (size[0] // side) * (size[1] // side)
     pixels = torch.randn(1, tiles, _channels(model), side, side, generator=draw)

@@ -22,7 +22,7 @@ from truebatch.testing.tiny_hf.sizes import (
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _MROPE = {"rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}}
-_TILES = {"image_grid_pinpoints": [[IMAGE, 2 * IMAGE], [2 * IMAGE, IMAGE]]}
+_TILES = {"image_grid_pinpoints": [[IMAGE, 2 * IMAGE], [2 * IMAGE, IMAGE], [2 * IMAGE, 2 * IMAGE]]}
 
 TINY_SIZE_OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "aria": {"projector_patch_to_query_dict": {(IMAGE // PATCH) ** 2: 4}},
