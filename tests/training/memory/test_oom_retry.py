@@ -23,8 +23,8 @@ from truebatch.objective import add_counts
 from truebatch.planning.config import PlanConfig
 from truebatch.planning.plan import build_plan
 from truebatch.testing.failpoints import armed, recorded
-from truebatch.training import step
 from truebatch.training.data import measure_by_reading
+from truebatch.training.memory import oom_retry
 from truebatch.training.memory.oom_retry import (
     OomGuard,
     SampleTooLarge,
@@ -544,8 +544,8 @@ def test_memory_is_really_given_back():
 def test_without_leaving_the_error_memory_would_be_held(monkeypatch):
     """The test above can fail: keep the errors, and their tensors stay."""
     kept = []
-    real = step.is_out_of_memory
-    monkeypatch.setattr(step, "is_out_of_memory", lambda error: kept.append(error) or real(error))
+    real = oom_retry.is_out_of_memory
+    monkeypatch.setattr(oom_retry, "is_out_of_memory", lambda error: kept.append(error) or real(error))
     engine = engine_of(Bag(), NextToken(), TEXT_FIELDS)
     batches = [padded(text_samples([16] * 4), [0, 1, 2, 3], TEXT_FIELDS)]
     assert tensors_held(engine, batches, errors=20) >= 20

@@ -217,3 +217,26 @@ def test_the_sample_that_raises_alone_is_named():
 
     with pytest.raises(BatchError, match=r"sample 2 \(length 1\) cannot be run alone"):
         verify(picky, samples=LISTS)
+
+
+def test_tokens_kept_after_the_end_of_a_text_are_named():
+    end, following = 7, torch.randint(0, 12, (64,), generator=torch.Generator().manual_seed(0)).tolist()
+
+    def continued(rows, cut):
+        rows, found = [list(row) for row in rows], [[] for _ in rows]
+        while not all(end in new for new in found) and len(found[0]) < 24:
+            for row, new in zip(rows, found, strict=True):
+                new.append(following[(row[-1] + 5 * len(row)) % 64])
+                row.append(new[-1])
+        return [new[: new.index(end) + 1] if cut and end in new else new for new in found]
+
+    def one(row):
+        return {"tokens": torch.tensor(continued([row], cut=True)[0])}
+
+    def batched(rows, cut):
+        return {"tokens": [torch.tensor(new) for new in continued(rows, cut)]}
+
+    given = [[1, 2, 3], [4, 5, 6, 8, 9], [9], [3, 4], [5] * 9, [6, 1]]
+    report = verify(lambda rows: batched(rows, False), one=one, samples=given)
+    assert [cause.name for cause in report.causes] == ["kept after the end"], str(report)
+    assert verify(lambda rows: batched(rows, True), one=one, samples=given).ok

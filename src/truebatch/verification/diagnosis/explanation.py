@@ -160,6 +160,8 @@ def _explain_functions(
     failing = [r for r in results if r.verdict == "different"]
     if failing and failing[0].name == "alone" and failing[0].is_over("outputs"):
         return VerifyReport(results, [_ANOTHER_FUNCTION])
+    if _goes_on_after_the_end(failing, one):
+        return VerifyReport(results, [_AFTER_THE_END])
     causes = (
         [c if c.name != "a mean over padding" else _PADDING_REACHES for c in name_causes(evidence)] if failing else []
     )
@@ -176,6 +178,30 @@ def _generates_right(subject: Subject | ListSubject, singles: Arrangement, resul
     return generates_right_padded(subject, singles.pieces[sample], piece)
 
 
+def _goes_on_after_the_end(failing: Sequence[ArrangementResult], one: Whole) -> bool:
+    """Whether all that differs are whole numbers that begin as they do alone, with more behind."""
+    pairs = [
+        (one.outputs[name][sample], given[sample])
+        for r in failing
+        for name, given in ({} if r.whole is None else r.whole.outputs).items()
+        for sample in r.moved
+        if name in one.outputs and sample in given
+    ]
+    differing = [(own, given) for own, given in pairs if own.shape != given.shape or not torch.equal(own, given)]
+    return bool(differing) and all(
+        own.ndim == given.ndim == 1
+        and not given.is_floating_point()
+        and len(given) > len(own)
+        and torch.equal(given[: len(own)], own)
+        for own, given in differing
+    )
+
+
+_AFTER_THE_END = Cause(
+    "kept after the end",
+    "a text of a batch goes on after its end: it begins as it does alone, and has what its row got while others went on",
+    "cut every sample at its first end token before it is returned",
+)
 _ANOTHER_FUNCTION = Cause(
     "another function",
     "the batched function differs from the original for a single sample already, so batching is not the reason",
