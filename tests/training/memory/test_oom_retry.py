@@ -23,6 +23,7 @@ from truebatch.objective import add_counts
 from truebatch.planning.config import PlanConfig
 from truebatch.planning.plan import build_plan
 from truebatch.testing.failpoints import armed, recorded
+from truebatch.training import step
 from truebatch.training.data import measure_by_reading
 from truebatch.training.memory import oom_retry
 from truebatch.training.memory.oom_retry import (
