@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from truebatch_systems.stitched_llm.model.mask_check import refuse_wrong_masks
 from truebatch_systems.stitched_llm.model.model import StitchedForCausalLM
 from truebatch_systems.stitched_llm.model.save_load import save_adapter
 from truebatch_systems.stitched_llm.train.hf_trainer import StitchedTrainer
+from truebatch_systems.stitched_llm.train.trainable_parts import store_donors
+
+_SETTLED = {"output_dir", "remove_unused_columns", "use_cpu"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +44,10 @@ class NoteTraining:
     gradient_checkpointing: bool = False
     """Only layers above the adapter are computed again; below it nothing is kept anyway."""
     max_grad_norm: float = 1.0
+    weight_decay: float = 0.0
+    fp16: bool = False
+    """Mixed precision in fp16, which needs a GPU. With neither fp16 nor bf16: what the machine has."""
+    bf16: bool = False
     dataloader_num_workers: int = 4
     dataloader_pin_memory: bool = True
     dataloader_prefetch_factor: int = 2
@@ -52,6 +60,26 @@ class NoteTraining:
     """Samples end to end, or one a row."""
     cells: int | None = None
     """Most cells of one forward pass: a token budget. It cuts a forward pass smaller, never changes the step."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Other TrainingArguments, by their own names."""
+
+    def __post_init__(self) -> None:
+        if self.fp16 and self.bf16:
+            raise ConfigError("one precision at a time", seen="fp16=True, bf16=True", do="leave one of them out")
+
+    @classmethod
+    def named(cls, settings: Mapping[str, Any]) -> NoteTraining:
+        """From names of this class and of TrainingArguments; unknown ones are refused with the nearest."""
+        own = {f.name for f in fields(cls)} - {"more"}
+        others = {f.name for f in fields(TrainingArguments)} - own - _SETTLED
+        for name in settings:
+            if name in _SETTLED:
+                raise ConfigError(
+                    f"{name} is settled here", seen=f"{name}={settings[name]!r}", do="leave it out: truebatch collates"
+                )
+        _refuse_unknown(dict(settings), [*sorted(own), *sorted(others)], len(own))
+        kept = {name: value for name, value in settings.items() if name in own}
+        return cls(**kept, more={name: value for name, value in settings.items() if name in others})
 
 
 class StitchedModel(StitchedForCausalLM):
@@ -80,7 +108,7 @@ class StitchedModel(StitchedForCausalLM):
     def train(self, mode: bool = True, *, output_dir: str | Path | None = None, **settings: Any) -> Any:
         """With `output_dir`, train into it and return the Trainer's result; without, what PyTorch means by train().
 
-        Settings are those of `NoteTraining`. The adapter and its tokenizer lie in `output_dir` afterwards.
+        Settings are those of `NoteTraining` and of TrainingArguments. `output_dir` then holds adapter and tokenizer.
         """
         if output_dir is None:
             if settings:
@@ -88,20 +116,19 @@ class StitchedModel(StitchedForCausalLM):
                     "training needs a folder", seen=f"train({', '.join(settings)})", do="give output_dir='./my_model'"
                 )
             return super().train(mode)
-        _refuse_unknown(settings, [f.name for f in fields(NoteTraining)])
-        return _train(self, Path(output_dir), NoteTraining(**settings))
+        return _train(self, Path(output_dir), NoteTraining.named(settings))
 
 
 _PATHS = ("data", "validation", "test", "vocabulary_map")
 
 
-def _refuse_unknown(settings: dict[str, Any], known: list[str]) -> None:
+def _refuse_unknown(settings: dict[str, Any], known: list[str], shown: int | None = None) -> None:
     for name in settings:
         if name not in known:
             raise ConfigError(
                 f"there is no setting {name!r}{nearest(name, known)}",
                 seen=f"{name}={settings[name]!r}",
-                do=f"use one of: {', '.join(known)}",
+                do=f"use one of: {', '.join(known[:shown])}",
             )
 
 
@@ -112,8 +139,11 @@ def _precision() -> Precision:
 
 
 def _train(model: StitchedModel, folder: Path, asked: NoteTraining) -> Any:
+    precision = precision_of(asked, model.stitch_settings.train.precision, has_gpu=torch.cuda.is_available())
+    if precision != model.stitch_settings.train.precision:
+        _store_again(model, precision)
     config = model.stitch_settings
-    for line in starting_lines(asked, config.train.precision):
+    for line in starting_lines(asked, precision):
         say(line)
     refuse_wrong_masks(model)
     tokenizer = load_tokenizer(sources_of(config).tokenizer, None)
@@ -131,6 +161,26 @@ def _train(model: StitchedModel, folder: Path, asked: NoteTraining) -> Any:
     return result
 
 
+def precision_of(asked: NoteTraining, found: Precision, *, has_gpu: bool) -> Precision:
+    """What is asked for, where the machine has it: fp16 is no precision of a CPU; else what the model was built with."""
+    if asked.bf16:
+        return "bf16"
+    return "fp16" if asked.fp16 and has_gpu else found
+
+
+def _store_again(model: StitchedModel, precision: Precision) -> None:
+    """Donors in another precision than they were loaded in; trained parts stay fp32."""
+    config = model.stitch_settings
+    if config.stored == "int8":
+        raise ConfigError(
+            "int8 donors keep the precision they were built with",
+            seen=f"{precision} asked for, built in {config.train.precision}",
+            do="leave fp16 and bf16 out, or build the model with another `stored`",
+        )
+    model.stitch_settings = replace(config, train=replace(config.train, precision=precision))
+    store_donors(model, config.stored, precision)
+
+
 def _as_it_is(samples: list[Any]) -> dict[str, torch.Tensor]:
     """One sample as a row of one: truebatch collates."""
     return {name: torch.as_tensor(value)[None] for name, value in samples[0].items()}
@@ -138,7 +188,7 @@ def _as_it_is(samples: list[Any]) -> dict[str, torch.Tensor]:
 
 def training_arguments(folder: Path, asked: NoteTraining, precision: Precision) -> TrainingArguments:
     """The original script's TrainingArguments."""
-    own = {"resume_from_checkpoint", "layout", "cells", "dataloader_prefetch_factor"}
+    own = {"resume_from_checkpoint", "layout", "cells", "dataloader_prefetch_factor", "fp16", "bf16", "more"}
     given = {name: value for name, value in asdict(asked).items() if name not in own}
     return TrainingArguments(
         output_dir=str(folder),
@@ -148,8 +198,12 @@ def training_arguments(folder: Path, asked: NoteTraining, precision: Precision) 
         # torch refuses a prefetch factor without workers.
         dataloader_prefetch_factor=asked.dataloader_prefetch_factor if asked.dataloader_num_workers else None,
         remove_unused_columns=False,
-        report_to=[],
-        **{**given, "dataloader_pin_memory": asked.dataloader_pin_memory and torch.cuda.is_available()},
+        **{
+            "report_to": [],
+            **given,
+            "dataloader_pin_memory": asked.dataloader_pin_memory and torch.cuda.is_available(),
+            **asked.more,
+        },
     )
 
 
@@ -162,7 +216,12 @@ def starting_lines(asked: NoteTraining, precision: Precision) -> list[str]:
         if workers
         else "main process"
     )
-    exact = {"fp16": "FP16 (for a Tesla T4)", "bf16": "BF16", "fp32": "off (FP32)"}[precision]
+    is_lost = asked.fp16 and precision == "fp32"
+    exact = (
+        "off (FP32): fp16=True needs a GPU"
+        if is_lost
+        else {"fp16": "FP16 (for a Tesla T4)", "bf16": "BF16", "fp32": "off (FP32)"}[precision]
+    )
     return [
         f"✅ effective batch_size: {batch} × {steps} (gradient_accumulation) = {batch * steps}",
         f"✅ data loading: {loading}",

@@ -12,7 +12,7 @@ from truebatch.adapters.planned_batches import AdapterConfig
 from truebatch.errors import ConfigError
 from truebatch.language.translate import in_chinese
 from truebatch_systems.stitched_llm import StitchedModel, load_stitched
-from truebatch_systems.stitched_llm.compat import NoteTraining, starting_lines, training_arguments
+from truebatch_systems.stitched_llm.compat import NoteTraining, precision_of, starting_lines, training_arguments
 from truebatch_systems.stitched_llm.model.stitch import Cut, stitch
 from truebatch_systems.stitched_llm.train.hf_trainer import StitchedTrainer
 
@@ -122,6 +122,31 @@ def test_the_notes_settings_reach_the_trainer(tmp_path):
     assert (
         training_arguments(tmp_path, NoteTraining(dataloader_num_workers=0), "fp32").dataloader_prefetch_factor is None
     )
+
+
+def test_the_arguments_of_the_original_script_and_others_of_transformers_are_taken(tmp_path):
+    asked = NoteTraining.named(
+        {"fp16": True, "weight_decay": 0.1, "warmup_steps": 5, "lr_scheduler_type": "cosine", "adam_beta2": 0.98}
+    )
+    found = training_arguments(tmp_path, asked, "fp32")
+    assert (found.weight_decay, found.warmup_steps, found.adam_beta2) == (0.1, 5, 0.98)
+    assert found.lr_scheduler_type == "cosine"
+    assert [precision_of(asked, "fp32", has_gpu=gpu) for gpu in (True, False)] == ["fp16", "fp32"]
+    assert precision_of(NoteTraining(bf16=True), "fp32", has_gpu=False) == "bf16"
+    assert "fp16=True needs a GPU" in starting_lines(asked, "fp32")[2]
+    with pytest.raises(ConfigError, match="no setting 'weight_deca'; did you mean 'weight_decay'"):
+        NoteTraining.named({"weight_deca": 0.1})
+    with pytest.raises(ConfigError, match="remove_unused_columns is settled here"):
+        NoteTraining.named({"remove_unused_columns": True})
+    with pytest.raises(ConfigError, match="one precision at a time"):
+        NoteTraining.named({"fp16": True, "bf16": True})
+
+
+def test_bf16_asked_for_stores_the_donors_so_and_trains(cached, tmp_path):
+    model = StitchedModel.from_donors(**SMALL)
+    model.train(output_dir=tmp_path, bf16=True, weight_decay=0.1, max_steps=2, warmup_steps=1, dataloader_num_workers=0)
+    assert next(model.top.parameters()).dtype == torch.bfloat16
+    assert model.adapter.linear.weight.dtype == torch.float32
 
 
 def test_a_setting_that_is_not_known_is_refused_with_the_nearest_name(cached, tmp_path):
