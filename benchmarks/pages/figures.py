@@ -59,8 +59,9 @@ FIGURES: tuple[Figure, ...] = (
     Figure("the same on one core and on both of a CPU", "training --threads 2", ("training_cpu*",)),
     Figure("`train hf` as it is typed, beside the Hugging Face Trainer", "train_command", ("train_command_cpu",)),
     Figure("the same on a GPU", "train_command --device cuda", ("train_command_cuda*",)),
+    Figure("a step of contrastive training beside sentence-transformers' cached loss", "contrastive", ("contrastive_cpu",)),
     Figure(
-        "a step of contrastive training beside sentence-transformers' cached loss, on a GPU",
+        "the same of 8,192 pairs on a GPU",
         "contrastive --device cuda --model bert-110m --pairs 8192 1024 --mini-batches 32 128 512 --cells 16384 --passage 128",
         ("contrastive_cuda*",),
     ),

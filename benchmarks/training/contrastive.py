@@ -33,7 +33,7 @@ from truebatch.training.optim.param_groups import Group, make_groups
 from truebatch.training.step import StepEngine, take_gradients
 
 SCALE = 20.0
-PEER = "sentence-transformers, mini-batch "
+PEER = "sentence-transformers mini-batch "
 OURS, LOSS = "truebatch", "truebatch's loss in sentence-transformers"
 SIZES = {
     "bert-110m": {"num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072},
@@ -81,7 +81,7 @@ def prepare(options: ContrastiveOptions, case: str) -> ContrastiveCase:
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
-    number, drawn = int(case.split()[0].replace(",", "")), np.random.default_rng(0)
+    number, drawn = int(case.split()[0]), np.random.default_rng(0)
     columns = _texts(drawn, number, options.question), _texts(drawn, number, options.passage)
     sizes = SIZES[options.model]
     longest = 4 * max(options.question, options.passage)
@@ -221,7 +221,7 @@ BENCHMARK = Benchmark(
     name="contrastive",
     about=__doc__ or "",
     options=ContrastiveOptions,
-    cases=lambda options: [f"{number:,} pairs" for number in options.pairs],
+    cases=lambda options: [f"{number} pairs" for number in options.pairs],
     methods=lambda options: [*(f"{PEER}{number}" for number in options.mini_batches), OURS, LOSS],
     prepare=prepare,
     measure=measure,
