@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaForCausalLM
 
+from tests.tiny import TEXT_FIELDS, text_samples
 from tests.verification import planted as P
 from tests.verification.test_faults import samples
 from truebatch.errors import ConfigError
@@ -405,3 +406,33 @@ def test_a_proof_costs_no_more_than_was_said(config, most):
     handle.remove()
     assert report.ok, str(report)
     assert sum(cells) <= most * 3 * sum(len(s["input_ids"]) for s in data)
+
+
+class LossAlone(nn.Module):
+    """Gives the summed loss and nothing of single samples; one layer looks over the borders of a packed row."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.mix, self.head = nn.Embedding(17, 16), nn.Linear(16, 16), nn.Linear(16, 17)
+
+    def forward(self, batch):
+        hidden = self.words(batch["input_ids"])
+        seen = self.mix(hidden.cumsum(1))
+        return F.cross_entropy(self.head(seen).flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+class OfTheModel:
+    def counts(self, batch):
+        return {"nll": int((batch["labels"] >= 0).sum())}
+
+    def sums(self, model, batch):
+        return {"nll": model(batch)}
+
+
+def test_a_model_that_gives_its_loss_alone_is_told_the_module():
+    torch.manual_seed(0)
+    report = verify(LossAlone(), OfTheModel(), text_samples([5, 3, 7, 4], vocab=17), TEXT_FIELDS)
+    assert report.layouts["packed"] == "different"
+    assert report.layouts["right"] == "equal"
+    assert report.first_module.name == "mix"
+    assert [cause.name for cause in report.causes] == ["packed samples see each other"]

@@ -36,6 +36,11 @@ class ArrangementResult:
         """The name of the arrangement."""
         return self.arrangement.name
 
+    @property
+    def has_outputs(self) -> bool:
+        """False for a model that gives nothing but a loss."""
+        return any(d.part == "outputs" for d in self.differences)
+
     def is_over(self, part: str) -> bool:
         """True if outputs, loss or gradient differ by more than allowed."""
         return any(d.is_over for d in self.differences if d.part == part)

@@ -48,6 +48,7 @@ from truebatch_systems.chinese_gpt.data.dialogues import is_dialogue, question_a
 from truebatch_systems.chinese_gpt.data.prepare import PreparedTexts, prepare
 from truebatch_systems.chinese_gpt.data.samples import FIELDS, EncodedTexts
 from truebatch_systems.chinese_gpt.data.toy_corpus import KINDS
+from truebatch_systems.chinese_gpt.demo_fault import find_planted_fault, told_lines
 from truebatch_systems.chinese_gpt.model.generate import continue_texts
 from truebatch_systems.chinese_gpt.model.model import ChineseGPT, ModelShape
 from truebatch_systems.chinese_gpt.train.batch_advice import padding_shares
@@ -192,7 +193,7 @@ FULL = DemoSize()
 
 
 def run_demo(*, seed: int = 0, size: DemoSize = FULL, out: Path = FOLDER) -> bool:
-    """Print the four parts of the demo; True if true batches gave what one by one gives in all of them.
+    """Print the five parts of the demo; True if true batches gave what one by one gives in all of them.
 
     The report of it all is written to `out`; that of an earlier demo is written over, and nothing else is left behind.
     """
@@ -202,7 +203,8 @@ def run_demo(*, seed: int = 0, size: DemoSize = FULL, out: Path = FOLDER) -> boo
         run = Path(folder) / "demo"
         _show_padding(ready, size, run)
         samples = _dialogues(ready.train)
-        faults = _show_cuts(samples, _model(ready, size, seed), size, seed, run)
+        faults = _show_fault(samples, _model(ready, size, seed))
+        faults += _show_cuts(samples, _model(ready, size, seed), size, seed, run)
         faults += _show_curves(samples, ready, size, seed, run)
         faults += _show_answers(ready, size, seed, run)
         report = _report(run, out)
@@ -263,11 +265,20 @@ def _show_padding(ready: PreparedTexts, size: DemoSize, run: Path) -> None:
     keep_table(run, "10-padding", table)
 
 
+def _show_fault(samples: Sequence[Any], model: ChineseGPT) -> list[str]:
+    """A silent fault is found and named, and the model without it is proven."""
+    _write("\n2. One layer of this model forgets where a sample ends. Nothing fails, and the loss falls; verify says:")
+    broken, mended = find_planted_fault(model, samples)
+    for line in told_lines(broken, mended):
+        _write(line)
+    return ["a planted fault was not found"] * broken.ok + ["the model as it is was called broken"] * (not mended.ok)
+
+
 def _show_cuts(samples: Sequence[Any], model: ChineseGPT, size: DemoSize, seed: int, run: Path) -> list[str]:
     """One step of this model, cut in several ways."""
     cuts = cut_one_step(samples, samples_per_step=2 * size.samples_per_step, seed=seed)
     results = [run_cut(model.eval(), cut) for cut in cuts]
-    title = f"2. One step of {2 * size.samples_per_step} dialogues, cut in several ways; differences are relative"
+    title = f"3. One step of {2 * size.samples_per_step} dialogues, cut in several ways; differences are relative"
     _write(f"\n{title}")
     table = compare_cuts(results)
     print_table(table)
@@ -311,7 +322,7 @@ def _show_curves(samples: Sequence[Any], ready: PreparedTexts, size: DemoSize, s
     }
     losses = {name: [float(record["loss"]) for record in all_] for name, all_ in records.items()}
     title = (
-        f"3. {size.compared_steps} steps of {size.samples_per_step} dialogues, trained twice: the loss of every step"
+        f"4. {size.compared_steps} steps of {size.samples_per_step} dialogues, trained twice: the loss of every step"
     )
     _write(f"\n{title}")
     for line in draw_curves(losses):
@@ -354,7 +365,7 @@ def _show_answers(ready: PreparedTexts, size: DemoSize, seed: int, run: Path) ->
     config = replace(_settings(size, seed), max_steps=size.steps, schedule="cosine", learning_rate=5e-3)
     loss = _train(samples, model, config, out=run).records[-1]["loss"]
     seconds = time.perf_counter() - began
-    title = f"4. {size.steps} steps in true batches on dialogues about {'、'.join(size.about)}: {seconds:.0f} s"
+    title = f"5. {size.steps} steps in true batches on dialogues about {'、'.join(size.about)}: {seconds:.0f} s"
     _write(f"\n{title}")
     questions = sorted(pairs, key=len)
     answers, together = _timed_answers(model, questions, rows=len(questions))

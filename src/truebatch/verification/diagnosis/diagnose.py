@@ -70,7 +70,30 @@ def name_causes(evidence: Evidence) -> list[Cause]:
         return state
     about_outputs = next((cause for rule in OUTPUT_RULES if (cause := rule(evidence)) is not None), None)
     about_loss = evidence.probed or ((_loss_rule(evidence),))
-    return [cause for cause in (about_outputs, *about_loss) if cause is not None]
+    found = [cause for cause in (about_outputs, *about_loss) if cause is not None]
+    return found or [cause for cause in [_module_alone(evidence)] if cause is not None]
+
+
+def _module_alone(e: Evidence) -> Cause | None:
+    """A model that gives nothing but a loss: the module is all that is known."""
+    over = [r for r in e.results.values() if r.verdict == "different" and not r.has_outputs]
+    if e.first_module is None or not over:
+        return None
+    place = f"'{e.first_module.name}' ({e.first_module.kind})"
+    layouts = {r.arrangement.layout for r in over}
+    if "packed" in layouts and "right" not in layouts:
+        return Cause(
+            "packed samples see each other",
+            f"{place} is the first module whose result for sample {e.first_module.sample} in a packed row differs from that of "
+            "the sample alone",
+            "attend inside each sample (truebatch.attend with the table of the row), and let no convolution, state or "
+            "statistic run over a border",
+        )
+    return Cause(
+        "unknown",
+        f"{place} is the first module whose result for sample {e.first_module.sample} differs from that of the sample alone",
+        "look at which cells other than the sample's own reach it",
+    )
 
 
 def _zeros_returned(e: Evidence) -> Cause | None:
@@ -315,7 +338,7 @@ def _garbage_only(e: Evidence) -> Cause | None:
 def _loss_rule(e: Evidence) -> Cause | None:
     """Outputs agree and the loss does not: it is summed or divided wrongly."""
     wrong = [r for r in e.results.values() if r.is_over("loss") and not r.is_over("outputs")]
-    if not wrong:
+    if not wrong or (e.first_module is not None and not any(r.has_outputs for r in wrong)):
         return None
     narrow, wide = e.results.get("right padded"), e.results.get("wider than needed")
     if narrow and wide and narrow.whole and wide.whole and _loss_moved(narrow, wide):

@@ -4,7 +4,7 @@ seen."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -40,6 +40,9 @@ from truebatch.verification.report import ArrangementResult, Cause, VerifyReport
 from truebatch.verification.subjects.function_subject import ListSubject
 from truebatch.verification.subjects.padding_side import generates_right_padded
 from truebatch.verification.subjects.subject import Subject
+
+MOST_SUSPECTS = 6
+"""Samples that are traced where a model tells nothing of single samples."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,12 +236,27 @@ def _leak_tests(
 def _first_module(
     subject: Subject, singles: Arrangement, results: list[ArrangementResult], limit: float
 ) -> ModuleDifference | None:
-    failing = next((r for r in results if r.verdict == "different" and r.moved), None)
+    failing = _failing(results)
     if failing is None or subject.model is None:
         return None
-    sample = min(failing.moved, key=lambda i: subject.lengths[i])
-    piece = next(p for p in failing.arrangement.pieces if sample in p.rows.ids)
-    return first_difference(subject, singles.pieces[sample], piece, sample, limit)
+    for sample in _suspects(failing, subject):
+        piece = next(p for p in failing.arrangement.pieces if sample in p.rows.ids)
+        found = first_difference(subject, singles.pieces[sample], piece, sample, limit)
+        if found is not None:
+            return found
+    return None
+
+
+def _failing(results: Sequence[ArrangementResult]) -> ArrangementResult | None:
+    """The first arrangement that says something of samples: one that moved, or a model whose only result is a loss."""
+    return next((r for r in results if r.verdict == "different" and (r.moved or not r.has_outputs)), None)
+
+
+def _suspects(failing: ArrangementResult, subject: Subject) -> list[int]:
+    """The shortest sample that moved; where nothing is known of single samples, each, the last one of a row first."""
+    if failing.moved:
+        return [min(failing.moved, key=lambda i: subject.lengths[i])]
+    return [int(i) for piece in failing.arrangement.pieces for i in reversed(piece.rows.ids)][:MOST_SUSPECTS]
 
 
 def _traced_module(subject: Subject, culprit: Culprit) -> ModuleDifference:
@@ -275,8 +293,13 @@ def _culprit(
 ) -> Culprit | None:
     if subject.model is None:
         return None
-    failing = next((r for r in results if r.verdict == "different" and r.moved), None)
-    return None if failing is None else find_culprit(subject, singles.pieces, failing, limit)
+    failing = _failing(results)
+    if failing is None:
+        return None
+    if failing.moved:
+        return find_culprit(subject, singles.pieces, failing, limit)
+    tried = (replace(failing, moved=frozenset({sample})) for sample in _suspects(failing, subject))
+    return next((found for one in tried if (found := find_culprit(subject, singles.pieces, one, limit))), None)
 
 
 def _mask_error(subject: Subject, results: list[ArrangementResult], singles: Arrangement) -> str:

@@ -42,7 +42,7 @@ def loss_cause(subject: Subject, results: Sequence[ArrangementResult]) -> Cause 
         if is_out_of_memory(error):
             raise
         return None
-    if found is None and all(r.arrangement.layout == "packed" for r in wrong):
+    if found is None and any(r.has_outputs for r in wrong) and all(r.arrangement.layout == "packed" for r in wrong):
         return _ACROSS
     return found
 
