@@ -15,7 +15,7 @@ from truebatch.errors import DataError
 from truebatch.planning.rows import Ints
 from truebatch_systems.seqset_vae.config import ColumnConfig
 from truebatch_systems.seqset_vae.data.formats.shapes import shape_of
-from truebatch_systems.seqset_vae.data.formats.tables import Table, header_of, read_table, table_kind
+from truebatch_systems.seqset_vae.data.formats.tables import ColumnTable, header_of, read_table, table_kind
 from truebatch_systems.seqset_vae.data.formats.times import read_numbers, read_times
 
 VALUELESS = ", no value"
@@ -97,7 +97,9 @@ def since_first(events: Events) -> Events:
     return replace(events, minute=events.minute - events.minute[is_finite].min(), is_clock=False)
 
 
-def events_of(table: Table, columns: ColumnConfig, *, is_long: bool, valued: Collection[str] | None = None) -> Events:
+def events_of(
+    table: ColumnTable, columns: ColumnConfig, *, is_long: bool, valued: Collection[str] | None = None
+) -> Events:
     """The rows of a table as events. `valued` are variables that have a value elsewhere; by default those of the table."""
     shape = shape_of(columns, table.columns, is_long=is_long)
     times = read_times(table.need(shape.time, setting="columns.time"), unit_minutes=columns.unit_minutes)
@@ -152,7 +154,7 @@ def _name(value: Any) -> str:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
-def _set_index(table: Table, name: str) -> Ints | None:
+def _set_index(table: ColumnTable, name: str) -> Ints | None:
     if name not in table.columns:
         return None
     numbers = read_numbers(table.columns[name])

@@ -38,7 +38,7 @@ OMOP_TABLES = (
     ("procedure_occurrence", "procedure_concept_id", ("procedure_datetime", "procedure_date"), None),
     ("device_exposure", "device_concept_id", ("device_exposure_start_datetime", "device_exposure_start_date"), None),
 )  # fmt: skip
-"""Table, concept, times (the first that is there), value."""
+"""ColumnTable, concept, times (the first that is there), value."""
 
 
 def shape_of(columns: ColumnConfig, have: Collection[str], *, is_long: bool) -> Shape:

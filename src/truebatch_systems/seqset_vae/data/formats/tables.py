@@ -17,7 +17,7 @@ TABLES = (".csv", ".tsv", ".parquet", ".csv.gz", ".tsv.gz")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Table:
+class ColumnTable:
     """Columns of a file."""
 
     path: Path
@@ -47,17 +47,17 @@ def table_kind(path: Path) -> str:
     return "".join(ends[-2:]) if ends and ends[-1] == ".gz" else (ends[-1] if ends else "")
 
 
-def read_table(path: Path, *, texts: Collection[str] = (), columns: Sequence[str] | None = None) -> Table:
+def read_table(path: Path, *, texts: Collection[str] = (), columns: Sequence[str] | None = None) -> ColumnTable:
     """A table; `texts` are columns that are names, whatever they look like. `columns` are read alone, as far as there."""
     if table_kind(path) == ".parquet":
         with open_parquet(path) as file:
             have = file.schema_arrow.names
             wanted = [n for n in have if not _is_vector(n) and (columns is None or n in columns)]
             table = file.read(columns=wanted)
-        return Table(path, {name: _plain(table.column(name)) for name in wanted}, first_row=0)
+        return ColumnTable(path, {name: _plain(table.column(name)) for name in wanted}, first_row=0)
     table = _read_text(path, texts)
     kept = [n for n in table.column_names if columns is None or n in columns]
-    return Table(path, {name: _plain(table.column(name)) for name in kept}, first_row=2)
+    return ColumnTable(path, {name: _plain(table.column(name)) for name in kept}, first_row=2)
 
 
 def header_of(path: Path) -> list[str]:
