@@ -35,7 +35,7 @@ AT = "@"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Dataset:
+class MedsDataset:
     """The files of a dataset."""
 
     root: Path
@@ -54,7 +54,7 @@ class Question:
     place: str
 
 
-def find_dataset(folder: Path) -> Dataset | None:
+def find_dataset(folder: Path) -> MedsDataset | None:
     """The dataset in a folder, which may be its `data` too; None where there is none."""
     root = folder.parent if folder.name == "data" and (folder.parent / "metadata").is_dir() else folder
     data = root / "data" if (root / "data").is_dir() else folder
@@ -62,10 +62,10 @@ def find_dataset(folder: Path) -> Dataset | None:
     if not shards or not {MEDS.patient, MEDS.time, MEDS.variable} <= set(header_of(shards[0])):
         return None
     tasks = tuple(sorted((root / "tasks").rglob("*.parquet"))) if (root / "tasks").is_dir() else ()
-    return Dataset(root, shards, tasks)
+    return MedsDataset(root, shards, tasks)
 
 
-def splits_of(dataset: Dataset) -> dict[str, str]:
+def splits_of(dataset: MedsDataset) -> dict[str, str]:
     """Patient -> split, from the table of splits, else from the folders of the shards; empty where neither says it."""
     path = dataset.root / SPLITS_FILE
     if path.is_file():
@@ -110,7 +110,7 @@ def _labels(columns: Mapping[str, Any], config: ColumnConfig, file: Path) -> NDA
     )
 
 
-def read_patients(dataset: Dataset, columns: ColumnConfig) -> Iterator[tuple[str, Events]]:
+def read_patients(dataset: MedsDataset, columns: ColumnConfig) -> Iterator[tuple[str, Events]]:
     """The events of every patient, times of the calendar; shard after shard, each patient in one of them."""
     seen: dict[str, Path] = {}
     valued = _valued_codes(dataset)
@@ -130,7 +130,7 @@ def read_patients(dataset: Dataset, columns: ColumnConfig) -> Iterator[tuple[str
             yield name, events.take(places)
 
 
-def _valued_codes(dataset: Dataset) -> set[str]:
+def _valued_codes(dataset: MedsDataset) -> set[str]:
     """Codes that have a value anywhere, so that a code is called the same in every shard."""
     from pyarrow import compute
 
