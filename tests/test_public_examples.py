@@ -14,8 +14,10 @@ import pytest
 import truebatch
 
 DOCS = Path(__file__).parents[1] / "docs"
-SHOWN_ON_A_PAGE = {"PlannedDataModule", "TruebatchMixin", "lightning_loss"}
-"""They need a trainer of another library around them; docs/migration.md, which is run, is their example."""
+SHOWN_ON_A_PAGE = {
+    "PackedEncoder", "PackedRankingLoss", "PlannedDataModule", "SharedPromptMixin", "TruebatchMixin", "lightning_loss",
+}  # fmt: skip
+"""They need a trainer of another library around them; pages (migration, pairs, coupled) are their example."""
 
 
 def documented() -> dict[str, Any]:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 TASK = "train task.py:system --set num_samples=6 --out runs/new"
 HF = "train hf --model model --data chats.jsonl --task causal_lm"
 FILES = {
-    "train.jsonl": '{"text": "hello"}\n' * 4, "table.jsonl": "id,text\n1,a\n", "empty.jsonl": "", "notes.txt": "hi\n",
+    "train.jsonl": '{"text": "hello"}\n' * 4, "table.jsonl": "id,text\n1,a\n", "empty.jsonl": "", "notes.rtf": "hi\n",
     "half.yaml": "train:\n  epochs: [1, 2\n", "tab.yaml": "train:\n\tepochs: 1\n", "colon.yaml": "epochs:3\n",
     "trainer.yaml": "train:\n  num_train_epochs: 3\n", "lr.yaml": "train:\n  lr: 1e-4\n", "wide.yaml": "train：\n  epochs: 3\n",
     "number.yaml": "train:\n  learning_rate: true\n", "raises.py": "values = [1]\nsamples = values[3]\n",
@@ -102,7 +102,7 @@ MISTAKES = [
     Mistake(
         HF.removesuffix(" --task causal_lm"), "the required key 'task' is missing", "model, data", "--set task=..."
     ),
-    Mistake(HF.replace("chats.jsonl", "notes.txt"), "is in a format that is not supported", "'.txt'", ".jsonl"),
+    Mistake(HF.replace("chats.jsonl", "notes.rtf"), "is in a format that is not supported", "'.rtf'", ".jsonl"),
     Mistake(HF.replace("chats.jsonl", "empty.jsonl"), "holds no samples", "nothing", "check that it is the right file"),
     Mistake(HF.replace("chats.jsonl", "table.jsonl"), "looks like the header of a table", "id,text", "table.csv"),
     Mistake(f"{HF} --validation chats2.jsonl", "did you mean 'chats.jsonl'?", "holds", "check the path"),

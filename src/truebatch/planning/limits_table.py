@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from truebatch.planning.config import MicroBatchLimits
+from truebatch.planning.config import MicroBatchLimits, PlanConfig
+from truebatch.planning.lengths.measured_values import Measured
 from truebatch.planning.rows import Ints
 from truebatch.planning.sample_table import Columns
 
@@ -36,3 +37,8 @@ def _flat(columns: list[tuple[Any, int | None]], num: int) -> Table:
     for k, (column, _) in enumerate(kept):
         sizes[:, k] = column
     return sizes.reshape(-1), np.array([limit for _, limit in kept], dtype=np.int64)
+
+
+def limited_costs(measured: Measured, config: PlanConfig) -> dict[str, Ints]:
+    """Those costs of the samples that the plan limits."""
+    return {name: column for name, column in measured.costs.items() if name in config.costs}

@@ -8,9 +8,9 @@ from typing import Any
 
 from truebatch.planning.config import PlanConfig
 from truebatch.planning.lengths.measure import Measured
+from truebatch.planning.limits_table import limited_costs
 from truebatch.planning.plan import Plan, build_plan
 from truebatch.reports.tables import Table
-from truebatch.training.data import limited_costs
 
 COMPARED_SAMPLES = 8
 """Default samples per micro-batch for groupings that need a number."""

@@ -11,13 +11,14 @@ from truebatch.html_repr import html_table
 from truebatch.interrupts import Interruption
 from truebatch.planning.config import PlanConfig
 from truebatch.planning.lengths.measured_values import Measured
+from truebatch.planning.limits_table import limited_costs
 from truebatch.planning.plan import Plan, build_plan
 from truebatch.training.callbacks import Logger
 from truebatch.training.checkpoint.save_pace import SavePace
 from truebatch.training.checks.batch_coupling import Coupling
 from truebatch.training.checks.equality import Equality
 from truebatch.training.config import TrainConfig
-from truebatch.training.data import TrainData, limited_costs
+from truebatch.training.data import TrainData
 from truebatch.training.distributed.collectives import num_ranks
 from truebatch.training.logging.metrics_jsonl import MetricsLog
 from truebatch.training.run_dir.run_dir import RunFolder

@@ -16,9 +16,8 @@ from truebatch.batch.fields import Field
 from truebatch.batch.microbatch import CELLS, MicroBatch
 from truebatch.data.fetch import Dataset, Transform
 from truebatch.errors import DataError, TruebatchError
-from truebatch.planning.config import PlanConfig
 from truebatch.planning.lengths.measured_values import Measured
-from truebatch.planning.rows import Ints, padded_rows
+from truebatch.planning.rows import padded_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -72,11 +71,6 @@ def measure_by_reading(
         if content is not None:
             content.add(sample_id, sample)
     return Measured(lengths=lengths, found=f"length of field {field.key!r}")
-
-
-def limited_costs(measured: Measured, config: PlanConfig) -> dict[str, Ints]:
-    """Those costs of the samples that the plan limits."""
-    return {name: column for name, column in measured.costs.items() if name in config.costs}
 
 
 def planned_field(fields: Sequence[Field]) -> Field | None:

@@ -22,10 +22,11 @@ from truebatch.errors import DataError
 from truebatch.objective import CoupledObjective, add_counts
 from truebatch.planning.config import PlanConfig
 from truebatch.planning.lengths.measured_values import Measured
+from truebatch.planning.limits_table import limited_costs
 from truebatch.planning.plan import Plan, build_plan
 from truebatch.testing.failpoints import failpoint
 from truebatch.training.checks.loss_terms import stand_in_of
-from truebatch.training.data import limited_costs, measure_by_reading
+from truebatch.training.data import measure_by_reading
 from truebatch.training.distributed.collectives import (
     all_gather_list,
     names_over_ranks,

@@ -49,7 +49,7 @@ from truebatch_systems.chinese_gpt.data.dialogues import is_dialogue, question_a
 from truebatch_systems.chinese_gpt.data.prepare import PreparedTexts, prepare
 from truebatch_systems.chinese_gpt.data.samples import FIELDS, EncodedTexts
 from truebatch_systems.chinese_gpt.data.toy_corpus import KINDS
-from truebatch_systems.chinese_gpt.demo_fault import find_planted_fault, told_lines
+from truebatch_systems.chinese_gpt.demo_fault import show_fault
 from truebatch_systems.chinese_gpt.model.generate import continue_texts
 from truebatch_systems.chinese_gpt.model.model import ChineseGPT, ModelShape
 from truebatch_systems.chinese_gpt.train.batch_advice import padding_shares
@@ -204,7 +204,7 @@ def run_demo(*, seed: int = 0, size: DemoSize = FULL, out: Path = FOLDER) -> boo
         run = Path(folder) / "demo"
         _show_padding(ready, size, run)
         samples = _dialogues(ready.train)
-        faults = _show_fault(samples, _model(ready, size, seed))
+        faults = show_fault(samples, _model(ready, size, seed))
         faults += _show_cuts(samples, _model(ready, size, seed), size, seed, run)
         try:
             faults += _show_curves(samples, ready, size, seed, run)
@@ -267,15 +267,6 @@ def _show_padding(ready: PreparedTexts, size: DemoSize, run: Path) -> None:
     table = Table(header, tuple(rows), f"1. Cells that hold nothing but padding, {batch} samples per forward pass")
     print_table(table)
     keep_table(run, "10-padding", table)
-
-
-def _show_fault(samples: Sequence[Any], model: ChineseGPT) -> list[str]:
-    """A silent fault is found and named, and the model without it is proven."""
-    _write("\n2. One layer of this model forgets where a sample ends. Nothing fails, and the loss falls; verify says:")
-    broken, mended = find_planted_fault(model, samples)
-    for line in told_lines(broken, mended):
-        _write(line)
-    return ["a planted fault was not found"] * broken.ok + ["the model as it is was called broken"] * (not mended.ok)
 
 
 def _show_cuts(samples: Sequence[Any], model: ChineseGPT, size: DemoSize, seed: int, run: Path) -> list[str]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from truebatch.batch.segments import Segments
+from truebatch.language.console import say
 from truebatch.verification.api import verify
 from truebatch.verification.config import VerifyConfig
 from truebatch.verification.report import VerifyReport
@@ -31,6 +32,15 @@ class LeakyBlock(Block):
         """[B, T, D] -> [B, T, D]; in packed rows a sample sees those before it."""
         query, key, value = self._mixed(x)
         return self._rest(x, functional.scaled_dot_product_attention(query, key, value, is_causal=True))
+
+
+def show_fault(samples: Sequence[Any], model: ChineseGPT) -> list[str]:
+    """Print that a silent fault is found and named, and that the model without it is proven; what went otherwise."""
+    say("\n2. One layer of this model forgets where a sample ends. Nothing fails, and the loss falls; verify says:")
+    broken, mended = find_planted_fault(model, samples)
+    for line in told_lines(broken, mended):
+        say(line)
+    return ["a planted fault was not found"] * broken.ok + ["the model as it is was called broken"] * (not mended.ok)
 
 
 def find_planted_fault(model: ChineseGPT, samples: Sequence[Any]) -> tuple[VerifyReport, VerifyReport]:

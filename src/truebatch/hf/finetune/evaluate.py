@@ -23,8 +23,9 @@ from truebatch.hf.heads.heads import ModelHead
 from truebatch.hf.heads.losses import IGNORE
 from truebatch.hf.heads.objective import HeadObjective
 from truebatch.io.atomic_files import atomic_text
+from truebatch.planning.limits_table import limited_costs
 from truebatch.planning.plan import build_plan
-from truebatch.training.data import limited_costs, measure_by_reading
+from truebatch.training.data import measure_by_reading
 from truebatch.training.distributed.device import find_own_device
 from truebatch.training.memory.oom_retry import OomGuard
 from truebatch.training.step import StepEngine

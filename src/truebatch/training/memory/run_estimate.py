@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from truebatch.errors import TruebatchError
+from truebatch.planning.limits_table import limited_costs
 from truebatch.planning.plan import Plan, build_plan
 from truebatch.planning.rows import Layout, Rows
 from truebatch.training.config import TrainConfig
-from truebatch.training.data import TrainData, limited_costs
+from truebatch.training.data import TrainData
 from truebatch.training.memory.batch_size_table import open_engine
 from truebatch.training.memory.cost_model import MemoryFit, changed_facts, load_fit
 from truebatch.training.memory.fake_tensor_estimate import estimate_added
