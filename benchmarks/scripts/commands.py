@@ -14,12 +14,13 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,16 @@ def run_all(lines: Sequence[Line], place: Place, config: CommandsConfig, *, unti
                     running[pool.submit(run_line, line, place, limit=limit)] = line
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for one in done:
-                ended[running.pop(one).name] = one.result().verdict == "right"
-                yield one.result()
+                row = _judged(one.result(), is_over=time.monotonic() > until - 1.0)
+                ended[running.pop(one).name] = row.verdict == "right"
+                yield row
+
+
+def _judged(row: Row, *, is_over: bool) -> Row:
+    """A line that was ended because the time for all was up has said nothing of itself."""
+    if row.verdict != "WRONG" or row.code != -signal.SIGKILL or not is_over:
+        return row
+    return replace(row, verdict="not run", said="ended, because the time for all lines was up")
 
 
 def _why_not(line: Line, ended: Mapping[str, bool], known: set[str], until: float) -> tuple[str, str] | None:

@@ -59,7 +59,7 @@ def train_system(system: System[ConfigT], config: ConfigT, start: Start) -> Trai
     config = settled(system, config)
     settings = train_settings(config)
     seed_random(settings.seed)  # the same on every rank, for what builds data and model
-    find_device(replace(settings, choose=()))
+    find_device(replace(settings, choose=(), compile=False))
     say = start.say if rank() == 0 else (lambda _line: None)
     settings = recall_choices(settings, None if start.fresh else start.out, say=say)
     settings, choices = settle_precision(settings, say=say)

@@ -265,3 +265,20 @@ def test_without_settings_a_run_of_the_library_chooses_too(tmp_path):
     task, model, data = small()
     train(model, task.objective, data, TrainConfig())
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_compiling_may_be_asked_for_while_the_rest_is_left_open():
+    asked = TrainConfig.auto(samples_per_step=8, compile=True)
+    assert "compile" not in asked.choose
+    task, model, data = small()
+    task = replace(task, commands=replace(task.commands, choose_layout=lambda _model: ("packed", "layout: packed")))
+    config, _ = choose_settings(task, model, data, asked, facts=GPU)
+    assert (config.compile, config.layout) == (True, "packed")
+    assert config.cells is not None
+
+
+def test_compiling_is_refused_where_the_layout_that_is_chosen_has_no_rows_of_one_shape():
+    task, model, data = small()
+    task = replace(task, commands=replace(task.commands, choose_layout=lambda _model: ("padded", "layout: padded")))
+    with pytest.raises(ConfigError, match="rows of one shape"):
+        choose_settings(task, model, data, TrainConfig.auto(samples_per_step=8, compile=True), facts=GPU)

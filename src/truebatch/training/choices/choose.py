@@ -109,7 +109,7 @@ def choose_settings(
 
     `facts` describes another device than that of this process, for tests.
     """
-    facts = facts or device_facts(find_device(replace(config, choose=())).device)
+    facts = facts or device_facts(find_device(replace(config, choose=(), compile=False)).device)
     chooser = Chooser(task=task, model=model, data=data, facts=facts, say=say)
     choices: list[SettingChoice] = []
     measured: MeasuredSpeed | None = None
@@ -315,7 +315,7 @@ def _safe_cells(chooser: Chooser, config: TrainConfig, measured: MeasuredSpeed) 
     """The largest budget that is safe with the memory that is free now; None where only time was measured."""
     if measured.fit is None:
         return None
-    device = find_device(replace(config, choose=())).device
+    device = find_device(replace(config, choose=(), compile=False)).device
     limit = usable_bytes(free_bytes_of(device), device)
     cells = largest_cells(measured.fit, sizes_of(chooser.data), layout=config.layout, limit_bytes=limit)
     return max(safe_cells(measured.fit, cells), min(measured.speeds))

@@ -64,7 +64,7 @@ def settle_precision(config: TrainConfig, *, say: Say) -> tuple[TrainConfig, lis
     """The precision, if it is left open: models are built by it. Every rank calls it."""
     if "precision" not in config.choose:
         return config, []
-    device = find_device(replace(config, choose=())).device
+    device = find_device(replace(config, choose=(), compile=False)).device
     choice = broadcast_from_rank0(choose_precision(device_facts(device)))
     say(choice.line)
     left = tuple(name for name in config.choose if name != "precision")
@@ -78,7 +78,7 @@ def settle_choices(
     if not config.choose:
         return config, []
     found = choose_settings(task, model, data, config, say=say) if rank() == 0 else None
-    _forget_probes(find_device(replace(config, choose=())).device)
+    _forget_probes(find_device(replace(config, choose=(), compile=False)).device)
     settled = broadcast_from_rank0(found)
     assert settled is not None
     for choice in settled[1]:
@@ -102,7 +102,7 @@ def settle_open(
     """What `train` is given open: as the run in `out` began, else chosen. Nothing to do for a run of a system."""
     if not config.choose:
         return config, []
-    find_device(replace(config, choose=()))
+    find_device(replace(config, choose=(), compile=False))
     say = say if rank() == 0 else (lambda _line: None)
     folder = out.folder if isinstance(out, RunFolder) else None if out is None else Path(out)
     config, first = settle_precision(recall_choices(config, folder, say=say), say=say)

@@ -48,7 +48,7 @@ def find_device(config: TrainConfig) -> DeviceContext:
 
 def find_own_device(config: TrainConfig) -> DeviceContext:
     """The device of a command that uses a trained model in the processes there are, however many have trained it."""
-    return find_device(replace(config, devices=num_ranks(), shard=False, choose=()))
+    return find_device(replace(config, devices=num_ranks(), shard=False, compile=False, choose=()))
 
 
 def usable_gpus() -> int:
