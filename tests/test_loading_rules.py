@@ -20,6 +20,7 @@ ALLOWED = {
     # Shapes of our own, and the two parts inside of a configuration that has been looked at.
     ("benchmarks/model_shapes.py", "from_config"),
     ("benchmarks/scripts/attention_cuda.py", "from_config"),
+    ("benchmarks/training/vision.py", "from_config"),
     ("src/truebatch_systems/stitched_llm/model/model.py", "from_config"),
     # Between processes of one run, over a socket of its own.
     ("src/truebatch/data/shared_memory.py", "pickle.loads"),

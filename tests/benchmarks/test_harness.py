@@ -137,7 +137,7 @@ def test_the_list_has_a_line_for_each_and_each_says_its_own_options(capsys):
     ("line", "rows"),
     [
         ("attention --cells 128 --segments 4 --heads 2 --kv-heads 2 --head-size 8 --repeats 1", 2),
-        ("verify --only 'gpt2 causal_lm'", 1),
+        ("verify --only 'gpt2 causal_lm'", 2),
         ("estimate --only 'llama-tiny, packed' --methods '1 sample'", 1),
         ("trainer_accumulation --only 'causal LM (llama), accumulation 4'", 3),
         ("vl_reward_editing --pairs 3 --seconds 0.001 --only '2 workers'", 1),

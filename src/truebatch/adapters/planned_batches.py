@@ -122,11 +122,14 @@ def plan_data(dataset: Any, collator: Collator, model: nn.Module, config: PlanCo
     head = head_of(model, first)
     _refuse_cut_images(head, config)
     samples = SingleSamples(dataset=dataset, collator=collator, head=head, config=model.config, seed=config.seed)
-    is_tokenized = isinstance(dataset[0], Mapping) and "input_ids" in dataset[0]
-    if head.images is None or is_tokenized:
+    if head.images is None or _is_tokenized(dataset[0]):
         return PlannedData(samples=samples, measured=measure_samples(dataset), config=config)
     _log.warning("truebatch: the collator is called once for each of %s samples, to measure them", f"{len(dataset):,}")
     return PlannedData(samples=samples, measured=measure_by_reading(samples, head.fields), config=config)
+
+
+def _is_tokenized(sample: Any) -> bool:
+    return isinstance(sample, Mapping) and "input_ids" in sample
 
 
 def held_attention(

@@ -104,7 +104,8 @@ def _fields_of(made: Mapping[str, Any], head: ModelHead, sample_id: int) -> dict
     along = {f.key for f in head.fields if f.axis == CELLS and f.kind == "along"}
     is_real = _real_cells(made, sample_id)
     out = {}
-    for name in sorted({f.key for f in head.fields if f.axis == CELLS} & set(made)):
+    planned = {f.key for f in head.fields if head.images is None or f.axis == CELLS}
+    for name in sorted(planned & set(made)):
         value = torch.as_tensor(made[name])[0]
         if is_real is not None and name in along:
             _refuse_lost_labels(name, value, is_real, sample_id)

@@ -8,7 +8,7 @@ from truebatch.cli.app import run
 from truebatch.testing.drills import kill_drill, oom_drill
 from truebatch.testing.drills.kill_drill import DrillTrial
 from truebatch.testing.drills.oom_drill import PLACES, run_memory_drill, run_memory_trial
-from truebatch.training import step
+from truebatch.training.memory import oom_retry
 
 
 def test_memory_may_run_out_at_any_place_of_a_step():
@@ -31,7 +31,7 @@ def test_a_training_that_ends_otherwise_or_stops_is_told(monkeypatch):
     assert run_memory_trial(trial, quiet).problem == ""
     assert "away" in run_memory_trial(trial, quiet * 1.001).problem
     # A training without a guard for its memory does not survive; the drill says so.
-    monkeypatch.setattr(step, "is_out_of_memory", lambda error: False)
+    monkeypatch.setattr(oom_retry, "is_out_of_memory", lambda error: False)
     assert "MemoryLimitError" in run_memory_trial(trial, quiet).problem
 
 

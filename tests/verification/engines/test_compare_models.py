@@ -352,7 +352,7 @@ def test_what_rounding_hides_is_unproven():
         (["--against", "compile", "--layout", "packed"], "omit --layout"),
         (["--against", "compile", "--served-model", "x"], "this option is only for a server"),
         (["--served-dtype", "bfloat16"], "this option is only for a server"),
-        (["--against", "http://name:secret@localhost:1/v1"], "an address must hold no name"),
+        (["--against", "http://name:secret@localhost:1/v1"], "an address must not contain a user name"),
         (["--against", "http://127.0.0.1:9/v1"], "cannot be reached"),
     ],
 )

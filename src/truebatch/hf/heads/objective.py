@@ -15,7 +15,7 @@ from truebatch.batch.microbatch import MicroBatch
 from truebatch.batch.torch_compile import force_eager, has_compiled_layers
 from truebatch.errors import TruebatchError
 from truebatch.hf.forward_inputs import Route
-from truebatch.hf.heads.heads import ModelHead, packed_rows_held, settle_packing
+from truebatch.hf.heads.heads import ModelHead, packed_part, packed_rows_held, settle_packing
 from truebatch.hf.heads.lm_head import OutputLayer, hidden_states_of, output_layer_of
 from truebatch.hf.heads.losses import IGNORE, token_nll_in_chunks
 from truebatch.hf.image_fields import image_token_id
@@ -108,6 +108,9 @@ class HeadObjective:
         return output_layer_of(model, batch["input_ids"], image=image, targets=batch.fields.get("decoder_input_ids"))
 
     def _sum_in_chunks(self, model: nn.Module, layer: OutputLayer, batch: MicroBatch) -> Tensor:
+        packed_part(
+            self.head, model
+        )  # asked of a model for the first time, it runs it: not where hidden states are kept
         with hidden_states_of(layer) as seen:
             self.head.run(model, batch, self.route(batch))
         (hidden,) = seen

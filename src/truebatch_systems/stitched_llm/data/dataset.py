@@ -93,12 +93,12 @@ def vocabulary_of(config: StitchConfig) -> Tensor | None:
     size = int(load_config(places.bottom).get_text_config().vocab_size)
     if config.vocabulary_map is not None:
         return read_vocabulary_map(config.vocabulary_map, size=size)
-    return _matched(places.bottom, places.top, size)
+    return _matched(places.bottom, places.top, size, int(load_config(places.top).get_text_config().vocab_size))
 
 
 @lru_cache(maxsize=2)
-def _matched(bottom: Path, top: Path, size: int) -> Tensor:
-    return match_by_bytes(load_tokenizer(bottom, None), load_tokenizer(top, None), size=size)
+def _matched(bottom: Path, top: Path, size: int, top_size: int) -> Tensor:
+    return match_by_bytes(load_tokenizer(bottom, None), load_tokenizer(top, None), size=size, top_size=top_size)
 
 
 def _training(config: StitchConfig) -> FinetuneConfig:

@@ -47,8 +47,10 @@ def _refusal(bottom: Donor, top: Donor, seen: str) -> ConfigError:
     )
 
 
-def match_by_bytes(bottom: Any, top: Any, *, size: int) -> Tensor:
+def match_by_bytes(bottom: Any, top: Any, *, size: int, top_size: int | None = None) -> Tensor:
     """[size] int64: for every id of the bottom tokenizer the id of the same bytes in the top one, or -1.
+
+    Tokens that a tokenizer has and its model does not, such as padding that was added, have no partner.
 
     Special tokens are matched by their role. Of several tokens with the same bytes the one that a text gets has the
     partner: a piece of one byte is written where nothing else spells it.
@@ -58,11 +60,13 @@ def match_by_bytes(bottom: Any, top: Any, *, size: int) -> Tensor:
     for spelled, number in below.items():
         if number < size:
             found[number] = above.get(spelled, NOBODY)
-    roles = special_ids(top)
+    roles = {role: number for role, number in special_ids(top).items() if top_size is None or number < top_size}
     for role, number in special_ids(bottom).items():
-        if number < size:
+        if (
+            number < size and found[number] == NOBODY
+        ):  # a token of two roles, such as end and padding, has the first one's
             found[number] = roles.get(role, NOBODY)
-    return found
+    return found if top_size is None else found.masked_fill(found >= top_size, NOBODY)
 
 
 def read_vocabulary_map(file: Path, *, size: int) -> Tensor:

@@ -95,7 +95,7 @@ def _read_text(path: Path, texts: Collection[str]) -> Any:
     open_file(path).close()
     delimiter = "\t" if ".tsv" in table_kind(path) else ","
     try:
-        return csv.read_csv(
+        table = csv.read_csv(
             path,
             parse_options=csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
             # An empty name is a fault with its place; "NA" in a column of names is sodium and no missing value.
@@ -103,9 +103,16 @@ def _read_text(path: Path, texts: Collection[str]) -> Any:
                 column_types=dict.fromkeys(texts, arrow.string()), strings_can_be_null=False
             ),
         )
-    except (arrow.ArrowException, OSError) as error:
+        names = table.column_names  # a header in another encoding is found when its names are asked for
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"{path} cannot be read as a table",
             seen=next(iter(str(error).splitlines()), type(error).__name__)[:200],
             do="write one header line, then as many cells in every row; quote cells that hold the separator",
         ) from error
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise DataError(
+            f"{path} has several columns of one name", seen=repr(twice[0]), do="give every column a name of its own"
+        )
+    return table
