@@ -55,7 +55,7 @@ SHARDED_CELLS = 8192
 FULL = 0.95
 """Compiled rows that are emptier lose what compiling gains."""
 ABOUT_AS_FAST, FULL_WIDE, WIDEST = 0.93, 0.965, 32768
-"""Rows to be compiled are the widest that are about as fast before, and this full; wider ones gained nothing more."""
+"""Rows to be compiled are the widest that are about as fast before, and this full; wider ones were not timed compiled."""
 LOAD_SHARE, MOST_WORKERS = 0.02, 8
 """Reading samples in the process that trains may take this share of its time."""
 
