@@ -20,6 +20,7 @@ from truebatch.attention.api import attend, attend_table
 from truebatch.attention.score_rule import Rule
 from truebatch.attention.varlen_static import no_kept_keys
 from truebatch.hf.attention.forward_context import segments_of_table
+from truebatch.hf.attention.packed import TABLE_WORDS
 from truebatch.hf.forward_inputs import inner_model
 
 NAME = "truebatch_flash_images"
@@ -32,6 +33,7 @@ def one_call_for_images(model: nn.Module) -> Iterator[None]:
     configs = _tower_configs(model)
     AttentionInterface.register(NAME, images_attention)
     before = [config._attn_implementation for config in configs]
+    handles = [tower.register_forward_pre_hook(_without_text_table, with_kwargs=True) for tower in _towers(model)]
     try:
         for config in configs:
             config._attn_implementation = NAME
@@ -39,6 +41,13 @@ def one_call_for_images(model: nn.Module) -> Iterator[None]:
     finally:
         for config, name in zip(configs, before, strict=True):
             config._attn_implementation = name
+        for handle in handles:
+            handle.remove()
+
+
+def _without_text_table(tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """transformers up to 5.17 hands the table of the text's rows to the tower too, which has a table of images."""
+    return args, {name: value for name, value in kwargs.items() if name not in TABLE_WORDS}
 
 
 def images_attention(
@@ -70,9 +79,13 @@ def images_attention(
 
 def _tower_configs(model: nn.Module) -> list[Any]:
     """The settings of vision towers whose attention takes a table and is transformers' sdpa."""
-    towers = [getattr(inner_model(model), name, None) for name in TOWERS]
-    found = [tower for tower in towers if isinstance(tower, nn.Module) and _takes_table(tower)]
+    found = [tower for tower in _towers(model) if _takes_table(tower)]
     return [tower.config for tower in found if getattr(tower.config, "_attn_implementation", None) == "sdpa"]
+
+
+def _towers(model: nn.Module) -> list[nn.Module]:
+    found = (getattr(inner_model(model), name, None) for name in TOWERS)
+    return [tower for tower in found if isinstance(tower, nn.Module)]
 
 
 _table_takers: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
