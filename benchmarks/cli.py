@@ -27,6 +27,12 @@ BENCHMARKS = {
     "train_command": (
         "training.command", "`train hf` as it is typed, without settings, beside the Hugging Face Trainer, by the clock.",
     ),
+    "exactness": (
+        "training.exactness", "`exactness: bits`, tried: budgets, orders, processes, lost memory and kills; many minutes.",
+    ),
+    "exactness_speed": (
+        "training.exactness_speed", "`exactness: bits` on a GPU: equal under any cut, and its speed beside `rounding`.",
+    ),
     "contrastive": (
         "training.contrastive", "A step of contrastive training beside sentence-transformers' cached loss: time and memory.",
     ),

@@ -48,6 +48,11 @@ FIGURES: tuple[Figure, ...] = (
         ("trainer_accumulation",),
     ),
     Figure("what a step costs beside a bare loop, `true_batch: off` too", "step_cost", ("step_cost",)),
+    Figure("`exactness: bits`: digests of every step under any cut, kills and lost memory", "exactness", ("exactness",)),
+    Figure(
+        "the same on a GPU, and its speed beside `rounding`, eager and compiled", "exactness_speed",
+        ("exactness_speed_cuda",),
+    ),
     Figure("the same under DeepSpeed", "deepspeed", ("deepspeed",)),
     Figure("what a rank holds of a model, whole and in shards", "sharding", ("sharding",)),
     Figure("resumed steps, kills, damaged checkpoints, SIGTERM, NaN", "reliability", ("reliability", "scoring_kills*")),

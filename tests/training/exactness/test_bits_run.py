@@ -55,6 +55,45 @@ def test_memory_that_runs_out_anywhere_changes_no_bit(place, nth):
     assert any("ran out of memory" in line for line in said)
 
 
+@pytest.mark.parametrize("nth", [1, 3])
+def test_memory_that_runs_out_in_the_check_of_the_first_step_changes_nothing(nth):
+    with armed(f"step.backward:oom:{nth}"):
+        assert trained(check_samples=0) == trained(check_samples=0)
+
+
+def test_an_atom_of_the_first_step_that_does_not_fit_is_named():
+    class Hungry(TextModel):
+        def forward(self, batch):
+            raise MemoryError("no room")
+
+    with pytest.raises(
+        MemoryLimitError, match=r"an atom of the first step does not fit[\s\S]*samples [\s\S]*atom_cells"
+    ):
+        trained(model=Hungry(), check_samples=0)
+
+
+def test_less_and_less_is_on_the_device_until_a_step_fits():
+    class Crowded(TextModel):
+        trouble = 0
+
+        def forward(self, batch):
+            if self.training and self.trouble > 0 and 4 in batch.sample_ids:
+                self.trouble -= 1
+                raise MemoryError("no room")
+            return super().forward(batch)
+
+    torch.manual_seed(0)
+    model, said = Crowded(), []
+
+    def say(line):
+        said.append(line)
+        model.trouble = 3 if line.startswith("equality: bits") else model.trouble
+
+    assert trained(model=model, say=say) == trained()
+    again = [line.rsplit(" with ", 1)[1] for line in said if "ran out of memory" in line]
+    assert again == ["one atom on the device", *["one atom on the device, and waiting sums on the host"] * 2]
+
+
 def test_an_atom_that_never_fits_is_named():
     class Hungry(TextModel):
         def forward(self, batch):
@@ -160,9 +199,10 @@ def test_settings_that_cannot_hold_are_refused(settings, named):
         TrainConfig(**{"exactness": "bits", **settings})
 
 
-def test_a_limit_of_pairs_is_refused():
-    with pytest.raises(ConfigError, match="pairs=100"):
-        trained(pairs=100)
+@pytest.mark.parametrize("name", ["pairs", "patches"])
+def test_a_limit_beside_the_cells_is_refused(name):
+    with pytest.raises(ConfigError, match=f"{name}=100"):
+        trained(**{name: 100})
 
 
 def test_a_parameter_without_a_gradient_keeps_none():

@@ -35,11 +35,13 @@ def open_atoms(
             seen=f"{type(model).__name__} with parameters sharded over ranks",
             do="train without fully_shard, or with exactness: rounding",
         )
-    if config.pairs is not None:
+    others = {name: value for name in ("pairs", "patches") if (value := getattr(config, name)) is not None}
+    if others:
+        seen = ", ".join(f"{name}={value}" for name, value in others.items())
         raise ConfigError(
             "an atom has one limit, its cells",
-            seen=f"exactness='bits', pairs={config.pairs}",
-            do="leave pairs out, and give atom_cells",
+            seen=f"exactness='bits', {seen}",
+            do=f"leave {' and '.join(others)} out, and give atom_cells",
         )
     return AtomBudget(resident=max(1, (config.cells or 0) // (width or 1)), say=say)
 

@@ -30,8 +30,10 @@ from truebatch.training.random_state import random_state, restore_random
 
 ORDER = "TRUEBATCH_ATOM_ORDER"
 """`shuffled:SEED` runs the atoms of every step in a random order, to show that nothing depends on it."""
-TRIES = 3
-"""Of a step that runs out of memory: as it is, with as little on the device as can be, and once more."""
+TRIES = 4
+"""Of a step that runs out of memory: as it is, with one atom on the device, with waiting sums on the host, and once more."""
+ONE_ATOM, ON_HOST = 1, 2
+"""How little is on the device after memory has run out: one atom at a time; and sums that wait are on the host."""
 PATIENCE = 32
 """Steps without trouble after which what was moved off the device comes back."""
 
@@ -45,8 +47,8 @@ class AtomBudget:
 
     resident: int = 1
     """Atoms whose inputs are on the device at a time."""
-    is_lean: bool = False
-    """Memory has run out: one atom at a time, and sums that wait for their neighbour are in the memory of the host."""
+    leanness: int = 0
+    """0 until memory has run out, then `ONE_ATOM`, then `ON_HOST`."""
     clean_steps: int = 0
     recoveries: int = 0
     """How often a step was run again."""
@@ -55,7 +57,8 @@ class AtomBudget:
     def note_step(self, *, is_clean: bool) -> None:
         """A step is done."""
         self.clean_steps = self.clean_steps + 1 if is_clean else 0
-        self.is_lean = self.is_lean and self.clean_steps < PATIENCE
+        if self.clean_steps >= PATIENCE:
+            self.leanness = 0
 
 
 def sum_atoms(
@@ -100,7 +103,7 @@ def _parts(
                 sums = run(atom)
                 leaf = [*take_gradient(trained), _stacked(sums, terms, device)]
                 tree.add((0, first + at), leaf)
-                if budget.is_lean and device.type != "cpu":
+                if budget.leanness >= ON_HOST and device.type != "cpu":
                     _move_to_host(tree)
             budget.note_step(is_clean=attempt == 1)
             return tree.parts
@@ -113,13 +116,15 @@ def _parts(
         free_memory(device, said=said)
         restore_random(generators)
         if attempt == TRIES:
-            raise _does_not_fit(atoms[at], first + at, said)
+            raise does_not_fit(atoms[at], said, place=first + at)
         budget.recoveries += 1
-        budget.is_lean = True
-        budget.say(
-            f"atom {first + at} of a step ran out of memory ({said}); the step runs again, with one atom on the device and "
-            "waiting sums on the host"
+        budget.leanness = min(budget.leanness + 1, ON_HOST)
+        how = (
+            "one atom on the device"
+            if budget.leanness == ONE_ATOM
+            else "one atom on the device, and waiting sums on the host"
         )
+        budget.say(f"atom {first + at} of a step ran out of memory ({said}); the step runs again with {how}")
     raise AssertionError("unreachable")
 
 
@@ -127,7 +132,7 @@ def _moved(
     budget: AtomBudget, atoms: Sequence[MicroBatch], device: torch.device
 ) -> Iterator[tuple[int, MicroBatch]]:  # fmt: skip
     """The atoms on the device, a few at a time, with their place."""
-    number = 1 if budget.is_lean else max(1, budget.resident)
+    number = 1 if budget.leanness else max(1, budget.resident)
     order = run_order(len(atoms))
     for begin in range(0, len(order), number):
         places = order[begin : begin + number]
@@ -153,14 +158,25 @@ def _stacked(sums: Mapping[str, Tensor], terms: Sequence[str], device: torch.dev
 
 
 def _move_to_host(tree: TreeSum[GradientSum]) -> None:
+    """Sums that wait for more than the next atom, into memory of the host that the device reads by itself."""
     for node, part in tree.parts.items():
-        tree.parts[node] = [None if one is None else one.cpu() for one in part]
+        if node[0]:
+            tree.parts[node] = [None if one is None else _on_host(one) for one in part]
 
 
-def _does_not_fit(atom: MicroBatch, place: int, said: str) -> MemoryLimitError:
+def _on_host(value: Tensor) -> Tensor:
+    if value.device.type == "cpu":
+        return value
+    host = torch.empty_like(value, device="cpu", pin_memory=value.device.type == "cuda")
+    return host.copy_(value, non_blocking=True)  # read again on the same stream, never by the host
+
+
+def does_not_fit(atom: MicroBatch, said: str, *, place: int | None = None) -> MemoryLimitError:
+    """The error of an atom that is too large for the memory there is."""
     shown = ", ".join(map(str, atom.sample_ids[:8])) + (", ..." if atom.num_samples > 8 else "")
+    which = "an atom of the first step" if place is None else f"atom {place} of a step"
     return MemoryLimitError(
-        f"atom {place} of a step does not fit into memory",
+        f"{which} does not fit into memory",
         seen=f"{cells_of(atom):,} cells of the samples {shown}; {said}",
         do="begin a run with narrower atoms (train.atom_cells), or set gradient_checkpointing; an atom is never cut",
     )

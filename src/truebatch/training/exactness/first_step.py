@@ -18,9 +18,10 @@ from truebatch.training.checks.equality import Equality, undisturbed
 from truebatch.training.checks.first_step import check_first_step, keep_equality
 from truebatch.training.context import Job
 from truebatch.training.distributed.collectives import all_gather_list
+from truebatch.training.exactness.atoms import does_not_fit
 from truebatch.training.exactness.digest import mixed_bits
 from truebatch.training.exactness.gradient_sum import take_gradient
-from truebatch.training.memory.oom import free_memory
+from truebatch.training.memory.oom import first_line, free_memory, is_out_of_memory
 from truebatch.training.step import StepEngine, run_atom
 from truebatch.training.train_state import TrainState
 
@@ -46,9 +47,9 @@ def check_bits(
     used = [atom for atom in atoms if atom.num_samples]
     chosen = used if len(used) < 2 else [used[0], used[-1]]
     with undisturbed(engine):
-        first = [_digests(engine, atom, counts, epoch) for atom in chosen]
+        first = [_digests_or_named(engine, atom, counts, epoch) for atom in chosen]
         free_memory(engine.device)
-        again = [_digests(engine, atom, counts, epoch) for atom in reversed(chosen)]
+        again = [_digests_or_named(engine, atom, counts, epoch) for atom in reversed(chosen)]
     wrong = [name for a, b in zip(first, reversed(again), strict=True) for name in a if a[name] != b[name]]
     found = all_gather_list([(len(chosen), sum(atom.num_samples for atom in chosen), wrong[:1])])
     named = [name for _, _, names in found for name in names]
@@ -60,6 +61,24 @@ def check_bits(
         )
     number, samples = sum(one[0] for one in found), sum(one[1] for one in found)
     return f"{number} atom(s) with {samples} samples run twice, in another order"
+
+
+def _digests_or_named(
+    engine: StepEngine, atom: MicroBatch, counts: Mapping[str, int], epoch: int
+) -> dict[str, int]:  # fmt: skip
+    """Tried once more where memory runs out; an atom that does not fit even so is named."""
+    for is_last in (False, True):
+        try:
+            return _digests(engine, atom, counts, epoch)
+        except Exception as error:  # memory runs out in errors of many classes
+            if not is_out_of_memory(error):
+                raise
+            said = first_line(error)  # only text leaves this block: the traceback holds the tensors of the try
+        take_gradient(list(engine.model.parameters()))
+        free_memory(engine.device, said=said)
+        if is_last:
+            raise does_not_fit(atom, said)
+    raise AssertionError("unreachable")
 
 
 def _digests(engine: StepEngine, atom: MicroBatch, counts: Mapping[str, int], epoch: int) -> dict[str, int]:
