@@ -3,12 +3,14 @@
 from importlib import import_module
 
 from truebatch.interrupts import catch_interruptions
+from truebatch.progress import showing
 
 
 def main() -> None:
     """Entry point of the `truebatch` command."""
     catch_interruptions()
-    import_module("truebatch.cli.app").main()
+    with showing():
+        import_module("truebatch.cli.app").main()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Exit codes: 0 done; 1 a check failed; 2 usage or configuration; 3 some samples f
 from __future__ import annotations
 
 import errno
+import gc
 import importlib
 import os
 import shlex
@@ -119,6 +120,7 @@ def main() -> None:
     code = run(sys.argv[1:])
     finished(code)
     _flush()
+    gc.freeze()  # the end of Python looks through all objects several times: seconds in which nothing is left to do
     sys.exit(code)
 
 

@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from truebatch.language.console import one_line, say, unfiltered
+from truebatch.language.console import one_line, say
 from truebatch.language.translate import in_words
+from truebatch.progress import Stage, opened
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
@@ -49,14 +50,17 @@ def run_call(
     check_data(Path(call.data))
     gc.freeze()  # imported modules stay, so the garbage collector need not scan them again
     pool = ray_engine(call) if call.engine == "ray" else None
-    on_progress = _progress_line(lambda: save_call(folder, call))
+    judging = Stage("judging samples")
+    on_progress = _progress_line(lambda: save_call(folder, call), judging)
     how = RunConfig(retry=tuple(retry), shard=shard, on_progress=on_progress, engine=pool)
     backends = open_backends(call) if pool is None else [pool.backend]
     scorer = Scorer(backends, limits=Limits(**call.limits))
     try:
-        done = scorer.score(
-            Path(call.data), folder, check=checked > 0, checked=checked, how=how, window=window or window_size(folder)
-        )
+        with opened(judging):
+            done = scorer.score(
+                Path(call.data), folder, check=checked > 0, checked=checked, how=how,
+                window=window or window_size(folder),
+            )  # fmt: skip
     finally:
         scorer.close()
     if done.report is not None and not as_json:
@@ -103,21 +107,20 @@ def _status_lines(status: Status, folder: Path) -> list[str]:
     return lines
 
 
-def _progress_line(begun: Callable[[], None]) -> OnProgress:
-    """A line on stderr every few seconds; on a terminal it replaces the one before. `begun` is called at the first."""
+def _progress_line(begun: Callable[[], None], judging: Stage) -> OnProgress:
+    """The text of the stage on a terminal; elsewhere a line on stderr every few seconds. `begun` is called at the first."""
     shown = [0.0]
     is_terminal = sys.stderr.isatty()
 
     def show(progress: Progress) -> None:
-        now = time.monotonic()
+        now, is_last = time.monotonic(), progress.done >= progress.samples
         if not shown[0]:
             begun()  # the configuration is accepted: from here on the run can be resumed
-        if now - shown[0] < _SECONDS and progress.done < progress.samples:
+        judging.text = one_line(in_words(progress.line()))
+        if not is_last and (is_terminal or now - shown[0] < _SECONDS):
+            shown[0] = shown[0] or now
             return
         shown[0] = now
-        line = one_line(in_words(progress.line()))
-        unfiltered(sys.stderr).write(f"\r\033[K{line}" if is_terminal else f"{line}\n")
-        if is_terminal and progress.done >= progress.samples:
-            say(file=sys.stderr)
+        say(progress.line(), file=sys.stderr)
 
     return show

@@ -17,6 +17,7 @@ from transformers.initialization import no_init_weights
 
 from truebatch.errors import ConfigError, DataError, TruebatchError
 from truebatch.hf.folder_checks import check_files, check_pipeline, check_weights, is_model_folder, read_configuration
+from truebatch.progress import stage
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -75,7 +76,7 @@ def load_weights_of(kind: Any, folder: str | Path, **settings: Any) -> Any:
     stored = check_weights(path)
     try:
         _check_size(kind, path, settings.get("config"), stored)
-        with without_chatter():
+        with without_chatter(), stage(f"loading {path}"):
             return kind.from_pretrained(
                 path, local_files_only=True, trust_remote_code=False, use_safetensors=True, **settings
             )
@@ -100,7 +101,10 @@ def load_pipeline(kind: Any, folder: str | Path, **settings: Any) -> Any:
             do="name a folder written by the save_pretrained of a diffusers pipeline; nothing is downloaded",
         )
     check_pipeline(path)
-    return kind.from_pretrained(path, local_files_only=True, trust_remote_code=False, use_safetensors=True, **settings)
+    with stage(f"loading {path}"):
+        return kind.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False, use_safetensors=True, **settings
+        )
 
 
 def model_of_config(kind: Any, config: PretrainedConfig, **settings: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
@@ -23,6 +23,8 @@ _OBEYED = re.compile(
 """Control characters but line ends and tabs; line ends of other kinds; what turns the direction of writing; halves of
 characters; tags."""
 _BREAKS = re.compile("\r\n|[\n\t]")
+before_output: list[Callable[[str], None]] = []
+"""Called with what a command is about to write to its streams: a line that stands there only for now is taken away."""
 
 
 def shown(text: str) -> str:
@@ -77,6 +79,8 @@ class Filtered:
 
     def write(self, text: str) -> int:
         """Write the text; a carriage return stays, bars of other libraries begin their line anew with it."""
+        for call in before_output:
+            call(text)
         self.stream.write("\r".join(map(shown, text.split("\r"))))
         return len(text)
 

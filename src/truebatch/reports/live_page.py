@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from truebatch.errors import ConfigError, TruebatchError
+from truebatch.progress import paused
 from truebatch.reports.page import Section, render_page
 from truebatch.reports.report import check_names, report_sections
 from truebatch.training.run_dir.run_dir import METRICS, STATUS
@@ -55,7 +56,8 @@ def serve_report(runs: Sequence[Path], *, port: int = 0, say: Callable[[str], No
     report = LiveReport(runs)
     with open_server(report, port) as server:
         say(f"report: http://{LOOPBACK}:{server.server_port}/ (renewed every {report.seconds} s; Ctrl-C ends it)")
-        server.serve_forever()
+        with paused():
+            server.serve_forever()
 
 
 def open_server(report: LiveReport, port: int) -> ThreadingHTTPServer:

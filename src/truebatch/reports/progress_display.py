@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
@@ -18,10 +19,12 @@ from typing import Any, Literal, Protocol, TextIO
 import psutil
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.text import Text
 
 from truebatch.language.console import shown, unfiltered
 from truebatch.language.translate import in_words
+from truebatch.progress import current_line, paused, without_fallback
 
 LogFormat = Literal["auto", "plain", "json"]
 FIRST_SECONDS = 5.0
@@ -127,6 +130,8 @@ class PlainLines:
         self.pace = Pace(0, 0)
         self.began = self.shown_at = clock()
         self.shown_step = -1
+        self.beside = ExitStack()
+        """Open while steps are counted here, and not by the line of stages."""
 
     def say(self, line: str) -> None:
         """One line of words."""
@@ -136,6 +141,7 @@ class PlainLines:
         """The run begins after `step`."""
         self.pace = Pace(step, num_steps)
         self.began = self.shown_at = self.clock()
+        self.beside.enter_context(without_fallback())
 
     def record(self, record: Mapping[str, Any]) -> None:
         """Print a line if the last one is long enough ago."""
@@ -149,6 +155,7 @@ class PlainLines:
 
     def close(self) -> None:
         """The last step, unless it was printed already."""
+        self.beside.close()
         if self.pace.last and self.shown_step != self.pace.step:
             self._show(self.clock())
 
@@ -165,6 +172,7 @@ class TerminalBar:
         self.bar: Progress | None = None
         self.task = TaskID(0)
         self.pace = Pace(0, 0)
+        self.beside = ExitStack()
 
     def say(self, line: str) -> None:
         """One line of words, above the bar."""
@@ -174,9 +182,10 @@ class TerminalBar:
         """Draw the bar."""
         self.pace = Pace(step, num_steps)
         bar = [BarColumn(12)] if self.console.width >= WIDE else []
-        columns = (TextColumn("step {task.completed}/{task.total}"), *bar, TextColumn("{task.description}"))
+        columns = (TextColumn("step {task.completed}/{task.total}"), *bar, _NumbersOrStage())
         self.bar = Progress(*columns, console=self.console, refresh_per_second=5)
         self.task = self.bar.add_task("", total=num_steps, completed=step)
+        self.beside.enter_context(paused())
         self.bar.start()
 
     def record(self, record: Mapping[str, Any]) -> None:
@@ -190,6 +199,15 @@ class TerminalBar:
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
+            self.beside.close()
+
+
+class _NumbersOrStage(ProgressColumn):
+    """The numbers of the last step; while something else takes long, such as validation, what that is."""
+
+    def render(self, task: Task) -> Text:
+        """What stands behind the bar."""
+        return Text(current_line() or task.description, no_wrap=True, overflow="ellipsis")
 
 
 class JsonLines:
@@ -197,6 +215,7 @@ class JsonLines:
 
     def __init__(self, out: TextIO) -> None:
         self.out = out
+        self.beside = ExitStack()
 
     def say(self, line: str) -> None:
         """A line of words as {"message": ...}."""
@@ -205,6 +224,7 @@ class JsonLines:
     def begin(self, step: int, num_steps: int) -> None:
         """Where the run begins and how long it is."""
         self._write({"begin": step, "num_steps": num_steps})
+        self.beside.enter_context(without_fallback())
 
     def record(self, record: Mapping[str, Any]) -> None:
         """A record as in metrics.jsonl, plus the memory in use."""
@@ -212,6 +232,7 @@ class JsonLines:
 
     def close(self) -> None:
         """Nothing is left to be shown."""
+        self.beside.close()
 
     def _write(self, values: Mapping[str, Any]) -> None:
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

@@ -11,6 +11,7 @@ from truebatch.errors import ConfigError, RunError
 from truebatch.io.atomic_files import write_text
 from truebatch.language.console import one_line
 from truebatch.language.translate import in_words
+from truebatch.progress import stage
 from truebatch.reports.page import Section, render_page
 from truebatch.reports.sections.run import is_run, log_sections, read_log, run_sections
 from truebatch.reports.sections.scores import compared_sections, read_scored, stages_of
@@ -19,6 +20,7 @@ from truebatch.reports.tables import print_table
 REPORT = "report.html"
 
 
+@stage("drawing the report")
 def write_report(runs: Sequence[Path], out: Path | None = None) -> Path:
     """Write the report of runs and return its path: `report.html` in the run, or `out`.
 

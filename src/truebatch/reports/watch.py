@@ -22,6 +22,7 @@ from rich.text import Text
 from truebatch.errors import TruebatchError
 from truebatch.language.console import one_line, unfiltered
 from truebatch.language.translate import in_words
+from truebatch.progress import paused
 from truebatch.reports.report import check_names
 from truebatch.reports.sections.scores import is_scoring_run
 from truebatch.reports.tables import Table, print_table
@@ -110,10 +111,11 @@ class RunWatch:
 def watch_runs(runs: Sequence[Path], out: TextIO, *, seconds: float = EVERY_SECONDS) -> None:
     """Show runs until none of them is going on."""
     watched = [RunWatch(run, name) for run, name in zip(runs, check_names(runs), strict=True)]
-    if out.isatty():
-        _draw(watched, out, seconds)
-    else:
-        _write(watched, out, seconds)
+    with paused():
+        if out.isatty():
+            _draw(watched, out, seconds)
+        else:
+            _write(watched, out, seconds)
 
 
 def _draw(watched: Sequence[RunWatch], out: TextIO, seconds: float) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from filelock import FileLock, Timeout
 
 from truebatch.errors import ConfigError, RestartError, RunError
+from truebatch.progress import stage
 from truebatch.scoring.backends.interface import Backend, Cost, SampleError, ScoreRequest
 from truebatch.scoring.batch_plan import Batches, Limits, extend, load_batches, save_batches
 from truebatch.scoring.bisect import FailureStats, failure, judge_ready
@@ -155,6 +156,7 @@ def _owning(run: Path, shard: tuple[int, int]) -> Iterator[None]:
         ) from error
 
 
+@stage("planning batches")
 def _settle(
     listed: Sequence[InputSample],
     asked: Mapping[str, ScoreRequest],
@@ -188,6 +190,7 @@ def _is_open(key: str, journals: JournalState, retry: Collection[str]) -> bool:
     return state is None or (state[0] == "failed" and state[2] in retry)
 
 
+@stage("measuring samples, to plan their batches")
 def _costs(
     keys: Sequence[str], asked: Mapping[str, ScoreRequest], backend: Backend, threads: int
 ) -> tuple[dict[str, Cost], list[Outcome]]:

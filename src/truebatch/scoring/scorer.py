@@ -23,6 +23,7 @@ from truebatch.errors import ConfigError, DataError
 from truebatch.html_repr import html_table
 from truebatch.interrupts import holding
 from truebatch.io.atomic_files import corrupt_file_errors, read_json, write_json
+from truebatch.progress import stage
 from truebatch.scoring.backends.function import FunctionBackend
 from truebatch.scoring.backends.interface import Backend, SampleError, ScoreRequest
 from truebatch.scoring.batch_plan import Limits, plan_batches
@@ -313,6 +314,7 @@ def _survived(folder: Path, listed: Sequence[InputSample], checked: int) -> Iter
         write_json(file, {"died": sorted(died)})
 
 
+@stage("judging a few samples alone and together")
 def _check(backend: Backend, listed: Sequence[InputSample], n: int, tolerance: float | None) -> IdentityReport:
     asked: list[ScoreRequest] = [one.asked for one in listed if one.asked is not None]
     there = getattr(backend, "check", None)  # a model in another process is looked at there
@@ -322,6 +324,7 @@ def _check(backend: Backend, listed: Sequence[InputSample], n: int, tolerance: f
     return check_identity(backend, asked, n=n, tolerance=tolerance)
 
 
+@stage("measuring the memory of batches")
 def _fit(backend: Backend, listed: Sequence[InputSample]) -> int | None:
     """The largest safe budget, where the backend is one whose memory can be measured."""
     asked = [one.asked for one in listed[:: max(1, len(listed) // MOST_FITTED)] if one.asked is not None]

@@ -14,6 +14,7 @@ import torch
 from truebatch.errors import ConfigError, RunError
 from truebatch.generation.config import Generation
 from truebatch.io.atomic_files import corrupt_file_errors, read_json, write_json
+from truebatch.progress import stage
 from truebatch.scoring.backends.http.address import find_key, is_address
 from truebatch.scoring.backends.http.client import HttpSettings
 from truebatch.scoring.backends.http.openai import HttpBackend
@@ -69,6 +70,7 @@ class ScoreCall:
         return asdict(self)
 
 
+@stage("loading the judge")
 def open_backends(call: ScoreCall) -> list[Backend]:
     """The backends of a call: one in this process, or as many worker processes as it asks for."""
     if call.workers < 0:

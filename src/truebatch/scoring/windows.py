@@ -13,6 +13,7 @@ from typing import Any
 
 from truebatch.errors import CheckpointError, ConfigError, RunError
 from truebatch.io.atomic_files import read_json, write_json
+from truebatch.progress import counted
 from truebatch.scoring.gc_pause import without_collecting
 from truebatch.scoring.store.input_index import InputSample, iter_samples
 
@@ -30,7 +31,7 @@ def iter_windows(source: Path | str | Iterable[Any], size: int) -> Iterator[list
     is_open = True
     while is_open:
         with without_collecting():
-            window = list(islice(listed, size))
+            window = list(counted(islice(listed, size), "reading samples"))
         is_open = bool(window)
         if is_open:
             yield window

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from truebatch.progress import stage
 from truebatch.training.callbacks import CallbackAction, EndCheck, join_actions
 from truebatch.training.checkpoint.save_resume import save_run
 from truebatch.training.context import Job
@@ -39,7 +40,7 @@ def finish_step(job: Job, state: TrainState, log: MetricsLog | None) -> None:
     if job.run is not None and (must_save or (is_time and _is_worth_saving(job))):
         if log is not None:
             log.sync()
-        with job.save_pace.timed():
+        with job.save_pace.timed(), stage("saving a checkpoint"):
             problem = save_run(
                 job.run.checkpoints, job.engine, state, fingerprint=job.run.fingerprint, keep=job.config.keep,
                 best=is_best, kept=action.keep,

@@ -18,6 +18,7 @@ from truebatch.data.fetch import Dataset, Transform
 from truebatch.errors import DataError, TruebatchError
 from truebatch.planning.lengths.measured_values import Measured
 from truebatch.planning.rows import padded_rows
+from truebatch.progress import counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -65,7 +66,7 @@ def measure_by_reading(
     if field is None:
         return Measured(lengths=np.ones(number, dtype=np.int64), found="one cell a sample")
     lengths = np.empty(number, dtype=np.int64)
-    for sample_id in range(number):
+    for sample_id in counted(range(number), "reading samples for their lengths", number):
         sample = read_sample(samples, sample_id)
         lengths[sample_id] = length_of(sample, field.key, sample_id)
         if content is not None:

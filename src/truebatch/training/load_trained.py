@@ -15,6 +15,7 @@ from truebatch.config.yaml_files import read_yaml
 from truebatch.errors import CheckpointError, RunError
 from truebatch.io.atomic_files import corrupt_file_errors, read_json
 from truebatch.plugins import systems
+from truebatch.progress import stage
 from truebatch.training.checkpoint.retention import best_step, list_checkpoints
 from truebatch.training.checkpoint.store import Checkpoint, load_checkpoint, load_newest
 from truebatch.training.registry import find_system, lasting_target
@@ -57,12 +58,13 @@ def open_trained(folder: Path, overrides: Sequence[str] = (), *, named: str | No
     saved = _weights(folder)
     weights, restore = saved.parts["model"], system.restore_model
     task: Task | None = None
-    if restore is not None:
-        model = restore(config, weights)
-    else:
-        task = system.prepare(config)
-        model = task.build_model()
-    _load_weights(model, weights)
+    with stage(f"opening the run {folder}"):
+        if restore is not None:
+            model = restore(config, weights)
+        else:
+            task = system.prepare(config)
+            model = task.build_model()
+        _load_weights(model, weights)
     return Trained(folder, system, config, model.eval(), saved.step, task)
 
 

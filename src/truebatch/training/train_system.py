@@ -12,6 +12,7 @@ from torch import nn
 
 from truebatch.errors import RunError
 from truebatch.io.atomic_files import apply_umask, atomic_folder, read_json, storage_error, write_json
+from truebatch.progress import stage
 from truebatch.testing.failpoints import failpoint
 from truebatch.training.callbacks import Logger
 from truebatch.training.checkpoint.retention import best_step, list_checkpoints
@@ -64,9 +65,11 @@ def train_system(system: System[ConfigT], config: ConfigT, start: Start) -> Trai
     settings = recall_choices(settings, None if start.fresh else start.out, say=say)
     settings, choices = settle_precision(settings, say=say)
     config = with_train(config, settings)
-    task = system.prepare(config)
-    data = task.measured_data(settings.limit)
-    model = task.build_model()
+    with stage("preparing the data"):
+        task = system.prepare(config)
+        data = task.measured_data(settings.limit)
+    with stage("building the model"):
+        model = task.build_model()
     for line in task.commands.describe() if task.commands.describe is not None else ():
         say(line)
     settings, more = settle_choices(task, model, data, settings, say=say)
@@ -116,6 +119,7 @@ def _say_where(run: RunFolder, config: TrainConfig, say: Callable[[str], None]) 
     say(f"run: {run.folder} ({way}, seed {config.seed})")
 
 
+@stage("writing the trained model")
 def _export(task: Task, model: nn.Module, run: RunFolder, *, step: int, was_sharded: bool) -> None:
     """Write the model of the best validation, or of the last step, in one move: a reader never sees half of it.
 

@@ -33,6 +33,7 @@ from truebatch.data.loader import LoadedStep, LoaderConfig
 from truebatch.errors import MemoryLimitError, RestartError, TruebatchError, exit_code_of
 from truebatch.objective import Objective
 from truebatch.planning.lengths.measured_values import Measured
+from truebatch.progress import stage
 from truebatch.training.after_step import finish_step
 from truebatch.training.callbacks import Callback, Logger
 from truebatch.training.checkpoint.save_resume import resume_run
@@ -241,10 +242,9 @@ def _resume_or_start(job: Job) -> TrainState:
         )
     if job.plans.config.atoms:
         said = job.plans.of(0).statistics
-        each = said.micro_batches / said.steps
         job.say(
-            f"exactness: bits; atoms of {job.plans.config.cells:,} cells, about {each:.1f} per step, {said.fill:.1%} of their "
-            "cells tokens"
+            f"exactness: bits; atoms of {job.plans.config.cells:,} cells, about {said.micro_batches / said.steps:.1f} per "
+            f"step, {said.fill:.1%} of their cells tokens"
         )
     if allowed := ", ".join(sorted({c.name for c in job.couplings})):
         job.say(f"equality: in distribution ({allowed} allowed by name)")
@@ -387,7 +387,8 @@ def _take_gradients(job: Job, state: TrainState, loaded: LoadedStep, counts: Map
     """The gradient of a step; the first one of a process is also watched for what only running shows."""
     if job.records:
         return take_gradients(job.engine, loaded.batches, counts, epoch=state.epoch)
-    with refused_if_seen(job.engine.model, job.config.allow, job.couplings):
+    what = "compiling the layers, in the first step" if job.config.compile else "the first step"
+    with stage(what), refused_if_seen(job.engine.model, job.config.allow, job.couplings):
         outcome = take_gradients(job.engine, loaded.batches, counts, epoch=state.epoch)
     check_has_gradient(job.engine, outcome)
     return outcome

@@ -24,6 +24,7 @@ from truebatch.planning.config import PlanConfig
 from truebatch.planning.lengths.measured_values import Measured
 from truebatch.planning.limits_table import limited_costs
 from truebatch.planning.plan import Plan, build_plan
+from truebatch.progress import counted
 from truebatch.testing.failpoints import failpoint
 from truebatch.training.checks.loss_terms import stand_in_of
 from truebatch.training.data import measure_by_reading
@@ -86,7 +87,7 @@ def validate(engine: StepEngine, data: ValidationSet, *, watchdog: Watchdog | No
     counts: dict[str, int] = {}
     try:
         with torch.no_grad(), force_eager():  # these rows are made to measure
-            for step in steps:
+            for step in counted(steps, "validating, steps", data.plan().num_steps):
                 real = [batch for batch in step if batch.num_samples]
                 counts = add_counts([counts, *(engine.objective.counts(batch) for batch in real)])
                 # Where parameters are sharded, the other ranks need this one for every micro-batch.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from truebatch.progress import stage
 from truebatch.verification.arrangements import Arrangement
 from truebatch.verification.compare import Runnable, Whole, floating_dtype, is_inexact, relative, run_whole, scale_of
 
@@ -95,6 +96,7 @@ class _WithoutDropout(TorchFunctionMode):
         return func(*args, **given)
 
 
+@stage("running every sample alone")
 def steady_mode(subject: Runnable, alone: Arrangement) -> tuple[Mode | None, Whole | None]:
     """The first mode in which one by one gives the same twice, and what it gave; None if noise cannot be switched off.
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from truebatch.errors import BatchError, DataError, MemoryLimitError, TruebatchError
+from truebatch.progress import counted
 from truebatch.training.checks.batch_coupling import find_couplings
 from truebatch.training.checks.rounding import in_dtype
 from truebatch.training.memory.oom import free_memory, is_out_of_memory
@@ -214,7 +215,8 @@ def _compared(case: _Case, mode: Mode, one_by_one: Whole) -> Seen:
         reference = _reference(case, expected)
         wanted = _wanted(subject, config) if case.chosen is None else list(case.chosen)
         runs = [case.singles, *wanted] if original is not None else wanted
-        results = [run_one(subject, arrangement, reference) for arrangement in runs]
+        what = "comparing arrangements with one by one"
+        results = [run_one(subject, arrangement, reference) for arrangement in counted(runs, what, len(runs))]
         if original is None and config.tolerance is None and may_be_rounding(results):
             sharper = sharper_reference(subject, one_by_one, case.singles)
             if sharper is not None:

@@ -1,9 +1,10 @@
-"""A line a result where nobody looks at a terminal, a bar where somebody does."""
+"""A line a result where nobody looks at a terminal, one line of progress where somebody does."""
 
 from __future__ import annotations
 
 import io
 
+from truebatch import progress as stages
 from truebatch.verification.census.progress import progress
 
 
@@ -20,8 +21,9 @@ def test_output_into_a_file_is_a_line_a_result():
     assert out.getvalue() == "[1/2] llama: equal\n[2/2] rwkv: fell back\n"
 
 
-def test_a_terminal_gets_a_bar_that_names_what_ended_last():
+def test_a_terminal_gets_a_stage_that_names_what_ended_last():
     out = Terminal()
     with progress(2, "census", file=out) as tell:
         tell("llama: equal")
-    assert "1/2" in out.getvalue()
+        assert "census, last llama: equal: 1/2" in stages.open_stages()[-1].line()
+    assert not out.getvalue()

@@ -15,6 +15,7 @@ from truebatch.cli.options import AsJson
 from truebatch.errors import ConfigError
 from truebatch.interrupts import holding
 from truebatch.language.console import say
+from truebatch.progress import stage
 
 CHECK_FAILED = 1
 
@@ -51,7 +52,8 @@ def show_doctor(
     from truebatch.doctor import check_machine
 
     place = folder or Path()
-    checks = check_machine(place)
+    with stage("checking this machine"):
+        checks = check_machine(place)
     if not as_json:
         header = ("check", "verdict", "found")
         _print(header, [(check.name, check.verdict, check.words) for check in checks])

@@ -11,6 +11,7 @@ from truebatch.cli.options import AsJson, RunFolder, RunOverrides, SystemOption
 from truebatch.cli.run_folder import open_named, own_folder
 from truebatch.errors import ConfigError, DataError
 from truebatch.language.console import say
+from truebatch.progress import stage
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def show_evaluate(
         )
     samples = held_out(trained)
     out = own_folder(run, FOLDER)
-    found = evaluate(trained.model, samples, out)
+    with stage(f"evaluating on {len(samples):,} samples"):
+        found = evaluate(trained.model, samples, out)
     figures = {"step": trained.step, "samples": len(samples), **found}
     write_json(out / FIGURES, figures)
     if as_json:

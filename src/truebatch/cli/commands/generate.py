@@ -17,6 +17,7 @@ from truebatch.cli.run_folder import open_named_settings
 from truebatch.errors import ConfigError, DataError, TruebatchError
 from truebatch.interrupts import stay
 from truebatch.language.console import say, say_error, unfiltered
+from truebatch.progress import stage
 
 # Everything heavier is imported inside the functions, so that `truebatch --help` answers at once.
 if TYPE_CHECKING:
@@ -149,7 +150,8 @@ def _answer(trained: Trained[Any], prompts: list[str], settings: Generation, *, 
     if len(prompts) == 1 and not as_json:
         _stream(trained, prompts[0], settings)
         return
-    texts = join_texts(_parts(trained, prompts, settings), len(prompts))
+    with stage(f"generating for {len(prompts):,} prompts"):
+        texts = join_texts(_parts(trained, prompts, settings), len(prompts))
     for prompt, text in zip(prompts, texts, strict=True):
         line = json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False) if as_json else f"{prompt}\t{text}"
         sys.stdout.write(line + "\n")

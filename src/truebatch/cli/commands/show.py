@@ -10,6 +10,7 @@ from truebatch.cli.options import AsJson, RunFolder, RunOverrides, SystemOption
 from truebatch.cli.run_folder import open_named, own_folder
 from truebatch.errors import ConfigError
 from truebatch.language.console import say
+from truebatch.progress import stage
 
 FINDINGS = "findings"
 
@@ -36,7 +37,8 @@ def show_pictures(
             do=f"look at its curves: truebatch report {run}",
         )
     own_folder(run, FINDINGS)
-    paths = show(trained.model, held_out(trained), run)
+    with stage("drawing pictures of held-out samples"):
+        paths = show(trained.model, held_out(trained), run)
     if as_json:
         sys.stdout.write(json.dumps([str(path) for path in paths]) + "\n")
         return 0

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from truebatch.errors import ConfigError
 from truebatch.hf.hub import hub_base
 from truebatch.io.atomic_files import read_json, write_json
+from truebatch.progress import stage
 
 _TASKS = {
     "causal_lm": "CAUSAL_LM",
@@ -63,6 +64,7 @@ def name_base(folder: Path, base: Path) -> None:
 
 
 @torch.no_grad()
+@stage("merging the adapter into the weights")
 def merge_into(base: nn.Module, adapted: nn.Module) -> None:
     """Give a plain model the weights of the adapted one, with what every adapter adds; `adapted` stays as it is.
 

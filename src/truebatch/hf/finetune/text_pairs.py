@@ -20,6 +20,7 @@ from truebatch.hf.finetune.tokenize import FileTokenizer
 from truebatch.io.data_files import read_samples
 from truebatch.io.text_encoding import nearest
 from truebatch.planning.lengths.measure import content_hash
+from truebatch.progress import counted
 
 WAY = "1"
 """Raised whenever the same file would be encoded differently."""
@@ -115,7 +116,11 @@ def encode_pairs(encoder: FileTokenizer, path: Path) -> TokenStore:
 
 
 def _encode(encoder: FileTokenizer, path: Path) -> TokenStore:
-    placed = [(place, pair) for place, sample in read_samples(path) for pair in read_pairs(sample, place)]
+    placed = [
+        (place, pair)
+        for place, sample in counted(read_samples(path), f"tokenising {path}")
+        for pair in read_pairs(sample, place)
+    ]
     if not placed:
         raise DataError(f"{path} holds no samples", seen="nothing to train on", do="check that it is the right file")
     _refuse_half_scored(placed, path)

@@ -30,6 +30,7 @@ from truebatch.hf.heads.losses import IGNORE
 from truebatch.io.data_files import read_samples
 from truebatch.planning.config import Overlong
 from truebatch.planning.lengths.measure import content_hash
+from truebatch.progress import counted
 
 WAY = "4"
 """Raised whenever the same file would be encoded differently."""
@@ -76,14 +77,18 @@ def _key(encoder: FileTokenizer, path: Path, names: Sequence[str] | None) -> str
 
 
 def _encode(encoder: FileTokenizer, path: Path, names: Sequence[str] | None) -> TokenStore:
-    records = [(place, read_record(encoder.task, sample, place)) for place, sample in read_samples(path)]
+    records = [
+        (place, read_record(encoder.task, sample, place))
+        for place, sample in counted(read_samples(path), f"reading {path}")
+    ]
     if not records:
         raise DataError(f"{path} holds no samples", seen="nothing to train on", do="check that it is the right file")
     _refuse_mixture(records, path)
     if names is None:
         names = label_names(found, encoder.known_labels, name=str(path)) if (found := _labels(records)) else ()
     encode = _ENCODERS[type(records[0][1])]
-    samples = [(place, encode(encoder, record, place, names)) for place, record in records]
+    tokenised = counted(records, f"tokenising {path}", len(records))
+    samples = [(place, encode(encoder, record, place, names)) for place, record in tokenised]
     mute = _words_without_tokens(encoder, records, samples)
     kept, notes = _fit(encoder, samples, path)
     if not any(label != IGNORE for sample in kept for label in _labels_of(sample)):

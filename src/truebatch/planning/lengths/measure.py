@@ -22,6 +22,7 @@ from truebatch.planning.lengths.length_field import Reading, choose_reading, rea
 from truebatch.planning.lengths.measured_values import Measured, load_measured, save_measured
 from truebatch.planning.lengths.token_count import Tokenizer, load_tokenizer
 from truebatch.planning.rows import Ints
+from truebatch.progress import counted
 
 __all__ = ["Cost", "Measured", "content_hash", "measure", "require_unchanged"]
 
@@ -150,7 +151,7 @@ def _measure(
     columns = _Columns(reading, way)
     columns.add([first])
     chunk: list[Placed] = []
-    for placed in samples:
+    for placed in counted(samples, f"measuring {name}"):
         chunk.append(placed)
         if len(chunk) == CHUNK:
             columns.add(chunk)

@@ -20,6 +20,7 @@ from typing import IO, Any
 from truebatch.errors import ConfigError, DataError
 from truebatch.html_repr import html_table
 from truebatch.io.atomic_files import atomic_write
+from truebatch.progress import counted
 from truebatch.scoring.batch_plan import load_batches
 from truebatch.scoring.gc_pause import without_collecting
 from truebatch.scoring.store.input_index import InputSample, load_list
@@ -114,7 +115,7 @@ def write_rows(given: Iterable[Row], file: Path, *, for_spreadsheet: bool = Fals
     ways: dict[str, Callable[[Iterable[Row], IO[bytes]], None]] = {
         ".jsonl": _jsonl, ".csv": as_csv, ".parquet": _parquet
     }  # fmt: skip
-    rows = _Counted(given)
+    rows = _Counted(counted(given, f"writing {file.name}, rows"))
     try:
         with atomic_write(file) as draft:
             ways[kind](rows, draft)

@@ -21,6 +21,7 @@ import torch
 
 from truebatch.errors import RunError, TruebatchError
 from truebatch.io.atomic_files import read_json, write_json
+from truebatch.progress import counted, stage
 from truebatch.testing.drills.tiny_run import BEGUN, end_of, run_tiny_training
 from truebatch.testing.failpoints import EXIT_CODE, FAILPOINTS, armed, recorded
 from truebatch.training.checkpoint.store import load_newest
@@ -81,7 +82,8 @@ def run_drill(
     ground = make_fixture(folder / "truebatch-drill", keeps=keeps)
     try:
         results = []
-        for trial in list_trials(ground, actions=actions, keeps=keeps, every_visit=every_visit):
+        trials = list(list_trials(ground, actions=actions, keeps=keeps, every_visit=every_visit))
+        for trial in counted(trials, "failing on purpose and starting again, trials", len(trials)):
             results.append(run_trial(ground, trial))
             on_result(results[-1])
         return tuple(results)
@@ -108,6 +110,7 @@ def list_trials(
                 yield DrillTrial(name, action, nth, keep)
 
 
+@stage("training the runs that the drill fails")
 def make_fixture(folder: Path, *, keeps: Sequence[int] = (1, 3)) -> DrillFixture:
     """Make the two folders every trial begins from: a run to resume, and one to replace by a fresh start."""
     folder.mkdir(parents=True)

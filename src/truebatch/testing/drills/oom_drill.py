@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from truebatch.batch.fields import Field
 from truebatch.batch.microbatch import MicroBatch
+from truebatch.progress import stage
 from truebatch.testing.drills.kill_drill import DrillTrial, TrialResult
 from truebatch.testing.failpoints import FAILPOINTS, OUT_OF_MEMORY, armed, recorded
 from truebatch.training.config import TrainConfig
@@ -30,6 +31,7 @@ _FIELDS = (Field(name="ids"), Field(name="next", source="ids", shift=1, pad=-100
 _VOCABULARY, _SAMPLES = 20, 24
 
 
+@stage("running out of memory on purpose")
 def run_memory_drill(
     *, visits_each: int = 3, seed: int = 0, on_result: Callable[[TrialResult], None] = print
 ) -> tuple[TrialResult, ...]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from truebatch.batch.microbatch import MicroBatch
 from truebatch.errors import LawError
+from truebatch.progress import stage
 from truebatch.training.memory.quarantine import uncounted
 from truebatch.training.step import StepEngine, accumulate_what_fits
 
@@ -23,6 +24,7 @@ Alone = Callable[[int], MicroBatch]
 """Sample id -> the micro-batch of that sample alone."""
 
 
+@stage("comparing the step with one sample at a time")
 def compare_with_one_by_one(
     engine: StepEngine,
     batches: Sequence[MicroBatch],

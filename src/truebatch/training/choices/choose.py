@@ -15,6 +15,7 @@ from torch import nn
 from truebatch.batch.torch_compile import repeated_layers
 from truebatch.errors import MemoryLimitError, TruebatchError
 from truebatch.planning.row_widths import choose_row_widths, fill_of
+from truebatch.progress import stage
 from truebatch.training.choices.device_facts import DeviceFacts, device_facts
 from truebatch.training.choices.measured_speed import (
     ALONE,
@@ -165,6 +166,7 @@ def choose_precision(facts: DeviceFacts) -> SettingChoice:
     return SettingChoice(setting="precision", value="fp32", why=why)
 
 
+@stage("choosing packed or padded rows")
 def _choose_layout(chooser: Chooser, config: TrainConfig) -> SettingChoice | None:
     choose = chooser.task.commands.choose_layout
     if choose is None or config.true_batch == "off":

@@ -23,6 +23,7 @@ from truebatch.planning.config import PlanConfig
 from truebatch.planning.lengths.measured_values import cache_folder
 from truebatch.planning.plan import build_plan
 from truebatch.planning.rows import Ints
+from truebatch.progress import counted
 from truebatch.training.choices.device_facts import DeviceFacts
 from truebatch.training.config import TrainConfig
 from truebatch.training.data import TrainData
@@ -102,7 +103,7 @@ def time_budgets(
             if seconds_that_fit(engine, data, [cuts[0], cuts[-1]], config.layout) is None:
                 left = [one for one in left if one < cells]
                 break
-        for _ in range(PASSES):
+        for _ in counted(range(PASSES), f"timing {len(left)} budgets of cells, passes", PASSES):
             for cells in list(left):
                 seconds = seconds_that_fit(engine, data, _cuts(lengths, pool, config, cells), config.layout)
                 if seconds is None:

@@ -23,6 +23,7 @@ from typing import IO, Any
 from truebatch.errors import ConfigError
 from truebatch.interrupts import DO, NAMES, WRONG, holding
 from truebatch.language.console import say_error, shown
+from truebatch.progress import paused
 from truebatch.training.run_dir.run_dir import STATUS, RunFolder, RunState, read_status, write_status
 from truebatch.training.run_dir.signals import EXIT_INTERRUPTED
 
@@ -70,7 +71,7 @@ def launch(arguments: Sequence[str], devices: int, *, folder: Path, program: Seq
     port = _free_port()
     with tempfile.TemporaryDirectory(prefix="truebatch-") as place:
         children: list[Child] = []
-        with holding(), _passing_signals(children) as asked:
+        with holding(), paused(), _passing_signals(children) as asked:
             try:
                 for rank in range(devices):
                     if not asked:

@@ -18,6 +18,7 @@ from truebatch.errors import ConfigError
 from truebatch.html_repr import html_table
 from truebatch.io.atomic_files import write_json
 from truebatch.planning.rows import Ints, Layout
+from truebatch.progress import counted
 from truebatch.training.checks.batch_coupling import refuse_couplings
 from truebatch.training.config import TrainConfig
 from truebatch.training.data import TrainData
@@ -254,7 +255,8 @@ def _speeds(
 ) -> dict[int, tuple[float, float]]:
     """Samples a second of every size, fastest and slowest pass. Sizes take turns, so that a busy spell meets all."""
     passes: dict[int, list[float]] = {n: [] for n in numbers}
-    for _ in range(PASSES):
+    timing = counted(range(PASSES), f"timing {len(passes)} batch sizes, passes", PASSES)
+    for _ in timing:
         for number in sorted(passes):
             cuts = [pool[at : at + number] for at in range(0, len(pool), number)]
             seconds = seconds_that_fit(engine, data, cuts, layout)

@@ -23,6 +23,7 @@ from truebatch.batch.microbatch import MicroBatch
 from truebatch.batch.split import cells_of
 from truebatch.errors import ConfigError, MemoryLimitError
 from truebatch.planning.rows import Ints, Layout, Rows, packed_row, padded_rows
+from truebatch.progress import counted, stage
 from truebatch.training.checkpoint.state_dict import copy_buffers, restore_buffers
 from truebatch.training.config import TrainConfig
 from truebatch.training.data import TrainData, length_of, measure_by_reading, planned_field, read_sample
@@ -239,7 +240,7 @@ def _probe_all(
     """What each takes, up to the first that does not fit; and that one."""
     points: dict[MemoryShape, Point] = {}
     failed: MemoryShape | None = None
-    for at, ids in enumerate(probes):
+    for at, ids in enumerate(counted(probes, "measuring memory, micro-batches", len(probes))):
         batch, shape = make_batch(data, ids, layout)
         if shape in points:
             continue
@@ -259,6 +260,7 @@ def _probe_all(
     return list(points.values()), failed
 
 
+@stage("estimating memory from shapes")
 def _estimate_all(engine: StepEngine, data: TrainData, probes: Sequence[Ints], layout: Layout) -> list[Point]:
     made = {shape: batch for batch, shape in (make_batch(data, ids, layout) for ids in probes)}
     added = estimate_added(engine, list(made.values()))

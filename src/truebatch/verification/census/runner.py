@@ -105,7 +105,7 @@ def run_census(config: CensusConfig, *, work: Callable[[CensusTask], Row] = exam
         config.journal.unlink(missing_ok=True)
     known = read_journal(config.journal, key)
     missing = [task for task in tasks if _name(task) not in known]
-    with _environment(WORKER_ENVIRONMENT), progress(len(missing), "census") as tell:
+    with _environment(WORKER_ENVIRONMENT), progress(len(missing), "examining architectures") as tell:
         for ended in run_each(missing, work, _workers(config)):
             row = _row(ended)
             known[_name(ended.task)] = row

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from truebatch.progress import stage
 from truebatch.training.checks.batch_coupling import Coupling, find_couplings
 from truebatch.verification.arrangement_result import run_one
 from truebatch.verification.arrangements import ArrangedBatch, Arrangement
@@ -57,6 +58,7 @@ class Seen:
     """Why fp64 was the judge, if it was."""
 
 
+@stage("looking for leaks, the module and the cause")
 def explain(subject: Subject | ListSubject, singles: Arrangement, seen: Seen, config: VerifyConfig) -> VerifyReport:
     """Leaks, causes and notes; the model must be in the mode in which the results were got."""
     if isinstance(subject, ListSubject):

@@ -12,6 +12,7 @@ from torch import nn
 
 from truebatch.errors import ConfigError
 from truebatch.import_target import call_target, is_target, resolve_target
+from truebatch.progress import stage
 from truebatch.verification.config import VerifyConfig
 from truebatch.verification.engines.compare_models import compare
 from truebatch.verification.engines.compare_server import compare_with_server
@@ -26,6 +27,7 @@ PROBES = ("The quick brown fox jumps over 13 lazy dogs.", "批处理 2 次")
 """Texts that two tokenizers should cut alike."""
 
 
+@stage("comparing with the other engine")
 def verify_against(subject: Subject | ListSubject, against: Against, config: VerifyConfig) -> AgainstReport:
     """Compare the model of a subject with another engine, sample by sample."""
     if isinstance(subject, ListSubject) or subject.model is None:

@@ -21,6 +21,7 @@ from truebatch.hf.finetune.tokenize import FileTokenizer, with_end, without_end
 from truebatch.hf.heads.losses import IGNORE
 from truebatch.io.data_files import read_samples
 from truebatch.planning.lengths.measure import content_hash
+from truebatch.progress import counted
 
 WAY = "pairs-1"
 """Raised whenever the same file would be encoded differently."""
@@ -50,7 +51,10 @@ def encode_pairs(encoder: FileTokenizer, path: Path) -> TokenStore:
     known = load_encoded(file) if file is not None else None
     if known is not None:
         return known
-    pairs = [(place, encode_pair(encoder.tokenizer, sample, place)) for place, sample in read_samples(path)]
+    pairs = [
+        (place, encode_pair(encoder.tokenizer, sample, place))
+        for place, sample in counted(read_samples(path), f"tokenising {path}")
+    ]
     if not pairs:
         raise DataError(f"{path} holds no samples", seen="nothing to train on", do="check that it is the right file")
     kept, notes = _fit(encoder, pairs, path)

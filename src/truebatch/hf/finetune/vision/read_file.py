@@ -26,6 +26,7 @@ from truebatch.hf.processors import load_processor
 from truebatch.io.data_files import read_samples
 from truebatch.io.text_encoding import read_text
 from truebatch.planning.config import Overlong
+from truebatch.progress import counted
 
 _PROBE = (64, 96)
 """Height and width of the blank image that shows what a processor gives."""
@@ -43,7 +44,7 @@ class ImageChatReader:
     def read(self, path: Path, *, folder: Path | None, max_length: int | None, overlong: Overlong) -> ImageChatStore:
         """Every sample of a file; relative paths of images begin at `folder`, or beside the file."""
         encoder = ImageChatEncoder(self.processor, path.parent if folder is None else folder)
-        found = [encoder.encode(sample, place) for place, sample in read_samples(path)]
+        found = [encoder.encode(sample, place) for place, sample in counted(read_samples(path), f"reading {path}")]
         if not found:
             raise DataError(
                 f"{path} holds no samples", seen="nothing to train on", do="check that it is the right file"
