@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from truebatch.errors import DataError
+from truebatch.io.compressed_files import COMPRESSED
+from truebatch.io.json_arrays import stream_array
 from truebatch.io.text_encoding import MAX_LINE_BYTES, open_file, read_lines, read_text, unpacked_suffix
 
 MAX_JSON_BYTES = 4 * 2**30
@@ -126,6 +128,9 @@ def _parse(text: str, place: str) -> Any:
 
 
 def _read_json(path: Path) -> Iterator[Placed]:
+    if path.suffix.lower() in COMPRESSED:
+        yield from ((f"{path} [{index}]", sample) for index, sample in enumerate(stream_array(path)))
+        return
     text = read_text(path, max_bytes=MAX_JSON_BYTES)
     if not text.strip():
         return

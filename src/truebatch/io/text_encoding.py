@@ -7,20 +7,17 @@ from __future__ import annotations
 
 import codecs
 import difflib
-import gzip
 import shlex
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from truebatch.errors import DataError
+from truebatch.io.compressed_files import COMPRESSED, open_unpacked
 
 MAX_LINE_BYTES = 64 * 2**20
-COMPRESSED = (".gz", ".zst")
-"""Endings of names of compressed files; the ending before says what is in them."""
 _UTF16_MARKS = {codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16", codecs.BOM_UTF32_BE: "UTF-32"}
 
 
@@ -53,36 +50,14 @@ def open_file(path: Path) -> BufferedReader:
 
 
 @contextmanager
-def open_content(path: Path) -> Iterator[Any]:
+def open_content(path: Path) -> Iterator[BufferedReader]:
     """The bytes of a file; a compressed one is opened as what it holds."""
     with open_file(path) as file:
-        kind = path.suffix.lower()
-        if kind not in COMPRESSED:
+        if path.suffix.lower() not in COMPRESSED:
             yield file
             return
-        try:
-            if kind == ".gz":
-                with gzip.GzipFile(fileobj=file) as opened:
-                    yield BufferedReader(opened)
-            else:
-                with _zstd_stream(path, file) as stream:
-                    yield BufferedReader(stream)
-        except (OSError, EOFError, zlib.error) as error:
-            raise DataError(
-                f"{path} cannot be unpacked; it is damaged, or no {kind} file",
-                seen=str(error)[:200],
-                do="copy or pack the file again",
-            ) from error
-
-
-def _zstd_stream(path: Path, file: BufferedReader) -> Any:
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise DataError(
-            "reading .zst files needs the package pyarrow", seen=f"{path}; {error}", do="pip install 'truebatch[data]'"
-        ) from error
-    return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
+        with open_unpacked(path, file) as content:
+            yield content
 
 
 def unpacked_suffix(path: Path) -> str:

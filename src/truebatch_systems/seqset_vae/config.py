@@ -88,7 +88,9 @@ class ModelConfig:
     """How a stay is classified: pooled by attention, or every set judged by two Gaussians (gaussian_mil)."""
     votes: bool = False
     """Beside the head, let every event of the newest set vote for the classes itself: a logistic regression on the last
-    values. For few stays with many variables, and best with carry_minutes and carry_counts."""
+    values. For few stays with many variables, and best with carry_minutes and carry_counts, or with summarise."""
+    vote_curves: bool = False
+    """With votes: a curve for every variable instead of a straight line, so that both too low and too high can count."""
     num_classes: int = 2
     seed_noise: float = 0.3
     """How much noise the decoder's seeds get in training."""
@@ -102,6 +104,10 @@ class ModelConfig:
         check_range(self, "dropout", below=1)
         check_range(self, "seed_noise", "logvar_limit")
         check_choice(self, "head", Head)
+        if self.vote_curves and not self.votes:
+            raise ConfigError(
+                "curves are those of votes", seen="votes=False, vote_curves=True", do="set model.votes=true as well"
+            )
         for name in ("heads", "transformer_heads"):
             if self.latent_dim % getattr(self, name):
                 raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.systems.seqset_vae.tiny_stays import batch_of, make_model, make_stay, make_stays
 from truebatch.batch.collate import collate
 from truebatch.batch.keyed_random import noise_for
+from truebatch.errors import ConfigError
 from truebatch.objective import add_counts, divide_once
 from truebatch.planning.rows import padded_rows
 from truebatch_systems.seqset_vae.config import GeneratorConfig, LossConfig, ModelConfig, SeqSetConfig
 from truebatch_systems.seqset_vae.data.admissions import FIELDS
 from truebatch_systems.seqset_vae.data.prepare import prepare
-from truebatch_systems.seqset_vae.model.heads import PACE
+from truebatch_systems.seqset_vae.model.heads import KNOT_WIDTH, KNOTS, PACE
 from truebatch_systems.seqset_vae.model.model import draw_noise, read_stays
 from truebatch_systems.seqset_vae.model.set_attention import CALL_CELLS
 from truebatch_systems.seqset_vae.train.loss import SeqSetObjective, kl_of_sets, reconstruction
@@ -136,6 +138,30 @@ def test_votes_are_those_of_the_newest_set_in_any_micro_batch(is_training):
         weights = model.votes.weights[torch.from_numpy(stay["var"][newest])]
         votes = PACE * torch.from_numpy(stay["val"][newest])[:, None] * weights[:, :2] + weights[:, 2:]
         torch.testing.assert_close(together[i]["logits"], found["logits"] + votes.sum(0), atol=1e-5, rtol=1e-5)
+
+
+def test_curved_votes_are_those_of_their_formula_and_begin_without_a_say():
+    model, silent = make_model(votes=True, vote_curves=True).eval(), make_model().eval()
+    ids = list(range(8))
+    assert_close(results(model, STAYS, ids), results(silent, STAYS, ids))
+    torch.nn.init.normal_(model.votes.weights)
+    together = results(model, STAYS, ids)
+    assert_close(together, {i: results(model, STAYS, [i])[i] for i in ids})
+    for i, found in results(silent, STAYS, ids).items():
+        stay = STAYS[i]
+        newest = stay["set_id"] == stay["set_id"][-1]
+        expected = found["logits"].double()
+        for var, val in zip(stay["var"][newest], stay["val"][newest].astype(np.float64), strict=True):
+            weights = model.votes.weights[var].double().view(-1, 2)
+            bent = math.copysign(math.log1p(abs(val)), val)
+            near = [PACE * math.exp(-0.5 * ((bent - knot) / KNOT_WIDTH) ** 2) for knot in KNOTS]
+            expected = expected + torch.tensor([1.5 * PACE * bent, 1.0, *near]).double() @ weights
+        torch.testing.assert_close(together[i]["logits"].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_curves_without_votes_are_refused():
+    with pytest.raises(ConfigError, match="curves are those of votes"):
+        ModelConfig(vote_curves=True)
 
 
 def test_the_order_of_events_in_a_set_does_not_matter():

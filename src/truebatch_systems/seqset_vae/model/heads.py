@@ -91,22 +91,44 @@ PACE = 5.0
 Those of names are not: what was charted at all says little beside the values, and much by chance."""
 
 
+KNOTS, KNOT_WIDTH = (-1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5), 0.35
+"""Where curved votes bend, and how wide each bump is, on the scale of `_bent`: 3.5 deviations from the mean are 1.5."""
+
+
 class EventVotes(nn.Module):
     """Every event of a set votes for the classes itself: a weight for its value, and one for its being there.
 
     Beside a deep head this is a logistic regression on what the newest set holds; with values (and counts) carried
-    forward, on the last known value of every variable. It begins with no say.
+    forward, on the last known value of every variable. With curves it is an additive model: what is too low and what is
+    too high may both count, each variable by itself. It begins with no say.
     """
 
-    def __init__(self, num_variables: int, num_classes: int) -> None:
+    knots: Tensor
+
+    def __init__(self, num_variables: int, num_classes: int, *, curved: bool = False) -> None:
         super().__init__()
-        self.weights = nn.Parameter(torch.zeros(num_variables, 2 * num_classes))
+        self.register_buffer("knots", torch.tensor(KNOTS if curved else ()), persistent=False)
+        self.weights = nn.Parameter(torch.zeros(num_variables, (2 + len(self.knots)) * num_classes))
 
     def forward(self, var: Tensor, val: Tensor, layout: SetLayout) -> Tensor:
         """Variables and values [n] -> the votes of every set [M, C]."""
-        of_value, of_name = self.weights.index_select(0, var).chunk(2, dim=-1)
-        votes = PACE * val[:, None] * of_value + of_name
+        weights = self.weights.index_select(0, var).view(len(var), 2 + len(self.knots), -1)
+        votes = (self._readings(val)[:, :, None] * weights).sum(1)
         return votes.new_zeros(layout.num_sets, votes.shape[1]).index_add(0, layout.owner, votes)
+
+    def _readings(self, val: Tensor) -> Tensor:
+        """[n, 2 + K]: what the weights of an event are for: its value, its being there, and how near each knot it is."""
+        there = torch.ones_like(val)[:, None]
+        if not len(self.knots):
+            return torch.cat([PACE * val[:, None], there], dim=1)
+        bent = _bent(val)[:, None]
+        near = torch.exp(-0.5 * ((bent - self.knots) / KNOT_WIDTH).square())
+        return torch.cat([1.5 * PACE * bent, there, PACE * near], dim=1)
+
+
+def _bent(val: Tensor) -> Tensor:
+    """Deviations on a scale on which the far ones, of skewed variables above all, lie closer."""
+    return val.sign() * torch.log1p(val.abs())
 
 
 def make_head(config: ModelConfig) -> nn.Module:

@@ -201,7 +201,9 @@ class SeqSetVAE(nn.Module):
         self.layers = nn.ModuleList(CausalLayer(config) for _ in range(config.transformer_layers))
         self.norm = nn.LayerNorm(Z)
         self.head = make_head(config)
-        self.votes = EventVotes(len(vectors), config.num_classes) if config.votes else None
+        self.votes = None
+        if config.votes:
+            self.votes = EventVotes(len(vectors), config.num_classes, curved=config.vote_curves)
         self.recomputes = False
         _initialise(self)
 

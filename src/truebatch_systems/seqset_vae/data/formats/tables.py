@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from truebatch.errors import DataError
 from truebatch.io.data_files import open_parquet
-from truebatch.io.text_encoding import nearest, open_file
+from truebatch.io.text_encoding import nearest, open_content
 
 TEXTS = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz")
 TABLES = (".csv", ".tsv", ".parquet", ".csv.gz", ".tsv.gz")
@@ -65,8 +64,7 @@ def header_of(path: Path) -> list[str]:
     if table_kind(path) == ".parquet":
         with open_parquet(path) as file:
             return [str(name) for name in file.schema_arrow.names]
-    open_file(path).close()
-    with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
+    with open_content(path) as file:
         first = file.readline(65536).decode("utf-8-sig", errors="replace")
     return [name.strip().strip('"') for name in first.rstrip("\r\n").split("\t" if "\t" in first else ",")]
 
@@ -92,17 +90,17 @@ def _read_text(path: Path, texts: Collection[str]) -> Any:
         raise DataError(
             "reading tables needs the package pyarrow", seen=f"{path}; {error}", do="pip install 'truebatch[data]'"
         ) from error
-    open_file(path).close()
     delimiter = "\t" if ".tsv" in table_kind(path) else ","
     try:
-        table = csv.read_csv(
-            path,
-            parse_options=csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-            # An empty name is a fault with its place; "NA" in a column of names is sodium and no missing value.
-            convert_options=csv.ConvertOptions(
-                column_types=dict.fromkeys(texts, arrow.string()), strings_can_be_null=False
-            ),
-        )
+        with open_content(path) as file:
+            table = csv.read_csv(
+                file if path.suffix.lower() == ".gz" else path,
+                parse_options=csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
+                # An empty name is a fault with its place; "NA" in a column of names is sodium and no missing value.
+                convert_options=csv.ConvertOptions(
+                    column_types=dict.fromkeys(texts, arrow.string()), strings_can_be_null=False
+                ),
+            )
         names = table.column_names  # a header in another encoding is found when its names are asked for
     except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(
