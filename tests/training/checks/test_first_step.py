@@ -350,9 +350,9 @@ def test_generators_buffers_modes_and_gradients_are_what_they_were():
 class OutOfMemory(faults.TextModel):
     """Memory runs out in the first forward passes."""
 
-    def __init__(self):
+    def __init__(self, times):
         super().__init__()
-        self.left = 1
+        self.left = times
 
     def forward(self, batch):
         self.left -= 1
@@ -363,10 +363,38 @@ class OutOfMemory(faults.TextModel):
 
 def test_memory_that_runs_out_in_the_check_ends_no_run():
     lines = []
-    _, result = trained(OutOfMemory(), lines=lines)
+    _, result = trained(OutOfMemory(times=2), lines=lines)
     assert result.step == 2
     assert result.records[0]["equality"]["verdict"] == "not_checked"
     assert "equality: not checked: memory ran out beside the step" in lines
+
+
+class NoRoomInFp32(faults.TextModel):
+    """As with rows that just fit in bf16: in fp32 memory runs out where there are cells of samples that are not checked."""
+
+    seen = 0
+
+    def forward(self, batch):
+        if not torch.is_autocast_enabled("cpu") and not batch.rows().is_real.all() and batch.num_samples > 1:
+            self.seen += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return super().forward(batch)
+
+
+class LeakyWithoutRoom(NoRoomInFp32, faults.LeakyMean):
+    pass
+
+
+def test_rows_too_wide_for_fp32_are_compared_there_without_their_empty_cells():
+    model, result = trained(NoRoomInFp32(), check_samples=6, precision="bf16", **PACKED)
+    assert model.seen
+    assert result.records[0]["equality"]["verdict"] == "equal"
+    assert result.records[0]["equality"]["samples"] == 6
+
+
+def test_a_fault_is_found_without_the_empty_cells():
+    with pytest.raises(LawError, match="gives other results in a batch than alone"):
+        trained(LeakyWithoutRoom(), precision="bf16", **PACKED)
 
 
 class Poisoned(NextToken):

@@ -13,7 +13,7 @@ import numpy as np
 
 from truebatch.batch.fields import Field
 from truebatch.batch.microbatch import MicroBatch
-from truebatch.batch.split import keep_samples, rows_of_batch, sample_alone
+from truebatch.batch.split import keep_samples, rows_of_batch, sample_alone, take_samples
 
 
 def choose_places(batches: Sequence[MicroBatch], fields: Sequence[Field], number: int) -> list[list[int]]:
@@ -57,10 +57,12 @@ def _evenly(places: Sequence[tuple[int, int]], number: int) -> list[tuple[int, i
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckedSamples:
-    """The chosen samples of a rank, twice."""
+    """The chosen samples of a rank, as cut and alone."""
 
     cut: list[MicroBatch]
     alone: list[MicroBatch]
+    narrow: list[MicroBatch]
+    """As cut, without the empty cells of the samples not chosen: where memory has no room for those in fp32."""
 
     @classmethod
     def of(cls, batches: Sequence[MicroBatch], fields: Sequence[Field], number: int) -> CheckedSamples:
@@ -74,4 +76,5 @@ class CheckedSamples:
         return cls(
             [keep_samples(batch, fields, places) for batch, places in pairs],
             [sample_alone(batch, fields, at) for batch, places in pairs for at in places],
+            [part for batch, places in pairs for part in take_samples(batch, fields, places)],
         )

@@ -24,7 +24,7 @@ from truebatch.training.checks.gradient_sketch import Sketch, norm, sketch_tenso
 from truebatch.training.checks.loss_terms import check_sums
 from truebatch.training.checks.rounding import in_fp64, in_full_precision, last_bits_moved, spacing_of, without_tf32
 from truebatch.training.distributed.collectives import is_peer_failure, is_sharded
-from truebatch.training.memory.oom import is_out_of_memory
+from truebatch.training.memory.oom import free_memory, is_out_of_memory
 from truebatch.training.step import StepEngine, sums_of
 
 Verdict = Literal["equal", "bits", "in_distribution", "broken", "not_checked"]
@@ -264,10 +264,13 @@ def judge(engine: StepEngine, samples: CheckedSamples, *, epoch: int, passes: in
 
     owners = owners_of(engine)
 
+    def take(by: StepEngine, batches: Sequence[MicroBatch]) -> PassResult:
+        return take_outcome(by, batches, counts, owners=owners, epoch=epoch, passes=passes)
+
     def both(by: StepEngine) -> tuple[PassResult, PassResult]:
-        cut = take_outcome(by, samples.cut, counts, owners=owners, epoch=epoch, passes=passes)
+        cut = _take_cut(by, samples, take)
         with force_eager(), _errors_alone():  # every sample alone has a shape of its own
-            return cut, take_outcome(by, samples.alone, counts, owners=owners, epoch=epoch, passes=passes)
+            return cut, take(by, samples.alone)
 
     cut, alone = both(engine)
     spacing = spacing_of(engine)
@@ -291,6 +294,22 @@ def judge(engine: StepEngine, samples: CheckedSamples, *, epoch: int, passes: in
     limit = max(MOST_ROUNDING * max(near.gradient, near.loss), _FLOOR * spacing)
     broken = f"beside fp32 {far.words(limit)}; rounding alone is {short(near.gradient)}" if far.is_over(limit) else ""
     return MeasuredGap(gap=gap, broken=broken, rounding=near.gradient)
+
+
+def _take_cut(
+    engine: StepEngine, samples: CheckedSamples, take: Callable[[StepEngine, Sequence[MicroBatch]], PassResult]
+) -> PassResult:
+    """The samples in rows as wide as those of the step; where memory ends at that (rows that just fit in bf16 do not in
+    fp32), in rows that hold nothing else."""
+    try:
+        return take(engine, samples.cut)
+    except Exception as error:
+        if not is_out_of_memory(error) or is_sharded(engine.model):  # of sharded weights the other ranks wait
+            raise
+    for p in engine.model.parameters():
+        p.grad = None
+    free_memory(engine.device)
+    return take(engine, samples.narrow)
 
 
 def _judge_fp32(engine: StepEngine, both: Ways, gap: Gap, alone: PassResult) -> MeasuredGap:

@@ -46,7 +46,7 @@ from truebatch.training.distributed.collectives import (
     num_ranks,
     rank,
 )
-from truebatch.training.memory.oom import free_memory, is_out_of_memory
+from truebatch.training.memory.oom import forget_probes, is_out_of_memory
 from truebatch.training.random_state import random_state, restore_random
 from truebatch.training.run_dir.run_dir import ABOUT, CONFIG, EQUALITY, RunFolder
 from truebatch.training.step import StepEngine
@@ -104,7 +104,7 @@ def _check_here(first: FirstStep) -> Equality:
             raise
         return Equality(verdict="not_checked", why="memory ran out beside the step")
     finally:
-        free_memory(engine.device)
+        forget_probes(engine.device)
         restore_buffers(buffers)
         restore_random(generators)
     return _verdict(judged, number, sorted({c.name for c in seen}), is_drawn=is_drawn)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from truebatch.batch.torch_compile import fall_back_to_eager
@@ -22,7 +21,7 @@ from truebatch.training.config import TrainConfig
 from truebatch.training.data import TrainData, first_samples, measure_by_reading
 from truebatch.training.distributed.collectives import broadcast_from_rank0, rank
 from truebatch.training.distributed.device import find_device
-from truebatch.training.memory.oom import free_memory
+from truebatch.training.memory.oom import forget_probes
 from truebatch.training.optim.param_groups import Group
 from truebatch.training.run_dir.run_dir import CONFIG, RunFolder
 from truebatch.training.stream import is_stream
@@ -78,7 +77,7 @@ def settle_choices(
     if not config.choose:
         return config, []
     found = choose_settings(task, model, data, config, say=say) if rank() == 0 else None
-    _forget_probes(find_device(replace(config, choose=(), compile=False)).device)
+    forget_probes(find_device(replace(config, choose=(), compile=False)).device)
     settled = broadcast_from_rank0(found)
     assert settled is not None
     for choice in settled[1]:
@@ -86,13 +85,6 @@ def settle_choices(
     if any(choice.setting == "compile" and choice.value for choice in settled[1]):
         fall_back_to_eager()
     return settled
-
-
-def _forget_probes(device: torch.device) -> None:
-    """The run begins with the memory that probes have filled given back, and tells its own peak, not theirs."""
-    if device.type == "cuda":
-        free_memory(device)
-        torch.cuda.reset_peak_memory_stats(device)
 
 
 def settle_open(

@@ -77,6 +77,13 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
+def forget_probes(device: torch.device) -> None:
+    """A run begins with the memory that probes have filled given back, and tells its own peak, not theirs."""
+    free_memory(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def free_memory(device: torch.device, *, said: str = "") -> None:
     """Give back what nobody refers to. Call it outside the `except` block: a traceback keeps its tensors alive.
 
