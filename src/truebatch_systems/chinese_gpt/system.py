@@ -14,6 +14,8 @@ from truebatch.planning.lengths.measured_values import Measured
 from truebatch.training.data import TrainData
 from truebatch.training.system import System, Task, TaskCommands
 from truebatch_systems.chinese_gpt.config import ChineseGPTConfig
+from truebatch_systems.chinese_gpt.data.corpus import DIALOGUE
+from truebatch_systems.chinese_gpt.data.dialogues import is_dialogue
 from truebatch_systems.chinese_gpt.data.lint import lint_texts
 from truebatch_systems.chinese_gpt.data.prepare import PreparedTexts, prepare
 from truebatch_systems.chinese_gpt.data.samples import FIELDS, EncodedTexts
@@ -64,7 +66,12 @@ def shape_of(config: ChineseGPTConfig, vocabulary: int) -> ModelShape:
 
 
 def settle(config: ChineseGPTConfig) -> ChineseGPTConfig:
-    """The batch size for this many samples, unless it or the samples of a step are given."""
+    """The batch size for this many samples, unless it or the samples of a step are given; the stage, where there is one.
+
+    A corpus without dialogues is one of pretraining: what a run is asked later is then the beginning of a text.
+    """
+    if config.stage == "both" and not any(is_dialogue(text.text) for text in prepare(config).texts):
+        config = replace(config, stage="pretraining")
     train = config.train
     if train.batch_size is not None or train.samples_per_step is not None:
         return config
@@ -91,6 +98,10 @@ def _corpus_lines(config: ChineseGPTConfig, ready: PreparedTexts) -> list[str]:
     train, validation, test = (len(part) if part is not None else 0 for part in parts)
     sizes = f"{train:,} for training, {validation:,} for validation, {test:,} for testing"
     lines = [f"corpus: {len(ready.texts):,} texts in {len(files)} files; {sizes}; equal texts share one of the three"]
+    if config.stage == "pretraining" and not any(is_dialogue(text.text) for text in ready.texts):
+        lines.append(
+            "corpus: no dialogues (用户：...助手：...), so a prompt is the beginning of a text, not a question"
+        )
     encoded = [part for part in parts if part is not None]
     lines += [
         line
@@ -104,7 +115,7 @@ def _corpus_lines(config: ChineseGPTConfig, ready: PreparedTexts) -> list[str]:
     held = [part for part in encoded if part is not ready.train]
     tokens = sum(int(part.lengths.sum()) for part in held)
     rate = f"{sum(part.num_unknown for part in held) / tokens:.2%} of held-out tokens are unknown" if tokens else ""
-    came = "from the run it starts from" if config.start_from is not None else f"backend {vocab.backend}"
+    came = "from the run it starts from" if config.start_from is not None else f"backend {config.backend}"
     lines.append(f"vocabulary: {len(vocab):,} words, {came}, hash {vocab.hash}{'; ' if rate else ''}{rate}")
     if ready.validation is None:
         lines.append("no validation samples: nothing stops training early, and the last weights are kept")

@@ -83,21 +83,27 @@ def show_search(
       truebatch stitched_llm search
 
       truebatch stitched_llm search --set bottom=./small --set top=./large --set data=texts.jsonl --measure 16
+
+      truebatch stitched_llm search --set bottom=./small --set top=./other --set data=texts.jsonl --set vocabulary=retokenize
     """
-    from truebatch_systems.stitched_llm.data.dataset import first_rows, prepare_texts
+    from truebatch_systems.stitched_llm.data.dataset import first_rows, prepare_texts, vocabulary_of
     from truebatch_systems.stitched_llm.data.vocab_map import refuse_other_vocabulary
-    from truebatch_systems.stitched_llm.eval.layer_search import search_cuts, write_search
+    from truebatch_systems.stitched_llm.eval.layer_search import TwoVocabularies, search_cuts, write_search
     from truebatch_systems.stitched_llm.model.build import cut_of, open_donors
+    from truebatch_systems.stitched_llm.model.donors import spelling_between
 
     settings = _settings(config, set_)
     bottom, top = open_donors(settings)
-    _refuse_mapped(settings)
-    refuse_other_vocabulary(bottom, top)
+    spelling = spelling_between(bottom, top) if settings.vocabulary == "retokenize" else None
+    between = TwoVocabularies(vocabulary_of(settings), spelling)
+    if between.vocabulary is None and spelling is None:
+        refuse_other_vocabulary(bottom, top)
     texts = prepare_texts(settings)
     rows = list(first_rows(texts.samples, tokens=tokens))
     held_out = texts.held_out or texts.samples
     number = min(bottom.depth * top.depth, 64) if measure is None else measure
-    pairs = search_cuts(bottom, top, rows, held_out, shape=cut_of(settings, bottom, top), measured=number)
+    shape = cut_of(settings, bottom, top)
+    pairs = search_cuts(bottom, top, rows, held_out, shape=shape, measured=number, between=between)
     files = write_search(pairs, out)
     if as_json:
         sys.stdout.write(json.dumps([asdict(pair) for pair in pairs]) + "\n")
@@ -144,17 +150,6 @@ def _settings(file: Path | None, overrides: list[str] | None) -> StitchConfig:
     from truebatch_systems.stitched_llm.config import StitchConfig
 
     return load_config(StitchConfig, file, overrides=overrides or [])
-
-
-def _refuse_mapped(settings: StitchConfig) -> None:
-    from truebatch.errors import ConfigError
-
-    if settings.vocabulary != "same" or settings.vocabulary_map is not None:
-        raise ConfigError(
-            "a search compares donors of one vocabulary only",
-            seen=f"vocabulary={settings.vocabulary}, vocabulary_map={settings.vocabulary_map}",
-            do="leave these settings out; donors of two vocabularies are cut by hand: --set cut_bottom=K --set cut_top=J",
-        )
 
 
 def _train_command(config: Path | None, given: list[str], best: Any) -> str:

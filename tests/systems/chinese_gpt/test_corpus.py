@@ -336,3 +336,17 @@ def test_texts_are_split_on_request_at_the_ends_of_sentences_and_counted(tmp_pat
     learned = [int(i) for labels in encoded.labels for i in labels if i != IGNORE]
     assert vocab.decode(learned) == text
     assert [vocab.words[int(labels[-1])] for labels in encoded.labels[:-1]] == ["。"] * (len(encoded) - 1)
+
+
+@pytest.mark.parametrize(
+    ("texts", "stage"), [(["床前明月光。", "疑是地上霜。"], "pretraining"), (["用户：好吗？助手：好。"], "both")]
+)
+def test_a_corpus_without_dialogues_is_one_of_pretraining_so_that_prompts_are_beginnings(tmp_path, texts, stage):
+    file = tmp_path / "texts.json"
+    file.write_text(json.dumps(texts * 2, ensure_ascii=False), encoding="utf-8")
+    config = CONFIG(data=str(file), validation_share=0, test_share=0)
+    found = settle(config)
+    assert found.stage == stage
+    assert settle(found) == found
+    lines = CHINESE_GPT.prepare(found).commands.describe()
+    assert any("no dialogues" in line for line in lines) == (stage == "pretraining")

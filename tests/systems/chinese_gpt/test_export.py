@@ -51,10 +51,10 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """Models of all three backends, exported, and what a foreign process made of them."""
+    """Models of all backends, exported, and what a foreign process made of them."""
     folder = tmp_path_factory.mktemp("exported")
     models, cases = {}, []
-    for backend in ("builtin", "bpe", "jieba"):
+    for backend in ("builtin", "character", "bpe", "jieba"):
         vocab = Vocab.build_from_texts(CORPUS, backend=backend)
         shape = ModelShape(vocabulary=len(vocab), embedding_dim=32, hidden_dim=48, layers=2, heads=4, max_seq_len=64)
         model = ChineseGPT(shape, seed=2, vocab=vocab).eval()
@@ -75,7 +75,7 @@ def exported(tmp_path_factory):
 
 
 @pytest.mark.xdist_group("chinese_gpt_export")
-@pytest.mark.parametrize("backend", ["builtin", "bpe", "jieba"])
+@pytest.mark.parametrize("backend", ["builtin", "character", "bpe", "jieba"])
 def test_plain_transformers_has_the_same_tokens_logits_and_text(exported, backend):
     folder, models, foreign = exported
     model, texts = models[backend]

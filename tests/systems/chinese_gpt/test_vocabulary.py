@@ -144,3 +144,9 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "jieba", None)
     with pytest.raises(ConfigError, match="needs the package of that name"):
         Vocab.build_from_texts(["你好"], backend="jieba")
+
+
+def test_the_backend_character_has_no_words_of_two_characters():
+    vocab = Vocab.build_from_texts(["床前明月光，明月明月明月。", "GPU 和月光"], backend="character")
+    assert vocab.segmenter.cut("明月光，GPU") == ["明", "月", "光", "，", "GPU"]
+    assert Vocab.from_dict(vocab.as_dict()).hash == vocab.hash

@@ -15,10 +15,12 @@ from truebatch.hf.generate.decoder import hf_decoder
 from truebatch.verification.choose_layout import choose_layout
 from truebatch_systems.stitched_llm.data.retokenize import spell, spell_in
 from truebatch_systems.stitched_llm.data.token_bytes import token_bytes
+from truebatch_systems.stitched_llm.data.vocab_map import match_by_bytes
+from truebatch_systems.stitched_llm.eval.layer_search import TwoVocabularies, pair_residuals, paired_streams
 from truebatch_systems.stitched_llm.model.donors import open_donor, spelling_between
 from truebatch_systems.stitched_llm.model.mask_check import refuse_wrong_masks
 from truebatch_systems.stitched_llm.model.save_load import export_merged
-from truebatch_systems.stitched_llm.model.stitch import Cut, stitch
+from truebatch_systems.stitched_llm.model.stitch import Cut, fit_start, stitch
 
 
 @pytest.fixture(scope="module")
@@ -144,3 +146,20 @@ def test_a_merged_folder_keeps_the_spelling(donors, stitched, tmp_path):
     assert torch.equal(
         loaded(input_ids=ids, attention_mask=is_real).logits, stitched(input_ids=ids, attention_mask=is_real).logits
     )
+
+
+@pytest.mark.parametrize("vocabulary", ["retokenize", "by_text"])
+def test_a_search_finds_the_residual_of_every_stitched_model(donors, vocabulary):
+    bottom, top = donors
+    if vocabulary == "retokenize":
+        between, speaker = TwoVocabularies(spelling=spelling_between(*donors)), top
+    else:
+        sizes = {"size": bottom.model.config.vocab_size, "top_size": top.model.config.vocab_size}
+        between, speaker = TwoVocabularies(match_by_bytes(bottom.tokenizer, top.tokenizer, **sizes)), bottom
+    rows = [pad([torch.tensor(speaker.tokenizer(text)["input_ids"]) for text in TEXTS * 3])]
+    pairs = pair_residuals(*paired_streams(bottom, top, rows, between))
+    assert len(pairs) == bottom.depth * top.depth
+    for pair in pairs:
+        cut = Cut(bottom=pair.cut_bottom, top=pair.cut_top)
+        model = stitch(*donors, cut, vocabulary=between.vocabulary, spelling=between.spelling, with_hashes=False)
+        assert pair.residual == pytest.approx(fit_start(model, top.model, cut, rows).residual, abs=1e-5)

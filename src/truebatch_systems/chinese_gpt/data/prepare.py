@@ -50,21 +50,25 @@ class PreparedTexts:
 
 def prepare(config: ChineseGPTConfig) -> PreparedTexts:
     """Read, split and encode the corpus of a configuration; a second call with the same files costs nothing."""
-    return _prepare(_TextsKey(config), _content(config))
+    content = _content(config)
+    return _prepare(_TextsKey(config, (*CORPUS_SETTINGS, *SAMPLE_SETTINGS)), content)
+
+
+CORPUS_SETTINGS = (
+    "data", "text_field", "text_end", "start_from", "backend", "dictionary", "validation_share", "test_share",
+    "embedded_statements", "embedded_dialogues",
+)  # fmt: skip
+"""What the texts and their vocabulary follow from."""
+SAMPLE_SETTINGS = ("stage", "mask_prompt", "overlong", "max_seq_len")
+"""And the samples made of them."""
 
 
 class _TextsKey:
-    """A configuration that equals another if all that matters for its samples does."""
+    """A configuration that equals another if all that matters here does."""
 
-    NAMES = (
-        "data", "text_field", "text_end", "stage", "start_from", "backend", "dictionary", "mask_prompt", "overlong",
-        "validation_share",
-        "test_share", "max_seq_len", "embedded_statements", "embedded_dialogues",
-    )  # fmt: skip
-
-    def __init__(self, config: ChineseGPTConfig) -> None:
+    def __init__(self, config: ChineseGPTConfig, names: Sequence[str]) -> None:
         self.config = config
-        self.values = tuple(getattr(config, name) for name in self.NAMES)
+        self.values = tuple(getattr(config, name) for name in names)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _TextsKey) and self.values == other.values
@@ -82,23 +86,39 @@ def _content(config: ChineseGPTConfig) -> tuple[str, ...]:
     return (*(content_hash(file) for file in files), *start)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Corpus:
+    """Texts, which part each belongs to, and their vocabulary."""
+
+    texts: tuple[Text, ...]
+    parts: Mapping[str, list[Text]]
+    vocab: Vocab
+    weights: Mapping[str, Tensor] | None
+
+
 @lru_cache(maxsize=2)
-def _prepare(key: _TextsKey, _content: tuple[str, ...]) -> PreparedTexts:
+def _read_once(key: _TextsKey, _content: tuple[str, ...]) -> _Corpus:
     config = key.config
     texts = load_texts(config)
     parts = _split(texts, validation=config.validation_share, test=config.test_share)
     weights = None if config.start_from is None else best_weights(config.start_from)
-    vocab = _vocab(config, [text.text for text in parts["train"]], weights)
-    encoded = {name: _encode(config, part, vocab) for name, part in parts.items()}
+    return _Corpus(tuple(texts), parts, _vocab(config, [text.text for text in parts["train"]], weights), weights)
+
+
+@lru_cache(maxsize=2)
+def _prepare(key: _TextsKey, content: tuple[str, ...]) -> PreparedTexts:
+    config = key.config
+    corpus = _read_once(_TextsKey(config, CORPUS_SETTINGS), content)
+    encoded = {name: _encode(config, part, corpus.vocab) for name, part in corpus.parts.items()}
     if not len(encoded["train"]):
-        raise _nothing_to_train(config, texts)
+        raise _nothing_to_train(config, corpus.texts)
     return PreparedTexts(
-        vocab=vocab,
-        texts=tuple(texts),
+        vocab=corpus.vocab,
+        texts=corpus.texts,
         train=encoded["train"],
         validation=encoded["validation"] if len(encoded["validation"]) else None,
         test=encoded["test"] if len(encoded["test"]) else None,
-        weights=weights,
+        weights=corpus.weights,
     )
 
 

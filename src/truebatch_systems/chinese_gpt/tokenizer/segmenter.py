@@ -23,7 +23,7 @@ from truebatch_systems.chinese_gpt.tokenizer.dictionary import learn_words
 
 _MOST_BYTES = 1 << 26
 
-Backend = Literal["builtin", "jieba", "bpe"]
+Backend = Literal["builtin", "character", "jieba", "bpe"]
 BPE_WORDS = 4000
 
 
@@ -187,6 +187,8 @@ def learn_segmenter(texts: Sequence[str], backend: Backend = "builtin", *, dicti
         return JiebaSegmenter(_jieba_hash())
     if backend == "bpe":
         return BpeSegmenter(_train_bpe(texts))
+    if backend == "character":
+        return BuiltinSegmenter({})  # without words every character stands alone
     if dictionary is not None:
         return BuiltinSegmenter(read_dictionary(dictionary))
     runs = [piece for text in texts for piece in pieces_of(normalise(text)) if is_han(piece)]

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from truebatch.io.atomic_files import write_json, write_text
 from truebatch.reports.plots import heat_map
+from truebatch_systems.stitched_llm.data.retokenize import Spelling
 from truebatch_systems.stitched_llm.eval.evaluate import perplexity
 from truebatch_systems.stitched_llm.model.donors import Donor, keep_bottom
-from truebatch_systems.stitched_llm.model.stitch import Cut, Rows, fit_start, stitch
+from truebatch_systems.stitched_llm.model.respell import Respelling, first_cells
+from truebatch_systems.stitched_llm.model.stitch import Cut, Rows, fit_start, ids_above, stitch
 
 _SMALLEST = 1e-12
 """Directions of a stream below this share of its largest variance are left out of its basis."""
@@ -35,16 +37,42 @@ class CutPair:
     """Of the stitched model with that map, on held-out text."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TwoVocabularies:
+    """How both donors read the same ids; with neither, they have one vocabulary."""
+
+    vocabulary: Tensor | None = None
+    """[ids of the bottom donor] the id of the same token in the top one, -1 for none."""
+    spelling: Spelling | None = None
+    """Ids are the top donor's, and this says how the bottom one spells them."""
+
+
+Streams = tuple[list[Tensor], list[Tensor]]
+"""[tokens, width] after every layer of the bottom and of the top donor, the embedding first: the same tokens, in fp32."""
+
+
 @torch.no_grad()
-def all_streams(donor: Donor, rows: Iterable[Rows]) -> list[Tensor]:
-    """[tokens, width] after every layer of a donor, the embedding first; real tokens only, in fp32."""
-    base = keep_bottom(donor.model, donor.depth)
-    found: list[list[Tensor]] = [[] for _ in range(donor.depth + 1)]
+def paired_streams(bottom: Donor, top: Donor, rows: Iterable[Rows], between: TwoVocabularies) -> Streams:
+    """What both donors make of the same tokens, those left out that the top donor cannot read as the bottom one does."""
+    lower, upper = keep_bottom(bottom.model, bottom.depth), keep_bottom(top.model, top.depth)
+    respelling = None if between.spelling is None else Respelling.of(between.spelling)
+    found: Streams = ([], [])
     for ids, is_real in rows:
-        out = base(input_ids=ids, attention_mask=is_real, output_hidden_states=True, use_cache=False)
-        for kept, hidden in zip(found, out.hidden_states, strict=True):
-            kept.append(hidden[is_real.bool()].float())
-    return [torch.cat(parts) for parts in found]
+        other, is_kept = ids_above(ids, is_real.bool(), between.vocabulary)
+        if respelling is None:
+            below = [hidden[is_kept] for hidden in _hidden_states(lower, ids, is_real)]
+        else:
+            own = respelling.spelled(ids[is_kept], first_cells(is_kept, None)[is_kept])
+            below = [hidden[own.sample, own.last] for hidden in _hidden_states(lower, own.ids, own.is_real.long())]
+        above = [hidden[is_kept] for hidden in _hidden_states(upper, other, is_real)]
+        for parts, new in zip(found, (below, above), strict=True):
+            parts[:] = [torch.cat(both) for both in zip(parts, new, strict=True)] if parts else new
+    return found
+
+
+def _hidden_states(base: Any, ids: Tensor, is_real: Tensor) -> list[Tensor]:
+    out = base(input_ids=ids, attention_mask=is_real, output_hidden_states=True, use_cache=False)
+    return [hidden.float() for hidden in out.hidden_states]
 
 
 def pair_residuals(below: Sequence[Tensor], above: Sequence[Tensor]) -> list[CutPair]:
@@ -73,23 +101,25 @@ def _basis(x: Tensor) -> Tensor:
 
 
 def search_cuts(
-    bottom: Donor, top: Donor, rows: Sequence[Rows], held_out: Any, *, shape: Cut, measured: int | None = None
-) -> list[CutPair]:
+    bottom: Donor, top: Donor, rows: Sequence[Rows], held_out: Any, *, shape: Cut, measured: int | None = None,
+    between: TwoVocabularies | None = None,
+) -> list[CutPair]:  # fmt: skip
     """Every pair of cuts, best first: by perplexity where it was measured (the `measured` best by residual), then by residual.
 
     `shape` says which adapter joins them; its own cuts do not matter.
     """
-    pairs = sorted(pair_residuals(all_streams(bottom, rows), all_streams(top, rows)), key=lambda pair: pair.residual)
+    between = between or TwoVocabularies()
+    pairs = sorted(pair_residuals(*paired_streams(bottom, top, rows, between)), key=lambda pair: pair.residual)
     number = len(pairs) if measured is None else measured
-    tried = [_with_perplexity(pair, bottom, top, rows, held_out, shape) for pair in pairs[:number]]
+    tried = [_with_perplexity(pair, bottom, top, rows, held_out, shape, between) for pair in pairs[:number]]
     return [*sorted(tried, key=lambda pair: pair.perplexity or 0.0), *pairs[number:]]
 
 
 def _with_perplexity(
-    pair: CutPair, bottom: Donor, top: Donor, rows: Sequence[Rows], held_out: Any, shape: Cut
+    pair: CutPair, bottom: Donor, top: Donor, rows: Sequence[Rows], held_out: Any, shape: Cut, between: TwoVocabularies
 ) -> CutPair:
     cut = replace(shape, bottom=pair.cut_bottom, top=pair.cut_top)
-    model = stitch(bottom, top, cut, with_hashes=False)
+    model = stitch(bottom, top, cut, vocabulary=between.vocabulary, spelling=between.spelling, with_hashes=False)
     fit_start(model, top.model, cut, rows)
     return replace(pair, perplexity=perplexity(model, held_out))
 

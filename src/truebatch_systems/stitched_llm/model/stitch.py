@@ -132,16 +132,16 @@ def fit_start(model: StitchedForCausalLM, top: Any, cut: Cut, rows: Iterable[Row
     sums = NormalEquations.empty(shape.width_in, shape.width_out, model.device)
     for ids, is_real in rows:
         ids, is_real = ids.to(model.device), is_real.to(model.device)
-        ids_above, kept = _ids_above(ids, is_real.bool(), model.vocabulary)
+        other, kept = ids_above(ids, is_real.bool(), model.vocabulary)
         x = model.stream_below(ids, is_real)
-        y = below(input_ids=ids_above, attention_mask=is_real, use_cache=False).last_hidden_state
+        y = below(input_ids=other, attention_mask=is_real, use_cache=False).last_hidden_state
         sums.add(model.adapter.features(x)[kept], y[kept])
     found = sums.solve()
     start_linear(model.adapter, found.weight, found.bias, directions=found.directions, centre=found.centre)
     return found
 
 
-def _ids_above(ids: Tensor, is_real: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
+def ids_above(ids: Tensor, is_real: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
     """The same tokens as the top donor numbers them, and which cells count: those after a token it lacks do not."""
     if vocabulary is None:
         return ids, is_real
