@@ -14,7 +14,6 @@ from truebatch.planning.lengths.measured_values import Measured
 from truebatch.training.data import TrainData
 from truebatch.training.system import System, Task, TaskCommands
 from truebatch_systems.chinese_gpt.config import ChineseGPTConfig
-from truebatch_systems.chinese_gpt.data.corpus import DIALOGUE
 from truebatch_systems.chinese_gpt.data.dialogues import is_dialogue
 from truebatch_systems.chinese_gpt.data.lint import lint_texts
 from truebatch_systems.chinese_gpt.data.prepare import PreparedTexts, prepare
