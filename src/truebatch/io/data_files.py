@@ -22,7 +22,8 @@ from typing import Any, NoReturn
 from truebatch.errors import DataError
 from truebatch.io.compressed_files import COMPRESSED
 from truebatch.io.json_arrays import stream_array
-from truebatch.io.text_encoding import MAX_LINE_BYTES, open_file, read_lines, read_text, unpacked_suffix
+from truebatch.io.parquet_files import read_rows
+from truebatch.io.text_encoding import MAX_LINE_BYTES, read_lines, read_text, unpacked_suffix
 
 MAX_JSON_BYTES = 4 * 2**30
 FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
@@ -51,7 +52,7 @@ def read_samples(path: Path, *, columns: Sequence[str] | None = None) -> Iterato
     if kind in (".csv", ".tsv"):
         return _read_csv(path, delimiter="\t" if kind == ".tsv" else ",")
     if kind == ".parquet" and path.suffix.lower() == ".parquet":
-        return _read_parquet(path, columns)
+        return ((f"{path} row {row}", sample) for row, sample in read_rows(path, columns))
     if kind == ".txt":
         return ((f"{path}:{number}", {"text": text}) for number, text in read_texts(path))
     raise DataError(
@@ -202,71 +203,3 @@ def _long_cells() -> Iterator[None]:
         yield
     finally:
         csv.field_size_limit(before)
-
-
-@contextmanager
-def open_parquet(path: Path) -> Iterator[Any]:
-    """A Parquet file, opened by pyarrow; what cannot be read raises `DataError`."""
-    try:
-        import pyarrow as arrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise DataError(
-            "reading Parquet needs the package pyarrow",
-            seen=f"{path}; {error}",
-            do="pip install 'truebatch[data]'",
-        ) from error
-    open_file(path).close()
-    try:
-        with parquet.ParquetFile(path) as file:
-            yield file
-    except (arrow.ArrowException, OSError) as error:
-        size = path.stat().st_size
-        raise DataError(
-            f"{path} cannot be read as Parquet" + ("; it is empty" if not size else ""),
-            seen=f"{size:,} bytes: {next(iter(str(error).splitlines()), type(error).__name__)[:200]}",
-            do="write or copy the file again; it is damaged or incomplete",
-        ) from error
-
-
-def _read_parquet(path: Path, columns: Sequence[str] | None) -> Iterator[Placed]:
-    row = 0
-    with open_parquet(path) as file:
-        wanted = [c for c in columns if c in file.schema_arrow.names] if columns is not None else None
-        for batch in file.iter_batches(batch_size=4096, columns=wanted):
-            _refuse_long_cells(batch, path, row)
-            for sample in _arrow_rows(batch):
-                yield f"{path} row {row}", sample
-                row += 1
-
-
-def _refuse_long_cells(batch: Any, path: Path, first: int) -> None:
-    """Apply the limit of a text line: compressed, a few bytes can expand to any length."""
-    from pyarrow import compute, types
-
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        if not (types.is_string(column.type) or types.is_large_string(column.type)):
-            continue
-        most = compute.max(compute.binary_length(column)).as_py() or 0
-        if most > MAX_LINE_BYTES:
-            raise DataError(
-                f"{path} holds a text that is too long to be one sample",
-                seen=f"column {name!r}, rows {first:,} to {first + len(column) - 1:,}: {most:,} bytes in one cell, "
-                f"at most {MAX_LINE_BYTES:,}",
-                do="write one sample per row",
-            )
-
-
-def _arrow_rows(batch: Any) -> Iterator[dict[str, Any]]:
-    from pyarrow import compute, types
-
-    columns = {}
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        is_list = types.is_list(column.type) or types.is_large_list(column.type)
-        if is_list and types.is_integer(column.type.value_type):
-            sizes = compute.list_value_length(column).to_pylist()
-            columns[name] = [None if size is None else range(size) for size in sizes]
-        else:
-            columns[name] = column.to_pylist()
-    for values in zip(*columns.values(), strict=True):
-        yield dict(zip(columns, values, strict=True))

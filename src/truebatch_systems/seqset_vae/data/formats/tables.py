@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from truebatch.errors import DataError
-from truebatch.io.data_files import open_parquet
+from truebatch.io.parquet_files import check_unpacked, dense_bytes, open_parquet
 from truebatch.io.text_encoding import nearest, open_content
 
 TEXTS = (".csv", ".tsv", ".txt", ".csv.gz", ".tsv.gz", ".txt.gz")
@@ -53,6 +53,7 @@ def read_table(path: Path, *, texts: Collection[str] = (), columns: Sequence[str
             have = file.schema_arrow.names
             wanted = [n for n in have if not _is_vector(n) and (columns is None or n in columns)]
             table = file.read(columns=wanted)
+        check_unpacked(path, sum(dense_bytes(column) for column in table.columns))
         return ColumnTable(path, {name: _plain(table.column(name)) for name in wanted}, first_row=0)
     table = _read_text(path, texts)
     kept = [n for n in table.column_names if columns is None or n in columns]
