@@ -42,6 +42,8 @@ class VerifyConfig:
     """Cells of the longest sample: one is made as long as this, where the samples are shorter."""
     rows: int | None = None
     """Rows of the largest micro-batch: samples are repeated up to this number, where there are fewer."""
+    exactness: Literal["rounding", "bits"] = "rounding"
+    """`bits`: loss and gradients of whole atoms under many cuts, to the last bit, as `train` with `exactness: bits`."""
 
     def __post_init__(self) -> None:
         if self.layout not in NAMES:
@@ -56,6 +58,8 @@ class VerifyConfig:
                     f"{name} is a whole number of 2 or more", seen=f"{name}={value}", do="give the largest of your data"
                 )
 
+        _check_bits(self)
+
     @property
     def used(self) -> tuple[str, ...]:
         """The layouts whose verdict counts."""
@@ -68,3 +72,21 @@ class VerifyConfig:
             return False
         is_tried = self.layout == "used" and not self.quick
         return is_tried or arrangement.layout in self.used
+
+
+def _check_bits(config: VerifyConfig) -> None:
+    if config.exactness not in ("rounding", "bits"):
+        raise ConfigError(
+            "exactness is not known", seen=f"exactness={config.exactness!r}", do="use 'rounding' or 'bits'"
+        )
+    if config.exactness == "rounding":
+        return
+    plain = {"tolerance": None, "longest": None, "rows": None, "quick": False}
+    given = [f"{name}={getattr(config, name)}" for name, value in plain.items() if getattr(config, name) != value]
+    wrong = [*given, *(f"layout={config.layout!r}" for name in config.used if name == "left")]
+    if wrong:
+        raise ConfigError(
+            "bits are compared in the atoms of a training step, which leave nothing to allow or to widen",
+            seen=f"exactness='bits', {', '.join(wrong)}",
+            do="leave it out; layout may be used, right or packed",
+        )

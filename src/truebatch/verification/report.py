@@ -107,6 +107,8 @@ class VerifyReport:
     used: tuple[str, ...] = LAYOUTS
     """The layouts whose verdict counts."""
     coverage: Coverage = Coverage()
+    exactness: Literal["rounding", "bits"] = "rounding"
+    """Whether arrangements were compared up to rounding with one by one, or bit for bit with the same step."""
 
     @property
     def broken(self) -> list[ArrangementResult]:
@@ -153,6 +155,7 @@ class VerifyReport:
             "verdict": self.verdict,
             "ok": self.ok,
             "unproven": self.unproven,
+            "exactness": self.exactness,
             "mode": self.mode,
             "layouts": self.layouts,
             "used": list(self.used),
@@ -220,6 +223,8 @@ def _cause_words(report: VerifyReport) -> list[str]:
 
 
 def _headline(report: VerifyReport) -> str:
+    if report.exactness == "bits":
+        return _bits_headline(report)
     if report.broken:
         return f"BROKEN: a sample's result depends on its micro-batch ({len(report.broken)} arrangements differ)"
     if report.is_broken:
@@ -230,6 +235,16 @@ def _headline(report: VerifyReport) -> str:
     if report.refused:
         return f"EQUAL: every sample gets what it gets alone, in {ran} arrangements; {len(report.refused)} more are refused"
     return f"EQUAL: every sample gets what it gets alone, in {ran} arrangements"
+
+
+def _bits_headline(report: VerifyReport) -> str:
+    if report.broken:
+        return f"BROKEN: {len(report.broken)} cuts of a step change bits of its loss or gradient, or raise"
+    if report.unproven:
+        return f"UNPROVEN: {report.unproven}"
+    ran = sum(r.verdict == "equal" for r in report.results)
+    refused = f"; {len(report.refused)} layout(s) are refused" if report.refused else ""
+    return f"EQUAL TO THE LAST BIT: loss and gradients of a step, under {ran} cuts{refused}"
 
 
 def mark(result: ArrangementResult) -> str:

@@ -93,6 +93,12 @@ class ResultOptions:
     """When a difference is too large, and where the result goes."""
 
     tolerance: Annotated[float | None, typer.Option(help="Largest relative difference allowed.")] = None
+    exactness: Annotated[
+        str,
+        typer.Option(
+            help="rounding, or bits: loss and gradients of a step must not change in a bit, however its atoms are run."
+        ),
+    ] = "rounding"
     out: Annotated[
         Path | None, typer.Option(help="Folder to save the result in, for `report`. Default: the run's own.")
     ] = None
@@ -139,6 +145,8 @@ def show_verify(
 
       truebatch verify train.py:batched --one train.py:single --samples train.py:samples
 
+      truebatch verify ./my-model --exactness bits
+
       truebatch verify ./my-model --against compile
 
       truebatch verify ./my-model --against http://localhost:8000/v1 --served-model my-model
@@ -146,12 +154,18 @@ def show_verify(
     _check_use(target, settings, engine)
     if engine.against is not None:
         refuse_changed(
-            settings, arrangement, SubjectOptions(one=subject.one), ResultOptions(out=result.out),
+            settings, arrangement, SubjectOptions(one=subject.one),
+            ResultOptions(out=result.out, exactness=result.exactness),
             wrong="--against runs the samples one at a time through two engines of a model",
         )  # fmt: skip
         other = _compare_engines(target, subject.given(), engine, result.tolerance)
         return _print(other, in_words(str(other)), target, result)
-    report = _verify(target, subject.given(), settings, {**asdict(arrangement), "tolerance": result.tolerance})
+    report = _verify(
+        target,
+        subject.given(),
+        settings,
+        {**asdict(arrangement), "tolerance": result.tolerance, "exactness": result.exactness},
+    )
     _keep(report, target, result.out or _own_run(target))
     return _print(report, report.text(in_words), target, result)
 

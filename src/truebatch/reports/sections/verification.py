@@ -22,6 +22,12 @@ _HEADLINES = {
     "unproven": "UNPROVEN: {why}",
 }
 
+_BITS_HEADLINES = {
+    "equal": "EQUAL TO THE LAST BIT: loss and gradients of a step, under all {number} cuts.",
+    "broken": "BROKEN: the cut of a step changes bits of its loss or gradient.",
+    "unproven": "UNPROVEN: {why}",
+}
+
 
 def keep_verification(run: Path, values: Mapping[str, Any]) -> Path:
     """Save `VerifyReport.as_dict()` in a folder for its report, replacing an earlier one."""
@@ -66,7 +72,8 @@ def _number(value: Any) -> str:
 
 
 def _section(values: Mapping[str, Any]) -> Section:
-    headline = _HEADLINES[values["verdict"]].format(number=len(values["arrangements"]), why=values["unproven"])
+    known = _BITS_HEADLINES if values.get("exactness") == "bits" else _HEADLINES
+    headline = known[values["verdict"]].format(number=len(values["arrangements"]), why=values["unproven"])
     words = [headline]
     if values["first_module"]:
         module = values["first_module"]

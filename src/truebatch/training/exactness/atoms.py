@@ -52,6 +52,8 @@ class AtomBudget:
     clean_steps: int = 0
     recoveries: int = 0
     """How often a step was run again."""
+    order_seed: int | None = None
+    """Run the atoms of every step in a random order, to show that nothing depends on it."""
     say: Callable[[str], None] = lambda _line: None
 
     def note_step(self, *, is_clean: bool) -> None:
@@ -82,18 +84,18 @@ def sum_atoms(
     like = [*trained, torch.zeros(len(terms), dtype=torch.float64, device=device)]
     if not num_leaves:
         return {name: like[-1][i] for i, name in enumerate(terms)}
-    parts = _parts(budget, used, trained, run, first=first, num_leaves=num_leaves, terms=terms, device=device)
+    parts = sum_parts(budget, used, trained, run, first=first, num_leaves=num_leaves, terms=terms, device=device)
     *gradient, sums = sum_in_order(parts, [one.detach() for one in like], num_leaves=num_leaves)
     give_gradient(trained, gradient)
     assert sums is not None
     return {name: sums[i] for i, name in enumerate(terms)}
 
 
-def _parts(
+def sum_parts(
     budget: AtomBudget, atoms: Sequence[MicroBatch], trained: Sequence[nn.Parameter], run: Run, *, first: int,
     num_leaves: int, terms: Sequence[str], device: torch.device,
 ) -> dict[tuple[int, int], GradientSum]:  # fmt: skip
-    """What this rank has to add, tried again where memory runs out."""
+    """What a rank whose first atom is `first` has to add, tried again where memory runs out."""
     generators = random_state()
     for attempt in range(1, TRIES + 1):
         tree: TreeSum[GradientSum] = TreeSum(num_leaves, add_gradients)
@@ -133,7 +135,7 @@ def _moved(
 ) -> Iterator[tuple[int, MicroBatch]]:  # fmt: skip
     """The atoms on the device, a few at a time, with their place."""
     number = 1 if budget.leanness else max(1, budget.resident)
-    order = run_order(len(atoms))
+    order = run_order(len(atoms), budget.order_seed)
     for begin in range(0, len(order), number):
         places = order[begin : begin + number]
         group = [atoms[at].to(device, non_blocking=True) for at in places]
@@ -141,15 +143,15 @@ def _moved(
             yield places[-len(group)], group.pop(0)
 
 
-def run_order(number: int) -> list[int]:
-    """The order in which atoms are run: their own, unless the variable asks for another."""
-    asked = os.environ.get(ORDER, "")
+def run_order(number: int, seed: int | None = None) -> list[int]:
+    """The order in which atoms are run: their own, unless a seed or the variable asks for another."""
+    asked = os.environ.get(ORDER, "") if seed is None else f"shuffled:{seed}"
     if not asked:
         return list(range(number))
-    word, _, seed = asked.partition(":")
-    if word != "shuffled" or not (seed or "0").isdigit():
+    word, _, text = asked.partition(":")
+    if word != "shuffled" or not (text or "0").isdigit():
         raise ConfigError("not an order of atoms", seen=f"{ORDER}={asked}", do=f"write {ORDER}=shuffled:1, or unset it")
-    return [int(i) for i in np.random.default_rng((int(seed or 0), number)).permutation(number)]
+    return [int(i) for i in np.random.default_rng((int(text or 0), number)).permutation(number)]
 
 
 def _stacked(sums: Mapping[str, Tensor], terms: Sequence[str], device: torch.device) -> Tensor:

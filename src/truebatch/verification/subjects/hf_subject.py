@@ -36,7 +36,8 @@ def hf_subject(
         check_sample(model, head, sample, at)
     prepared = [head.prepare(sample) for sample in given]
     subject = model_subject(model, objective, prepared, head.fields, causal=head.kind.name == "causal_lm")
-    return replace(subject, plain_values={"input_ids": plain_ids(model).tolist()})
+    trained = HeadObjective(head=head)
+    return replace(subject, objective=trained, plain_values={"input_ids": plain_ids(model).tolist()})
 
 
 def random_samples(model: nn.Module, seed: int = 0) -> list[dict[str, Any]]:

@@ -58,6 +58,8 @@ class Subject:
     count: Callable[[MicroBatch], dict[str, int]] | None = None
     """What a micro-batch adds to what the step is divided by; None if only its results tell."""
 
+    objective: Objective | None = None
+    """The loss, where it is one that training takes: bits are compared of its gradient."""
     readings: Readings | None = None
     """How outputs are taken apart; it learns from samples alone."""
 
@@ -120,6 +122,7 @@ def model_subject(
     Outputs are the objective's own `outputs_and_sums` or `outputs`, else what the model's forward returned; of a loss that
     couples its samples their embeddings, which are all that a cut could change.
     """
+    given = objective
     if isinstance(objective, CoupledObjective):
         objective = EmbeddingsAlone(objective)
     both = getattr(objective, "outputs_and_sums", None)
@@ -147,7 +150,9 @@ def model_subject(
             yield
 
     is_causal = _is_causal(fields, causal)
-    return Subject(samples, fields, call, model, is_causal, hold=hold, count=objective.counts, readings=readings)
+    return Subject(
+        samples, fields, call, model, is_causal, hold=hold, count=objective.counts, objective=given, readings=readings
+    )
 
 
 def callable_subject(
