@@ -14,6 +14,7 @@ from truebatch.planning.lengths.measured_values import Measured
 from truebatch.training.data import TrainData
 from truebatch.training.system import System, Task, TaskCommands
 from truebatch_systems.chinese_gpt.config import ChineseGPTConfig
+from truebatch_systems.chinese_gpt.data.corpus import DIALOGUE
 from truebatch_systems.chinese_gpt.data.dialogues import is_dialogue
 from truebatch_systems.chinese_gpt.data.lint import lint_texts
 from truebatch_systems.chinese_gpt.data.prepare import PreparedTexts, prepare
@@ -98,9 +99,7 @@ def _corpus_lines(config: ChineseGPTConfig, ready: PreparedTexts) -> list[str]:
     sizes = f"{train:,} for training, {validation:,} for validation, {test:,} for testing"
     lines = [f"corpus: {len(ready.texts):,} texts in {len(files)} files; {sizes}; equal texts share one of the three"]
     if config.stage == "pretraining" and not any(is_dialogue(text.text) for text in ready.texts):
-        lines.append(
-            "corpus: no dialogues (用户：...助手：...), so a prompt is the beginning of a text, not a question"
-        )
+        lines.append(f"corpus: no dialogues ({DIALOGUE}), so a prompt is the beginning of a text, not a question")
     encoded = [part for part in parts if part is not None]
     lines += [
         line
