@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from tests.reports.hostile import HOSTILE
+from truebatch.reports.live_page import LiveReport, open_server
 from truebatch.reports.page import Card, Section, render_page
 from truebatch.reports.plots import curves, heat_map
 from truebatch.reports.tables import Table
@@ -73,3 +76,45 @@ def test_nothing_in_the_page_runs(page):
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", page.as_uri()]
     seen = subprocess.run(command, check=True, capture_output=True, timeout=600, text=True).stdout
     assert "<script" not in seen.replace("&lt;script", "")
+
+
+def test_runs_that_go_on_are_seen_side_by_side_and_the_browser_comes_back_by_itself(tmp_path):
+    runs = [tmp_path / name for name in ("one_by_one", "true_batch")]
+    for run in runs:
+        run.mkdir()
+        (run / "status.json").write_text(json.dumps({"state": "running", "step": 3, "num_steps": 90}))
+        lines = [{"step": n, "loss": 3.0 / n, "tokens": 100, "seconds": 0.5, "fill": 0.9} for n in (1, 2, 3)]
+        (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    report, pages, is_back = LiveReport(runs, seconds=1), [], threading.Event()
+
+    def page():
+        with (runs[1] / "metrics.jsonl").open("a") as file:  # the run goes on while it is watched
+            file.write(json.dumps({"step": 4 + len(pages), "loss": 0.5, "tokens": 100, "seconds": 0.5}) + "\n")
+        pages.append(LiveReport.page(report))
+        if len(pages) > 1:
+            is_back.set()
+        return pages[-1]
+
+    report.page = page
+    with open_server(report, 0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        flags = [
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--remote-debugging-port=0",
+            f"--user-data-dir={tmp_path}/own",
+        ]
+        command = [str(CHROMIUM), *flags, f"http://127.0.0.1:{server.server_port}/"]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as browser:
+            came_back = is_back.wait(timeout=100)
+            browser.kill()
+        server.shutdown()
+        thread.join()
+    assert came_back, "the page was loaded once, and never again"
+    text = pages[-1].decode()
+    assert "one_by_one: In short" in text
+    assert "true_batch: In short" in text
+    assert "running, 3 of 90 steps so far" in text
+    assert pages[0] != pages[-1]

@@ -63,6 +63,7 @@ def test_a_report_begins_with_what_the_run_came_to(folder):
     first = next(iter(run_sections(folder)))
     assert first.title == "In short"
     assert first.words == [
+        "all 30 steps are done",
         "equal to one sample at a time: 8 samples compared, loss 1e-07, gradient 3e-07 apart",
         "loss 3.0000 at the first step, 0.1000 at the last",
         "200 tokens per second in the second half of the run",
@@ -116,7 +117,7 @@ def test_a_damaged_log_is_told_on_the_page_and_the_server_goes_on(served):
     (folder / "metrics.jsonl").write_text("no json\n")
     assert "damaged in line 1" in get(port)[1]
     (folder / "metrics.jsonl").write_text(good)
-    assert "In short" in get(port)[1]
+    assert "all 30 steps are done" in get(port)[1]
 
 
 def test_a_port_that_is_taken_is_named(folder):
@@ -135,7 +136,7 @@ def test_the_command_serves_until_it_is_interrupted(folder):
         command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
     ) as process:
         address = process.stdout.readline().split()[1]
-        assert "In short" in get(int(address.rsplit(":", 1)[1].strip("/")))[1]
+        assert "all 30 steps are done" in get(int(address.rsplit(":", 1)[1].strip("/")))[1]
         process.send_signal(signal.SIGINT)
         process.communicate()
     assert process.returncode == 75

@@ -47,6 +47,10 @@ class Section:
     """SVG text from a file: it is shown as an image, in which nothing can run."""
     images: Sequence[Image] = ()
     cards: Sequence[Card] = ()
+    is_lead: bool = False
+    """What a reader should see before anything else: larger, and without a heading on a page of one run."""
+    is_folded: bool = False
+    """Long and seldom wanted: shown when a reader opens it."""
 
 
 @dataclass(frozen=True, slots=True)

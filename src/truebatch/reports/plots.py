@@ -102,6 +102,7 @@ def histogram(values: Sequence[float], *, title: str, x: str, y: str = "samples"
     """Histogram with `bins` equal ranges."""
     with _figure(title, x, y) as (axes, finished):
         axes.hist([value for value in values if math.isfinite(value)], bins=bins, color=COLOURS[0])
+        axes.locator_params(axis="x", nbins=6)  # scores may need many digits
         axes.locator_params(axis="y", integer=True)
     return finished[0]
 

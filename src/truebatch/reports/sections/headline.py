@@ -11,6 +11,11 @@ from truebatch.scoring.store.export import Status
 from truebatch.training.memory.quarantine import QUARANTINE
 from truebatch.training.run_dir.run_dir import STATUS, read_status
 
+_WARM = 8
+"""Steps from which on the first half can be left out as warming up."""
+_TOLD_SECONDS = 1.0
+"""A rate measured over less says nothing."""
+
 
 class Columns(Protocol):
     """The log of a run, column by column."""
@@ -23,9 +28,9 @@ class Columns(Protocol):
 def headline_section(run: Path, log: Columns) -> Iterator[Section]:
     """A section of a few sentences; none for a folder in which no training has begun."""
     status = read_status(run) if (run / STATUS).is_file() else {}
-    lines = [*_equality(status.get("equality")), *_training(log), *_ends(run, status)]
+    lines = [*_state(status), *_equality(status.get("equality")), *_training(log), *_ends(run, status)]
     if lines:
-        yield Section(title="In short", words=lines)
+        yield Section(title="In short", words=lines, is_lead=True)
 
 
 def scoring_headline(status: Status) -> Section:
@@ -33,9 +38,24 @@ def scoring_headline(status: Status) -> Section:
     lines = [
         f"{status.ok:,} of {status.samples:,} samples scored, {status.failed:,} failed, {status.pending:,} to come"
     ]
-    if status.seconds:
+    if status.seconds >= _TOLD_SECONDS:
         lines.append(f"{(status.ok + status.failed) / status.seconds:,.1f} samples per second while judging")
-    return Section(title="In short", words=lines)
+    return Section(title="In short", words=lines, is_lead=True)
+
+
+def _state(status: Mapping[str, Any]) -> Iterator[str]:
+    """How far it is, and why it is no further."""
+    state, step, number = status.get("state"), status.get("step"), status.get("num_steps")
+    if state == "new" or not isinstance(step, int):
+        return
+    why = f": {status['message']}" if status.get("message") else ""
+    of = f"{step:,} of {number:,}" if isinstance(number, int) else f"{step:,}"
+    if state == "done":
+        yield f"all {step:,} steps are done" if step == number else f"done after {of} steps{why}"
+    elif state == "running":
+        yield f"running, {of} steps so far"
+    else:
+        yield f"stopped after {of} steps{why}" if state == "interrupted" else f"failed after {of} steps{why}"
 
 
 def _equality(found: object) -> Iterator[str]:
@@ -61,11 +81,13 @@ def _training(log: Columns) -> Iterator[str]:
     losses, held = log.numbers("loss"), log.numbers("validation_loss")
     if losses:
         best = f", best validation loss {min(held):.4f}" if held else ""
-        yield f"loss {losses[0]:.4f} at the first step, {losses[-1]:.4f} at the last{best}"
+        ends = f"{losses[0]:.4f} at the first step, {losses[-1]:.4f} at the last"
+        yield f"loss {ends if len(losses) > 1 else f'{losses[0]:.4f} at the only step'}{best}"
     tokens, seconds = log.numbers("tokens"), log.numbers("seconds")
-    half = len(tokens) // 2
+    half = len(tokens) // 2 if len(tokens) >= _WARM else 0
     if tokens and len(tokens) == len(seconds) and sum(seconds[half:]) > 0:
-        yield f"{sum(tokens[half:]) / sum(seconds[half:]):,.0f} tokens per second in the second half of the run"
+        speed = f"{sum(tokens[half:]) / sum(seconds[half:]):,.0f} tokens per second"
+        yield f"{speed} in the second half of the run" if half else f"{speed}, start included"
     fill = log.numbers("fill")
     if fill:
         yield f"{_mean(fill):.1%} of the cells held tokens, the rest padding"

@@ -31,6 +31,8 @@ from truebatch.training.run_dir.run_dir import CONFIG, METRICS, STATUS, read_sta
 
 _MOST_POINTS = 1500
 """Points per curve: more cannot be seen, and a long run would make a large file."""
+_TOLD_POINTS = 2
+"""So many are told in words, more are drawn."""
 _MOST_BYTES = 1 << 28
 _LONGEST_LINE = 1 << 22
 
@@ -110,7 +112,7 @@ def run_sections(run: Path) -> Iterator[Section]:
     yield from _evaluation(run)
     yield from _findings(run)
     if settings:
-        yield Section(title="Settings", tables=[figures_table(settings, name="setting")])
+        yield Section(title="Settings", tables=[figures_table(settings, name="setting")], is_folded=True)
     yield from _end(run)
 
 
@@ -122,13 +124,17 @@ def log_sections(logs: Sequence[RunLog]) -> Iterator[Section]:
     terms = sorted({key for log in logs for r in log.records for key in r if key == "loss" or key.startswith("loss/")})
     shown = [key for key in terms if key == "loss" or len(terms) > 2]
     drawn = [_curve(logs, key, "loss") for key in shown]
-    held = sorted({key for log in logs for r in log.records for key in r if key.startswith("validation")})
+    held = _named(logs, "validation")
+    if len(held) == 2:  # the sum, and its only term
+        held.remove(next(key for key in held if key != "validation_loss"))
     drawn += [_curve(logs, key, key) for key in held]
-    yield Section(title="Loss", tables=[runs_table(logs)], drawn=[draw for draw in drawn if draw])
+    words = _few(logs, [*shown, *held])
+    yield Section(title="Loss", words=words, tables=[runs_table(logs)], drawn=[draw for draw in drawn if draw])
     rest = ["tokens_per_second", "fill", "memory_gib", *_named(logs, "grad_norm/"), *_named(logs, "learning_rate/")]
     flat = [key for key in rest if is_flat(logs, key)]
     pictures = [draw for key in rest if key not in flat and (draw := _curve(logs, key, key))]
     words = [f"{key}: {logs[0].numbers(key)[0]:.6g} at every step" for key in flat]
+    words += _few(logs, [key for key in rest if key not in flat])
     if pictures or words:
         yield Section(title="Speed, fill and memory", words=words, drawn=pictures)
 
@@ -166,7 +172,22 @@ def _named(logs: Sequence[RunLog], start: str) -> list[str]:
 
 def _curve(logs: Sequence[RunLog], key: str, y: str) -> Drawing | None:
     lines = {log.name: line for log in logs if (line := log.line(key))[0]}
-    return partial(curves, lines, title=key, x="step", y=y, smooth=key.startswith("loss")) if lines else None
+    if not any(len(xs) > _TOLD_POINTS for xs, _ in lines.values()):
+        return None
+    return partial(curves, lines, title=key, x="step", y=y, smooth=key.startswith("loss"))
+
+
+def _few(logs: Sequence[RunLog], keys: Sequence[str]) -> list[str]:
+    """One or two values of a column are a sentence: a picture of them would be empty."""
+    said = []
+    for key in keys:
+        lines = [(log.name, *log.line(key)) for log in logs]
+        if max(len(xs) for _, xs, _ in lines) > _TOLD_POINTS:
+            continue
+        for name, xs, ys in lines:
+            values = ", ".join(f"{y:.6g} at step {x:,.0f}" for x, y in zip(xs, ys, strict=True))
+            said += [f"{key}: {values}" if len(logs) == 1 else f"{name}, {key}: {values}"] if values else []
+    return said
 
 
 def _end(run: Path) -> Iterator[Section]:

@@ -81,8 +81,7 @@ def read_scored(run: Path, name: str | None = None) -> Scored:
 def scoring_sections(scored: Scored) -> Iterator[Section]:
     """Counts and settings, failures, scores, and a gallery; sections without data are omitted."""
     yield scoring_headline(scored.status)
-    manifest = figures_table(dict(read_manifest(scored.run).fields), name="setting", title="Made with")
-    yield Section(title="Samples", tables=[status_table([scored]), manifest])
+    yield Section(title="Samples", tables=[status_table([scored])])
     if scored.status.failed:
         yield Section(title="Failures", tables=[failures_table(scored)])
     if scored.status.damaged:
@@ -92,6 +91,8 @@ def scoring_sections(scored: Scored) -> Iterator[Section]:
         picture = partial(histogram, scored.scores[:_MOST_SCORES], title="Scores", x="score")
         yield Section(title="Scores", tables=[scores_table([scored])], drawn=[picture])
     yield from _gallery(scored)
+    manifest = figures_table(dict(read_manifest(scored.run).fields), name="setting")
+    yield Section(title="Made with", tables=[manifest], is_folded=True)
 
 
 def compared_sections(several: Sequence[Scored]) -> Iterator[Section]:
@@ -155,8 +156,14 @@ def _spread(scores: Sequence[float]) -> tuple[str, ...]:
 def _gallery(scored: Scored) -> Iterator[Section]:
     if not scored.shown:
         return
-    asked = _asked_of(scored.run, scored.shown)
-    cards = [make_card(_exhibit(row, asked.get(row["index"]))) for row in scored.shown]
+    asked, seen = _asked_of(scored.run, scored.shown), list[tuple[object, ...]]()
+    cards = []
+    for row in scored.shown:
+        found = asked.get(row["index"])
+        content = (row["score"], row["kind"], found and (found.content(), found.images))
+        if found is None or content not in seen:  # those of equal content have one result, and are shown once
+            cards.append(make_card(_exhibit(row, found)))
+            seen.append(content)
     words = [
         f"{len(cards)} of {scored.status.samples:,} samples: failures first, then from the lowest score to the highest"
     ]
@@ -194,7 +201,7 @@ def _answer(row: Row) -> str:
         return f"answer: {output['text']}"
     found = output.get("probabilities")
     if isinstance(found, dict):
-        return ", ".join(f"{name} {share:.3f}" for name, share in found.items())
+        return ", ".join(f"{name} {share:.3g}" for name, share in found.items())
     return ""
 
 
