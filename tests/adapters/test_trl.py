@@ -10,7 +10,7 @@ import torch
 from tests.adapters.test_sft import WORDS, tokenizer
 from truebatch.adapters.shared_backbone import SharedPrompts, share_prompts
 from truebatch.adapters.trl import SharedPromptMixin
-from truebatch.errors import ConfigError
+from truebatch.errors import ConfigError, MemoryLimitError
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -217,3 +217,74 @@ def test_learned_positions_begin_at_the_prompt_and_not_at_its_padding(tmp_path):
 
     assert off(found) < 1e-6
     assert off(padded) > 1e-3  # plain rows count the padding on the left as positions
+
+
+def short_of_memory(made, cells, times):
+    """Backward passes over packed rows of more than `cells` cells run out of memory, `times` times."""
+    left = [times]
+
+    def hook(_module, _args, output):
+        hidden = output[0]
+        if left[0] and hidden.requires_grad and hidden.shape[1] > cells:
+            left[0] -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    made.model.base_model.layers[1].register_forward_hook(lambda m, a, o: hook(m, a, (o,) if torch.is_tensor(o) else o))
+    return left
+
+
+def gradient_of_training_step(made, batch, *, before=None):
+    away(made.model)
+    if before is not None:
+        for p, grad in zip(made.model.parameters(), before, strict=True):
+            p.grad = grad.clone()
+    made.current_gradient_accumulation_steps = 1
+    made._metrics["train"].clear()
+    loss = made.training_step(made.model, batch)
+    return loss, torch.cat([p.grad.flatten() for p in made.model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("name", ["DPO", "KTO", "Reward"])
+def test_a_step_without_memory_is_run_again_in_smaller_rows(name, tmp_path, caplog):
+    settings, data = CASES[name]
+    one = trainer(name, tmp_path, shared=True, data=data, **settings)
+    batch = next(iter(one.get_train_dataloader()))
+    wanted = gradient_of_training_step(one, dict(batch))
+    other = trainer(name, tmp_path, shared=True, data=data, **settings)
+    left = short_of_memory(other, 33, 5)
+    found = gradient_of_training_step(other, dict(batch))
+    assert left[0] < 5
+    close(found, wanted)
+    assert "runs again, in rows of at most" in caplog.text
+    assert {k: len(v) for k, v in other._metrics["train"].items()} == {
+        k: len(v) for k, v in one._metrics["train"].items()
+    }
+
+
+def test_a_gradient_that_was_there_stays_and_is_added_to(tmp_path):
+    one = trainer("DPO", tmp_path, shared=True)
+    batch = next(iter(one.get_train_dataloader()))
+    before = [torch.randn_like(p) for p in one.model.parameters()]
+    wanted = gradient_of_training_step(one, dict(batch), before=before)
+    other = trainer("DPO", tmp_path, shared=True)
+    short_of_memory(other, 40, 3)
+    close(gradient_of_training_step(other, dict(batch), before=before), wanted)
+
+
+def test_a_step_that_cannot_be_cut_says_so(tmp_path):
+    made = trainer("DPO", tmp_path, shared=True)
+    batch = next(iter(made.get_train_dataloader()))
+    short_of_memory(made, 0, 99)
+    with pytest.raises(MemoryLimitError, match=r"however small its packed rows[\s\S]*per_device_train_batch_size"):
+        made.training_step(made.model, batch)
+
+
+def test_answers_are_generated_once_however_often_a_step_is_run(tmp_path):
+    given = {"num_generations": 4, "max_completion_length": 6, "beta": 0.0, "max_steps": 2}
+    made = trainer("GRPO", tmp_path, shared=True, **given)
+    calls, original = [], made._generate_and_score_completions
+    made._generate_and_score_completions = lambda inputs: calls.append(1) or original(inputs)
+    left = short_of_memory(made, 30, 2)
+    made.train()
+    assert left[0] < 2
+    assert len(calls) == 2

@@ -66,6 +66,10 @@ class SharedBackbone:
     """What the backbone gives."""
     is_inside: bool = False
     is_checked: bool = False
+    widest: int = 0
+    """Cells of the widest packed row of the last call."""
+    longest: int = 0
+    """Tokens of the longest row that it was given: no packed row can be narrower."""
     said: set[str] = field(default_factory=set)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
@@ -113,6 +117,8 @@ class SharedBackbone:
         texts = [host[row][first:end] for row, (first, end) in enumerate(spans)]
         trees = grow_trees(texts, [[] for _ in texts], share="beginnings" if shares else "nothing")
         planned = plan_tree_rows(trees, self.config.cells)
+        self.longest = max(map(len, texts))
+        self.widest = max(int(trees.lengths[row.nodes].sum()) for row in planned)
         cells_of, parts, before = np.zeros(ids.shape, dtype=np.int64), [], 1
         for row in planned:
             rows = packed_tree_row(trees, row).to(ids.device)

@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from truebatch.adapters.deepspeed import Refusal
-from truebatch.adapters.shared_backbone import SharedPrompts, share_prompts
+from truebatch.adapters.shared_backbone import SharedBackbone, SharedPrompts, share_prompts
+from truebatch.adapters.trl_oom import StepInputs, run_again_in_smaller_rows, step_inputs
 from truebatch.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import Trainer as _Trainer
 else:
     _Trainer = object
@@ -29,21 +31,46 @@ SUPPORTED = ("DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer", "RewardTra
 class SharedPromptMixin(_Trainer):  # type: ignore[misc]
     """Put it before TRL's DPO, KTO, ORPO, CPO, Reward, GRPO or RLOO trainer, then use it as before.
 
+    A step that runs out of memory, in one process, is run again in smaller packed rows: see `adapters.trl_oom`.
     Losses are TRL's own. Those that are a mean over whatever a micro-batch holds are refused with more than one
     micro-batch in a step: `refuse_cuts` names them.
     """
 
     def __init__(self, *args: Any, truebatch: SharedPrompts | None = None, **kwargs: Any) -> None:
+        self._begun: StepInputs | None = None
+        self._is_in_step = False
         super().__init__(*args, **kwargs)
         refuse_cuts(self)
-        for model in (self.model, getattr(self, "ref_model", None)):
-            if model is not None:
-                share_prompts(self.accelerator.unwrap_model(model), truebatch)
+        models = [one for one in (self.model, getattr(self, "ref_model", None)) if one is not None]
+        self._backbones: list[SharedBackbone] = [
+            share_prompts(self.accelerator.unwrap_model(one), truebatch) for one in models
+        ]
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Like the trainer's own; refuses what would depend on how a step is cut."""
         refuse_cuts(self)
         return super().train(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """TRL's own, run again in smaller rows where memory runs out; its answers are generated once."""
+
+        def run() -> Tensor:
+            loss: Tensor = super(SharedPromptMixin, self).training_step(*args, **kwargs)
+            return loss
+
+        self._begun, self._is_in_step = None, True
+        try:
+            return run_again_in_smaller_rows(self, self._backbones, run, lambda: self._begun)
+        finally:
+            self._begun, self._is_in_step = None, False
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        if not self._is_in_step:
+            return super()._prepare_inputs(inputs)
+        if self._begun is None:
+            self._begun = step_inputs(self, super()._prepare_inputs(inputs))
+        given = self._begun.inputs
+        return dict(given) if isinstance(given, dict) else given
 
 
 def refuse_cuts(trainer: Any) -> None:
