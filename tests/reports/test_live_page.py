@@ -20,7 +20,7 @@ from truebatch.errors import ConfigError, RunError
 from truebatch.reports.live_page import LiveReport, open_server
 from truebatch.reports.plots import moving_average
 from truebatch.reports.sections.run import run_sections
-from truebatch.reports.watch import LogTail, watch_runs
+from truebatch.reports.watch import LogTail, RunWatch, watch_runs
 
 DONE = {"state": "done", "step": 30, "num_steps": 30, "starts": 3, "exit_code": 0, "message": "all"}
 EQUAL = {"samples": 8, "loss": 1e-7, "gradient": 3e-7, "verdict": "equal"}
@@ -155,6 +155,53 @@ def test_a_watched_log_is_read_once_and_a_torn_line_waits(tmp_path):
     log.path.write_text(record(7))
     log.update()
     assert [one["step"] for one in log.records] == [7]
+
+
+HUGE, DEEP = "9" * 4000, "[" * 100_000
+STRANGE_LOGS = {
+    "NaN and infinity": '{"step":1,"tokens":NaN,"seconds":Infinity,"loss":NaN,"fill":-Infinity}',
+    "numbers no float holds": f'{{"step":1,"tokens":{HUGE},"seconds":{HUGE},"loss":{HUGE}}}',
+    "a step no clock counts": f'{{"step":{HUGE},"tokens":1,"seconds":1}}',
+    "texts for numbers": '{"step":1,"tokens":"x","seconds":[1],"loss":"\\u001b[2J","fill":{}}',
+    "years left": '{"step":1,"tokens":5,"seconds":1e299}',
+    "a negative time": '{"step":1,"tokens":1e299,"seconds":-1e-299}',
+    "nested": '{"step":1,"tokens":' + DEEP,
+    "large sums": '{"step":1,"tokens":1e299,"seconds":1e-299,"loss":1e299,"fill":1e299}',
+}
+STRANGE_STATUS = {
+    "escapes": {"state": "\x1b[2J\x1b]0;x\x07", "equality": {"verdict": "\x1b[2J"}, "message": "\x1b[2J"},
+    "no state": {"state": None, "equality": {"verdict": None}},
+    "lists": {"state": [1], "step": [2], "num_steps": [3], "equality": [4]},
+    "texts": {"state": "done", "step": "\x1b[31m", "num_steps": "x"},
+    "numbers beyond": {"state": "running", "step": -(10**4000), "num_steps": 10**400},
+    "a long state": {"state": "x" * 100_000, "equality": {"verdict": "y" * 100_000}},
+}
+
+
+@pytest.mark.parametrize("log", STRANGE_LOGS.values(), ids=list(STRANGE_LOGS))
+@pytest.mark.parametrize("status", STRANGE_STATUS.values(), ids=list(STRANGE_STATUS))
+def test_a_strange_folder_is_watched_without_a_fault_or_an_escape(folder, log, status):
+    (folder / "metrics.jsonl").write_text(log + "\n")
+    (folder / "status.json").write_text(json.dumps({**DONE, **status}))
+    out = io.StringIO()
+    row = RunWatch(folder, "a").row()
+    assert len(row) == 8
+    assert all(len(cell) < 100 for cell in row)
+    if status.get("state") != "running":
+        watch_runs([folder], out)
+        assert "\x1b" not in out.getvalue()
+        assert len(out.getvalue().splitlines()) == 1
+
+
+def test_of_a_log_of_gigabytes_the_end_is_read(folder):
+    os.truncate(folder / "metrics.jsonl", 8 << 30)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("\n" + "".join(record(step) for step in range(1, 21)))
+    row = RunWatch(folder, "a").row()
+    assert (row[2], row[4]) == ("20/30", "200 tokens/s")
+    log = LogTail(folder / "metrics.jsonl")
+    log.update()
+    assert log.read == (folder / "metrics.jsonl").stat().st_size
 
 
 def test_watching_ends_with_the_runs_and_says_where_they_stand(folder):

@@ -32,6 +32,10 @@ from truebatch.training.run_dir.run_dir import METRICS, read_status
 LAST_STEPS = 50
 """Steps that speed and time left are told by."""
 EVERY_SECONDS = 2.0
+MOST_BYTES = 8 << 20
+"""Of a log, read at once."""
+MOST_STEPS = 1 << 53
+MOST_LEFT = timedelta(days=3650)
 HEADER = ("run", "state", "done", "loss", "speed", "fill", "time left", "equality")
 
 
@@ -43,17 +47,23 @@ class LogTail:
         self.records: deque[Mapping[str, Any]] = deque(maxlen=LAST_STEPS)
 
     def update(self) -> None:
-        """Take in what was written since; a log that became shorter is read anew. A torn last line waits for its end."""
+        """Take in what was written since; a log that became shorter is read anew. A torn last line waits for its end.
+
+        Of a log that grew by more than `MOST_BYTES` only the end is read: it holds more steps than are shown.
+        """
         if not self.path.is_file():
             return
-        if self.path.stat().st_size < self.read:
+        size = self.path.stat().st_size
+        if size < self.read:
             self.read = 0
             self.records.clear()
+        is_skipped = size - self.read > MOST_BYTES
         with self.path.open("rb") as file:
-            file.seek(self.read)
-            whole, newline, _torn = file.read().rpartition(b"\n")
-        self.read += len(whole) + len(newline)
-        self.records.extend(found for line in whole.splitlines() if (found := _step_record(line)) is not None)
+            file.seek(size - MOST_BYTES if is_skipped else self.read)
+            whole, newline, _torn = file.read(MOST_BYTES).rpartition(b"\n")
+        self.read = (size - MOST_BYTES if is_skipped else self.read) + len(whole) + len(newline)
+        lines = whole.splitlines()[is_skipped:]  # the first of a skipped log is the end of a line
+        self.records.extend(found for line in lines if (found := _step_record(line)) is not None)
 
 
 def _step_record(line: bytes) -> dict[str, Any] | None:
@@ -62,7 +72,20 @@ def _step_record(line: bytes) -> dict[str, Any] | None:
         found = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("step"), int) and "tokens" in found else None
+    is_step = isinstance(found, dict) and _whole(found.get("step")) is not None and "tokens" in found
+    return found if is_step else None
+
+
+def _whole(value: object) -> int | None:
+    """A number of steps; None for what is none."""
+    return value if isinstance(value, int) and 0 <= value < MOST_STEPS else None
+
+
+def _real(value: object) -> float | None:
+    """A finite number; None for what is none."""
+    if not isinstance(value, int | float) or not -1e300 < value < 1e300:  # NaN is in no interval
+        return None
+    return float(value)
 
 
 class RunWatch:
@@ -82,19 +105,20 @@ class RunWatch:
     def _training_row(self) -> tuple[str, ...]:
         self.tail.update()
         status, records = read_status(self.run), list(self.tail.records)
-        self.is_running = status["state"] in ("new", "running")
-        last: Mapping[str, Any] = records[-1] if records else {}
-        step, number = int(last.get("step", status["step"])), status.get("num_steps")
+        state = status.get("state")
+        self.is_running = state in ("new", "running")
+        last: Mapping[str, Any] = records[-1] if records else status
+        step, number = _whole(last.get("step")) or 0, _whole(status.get("num_steps"))
         seconds, tokens = (_total(records, key) for key in ("seconds", "tokens"))
-        left = seconds / len(records) * (number - step) if records and isinstance(number, int) else None
+        left = seconds / len(records) * (number - step) if records and number is not None else None
         return (
             self.name,
-            in_words(str(status["state"])),
-            f"{step:,}/{number:,}" if isinstance(number, int) else f"{step:,}",
+            in_words(state[:40]) if isinstance(state, str) else "-",
+            f"{step:,}/{number:,}" if number is not None else f"{step:,}",
             _number(last.get("loss"), "{:.4f}"),
-            f"{tokens / seconds:,.0f} tokens/s" if seconds else "-",
+            _number(tokens / seconds, "{:,.0f} tokens/s") if seconds > 0 else "-",
             _number(last.get("fill"), "{:.0%}"),
-            str(timedelta(seconds=math.ceil(max(left, 0.0)))) if left is not None and self.is_running else "-",
+            _time(left) if left is not None and self.is_running else "-",
             _equality(status.get("equality")),
         )
 
@@ -103,7 +127,7 @@ class RunWatch:
         done = found.ok + found.failed
         self.is_running = found.pending > 0
         rate = done / found.seconds if found.seconds else 0.0
-        left = str(timedelta(seconds=math.ceil(found.pending / rate))) if rate and found.pending else "-"
+        left = _time(found.pending / rate) if rate and found.pending else "-"
         state = in_words("done") if not found.pending else f"{found.failed:,} failed" if found.failed else "-"
         return (self.name, state, f"{done:,}/{found.samples:,}", "-", f"{rate:,.1f}/s", "-", left, "-")
 
@@ -153,12 +177,19 @@ def _table(watched: Sequence[RunWatch]) -> str:
 
 
 def _total(records: Sequence[Mapping[str, Any]], key: str) -> float:
-    return float(sum(value for record in records if isinstance(value := record.get(key), int | float)))
+    return sum(value for record in records if (value := _real(record.get(key))) is not None)
 
 
 def _number(value: object, form: str) -> str:
-    return form.format(value) if isinstance(value, int | float) and math.isfinite(value) else "-"
+    known = _real(value)
+    return "-" if known is None else form.format(known) if abs(known) < 1e12 else f"{known:.3g}"
+
+
+def _time(seconds: float) -> str:
+    """Days and hh:mm:ss; a dash for longer than anybody waits."""
+    return str(timedelta(seconds=math.ceil(max(seconds, 0.0)))) if seconds < MOST_LEFT.total_seconds() else "-"
 
 
 def _equality(found: object) -> str:
-    return in_words(str(found.get("verdict", "-")).replace("_", " ")) if isinstance(found, Mapping) else "-"
+    verdict = found.get("verdict") if isinstance(found, Mapping) else None
+    return in_words(verdict[:40].replace("_", " ")) if isinstance(verdict, str) else "-"
