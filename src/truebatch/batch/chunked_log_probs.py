@@ -82,13 +82,14 @@ class _ChunkedLogProbs(torch.autograd.Function):
             mean = (torch.exp(scores - total[:, None]) * scores).sum(-1)
             for whole, part in zip(found, (own - total, total - mean, total), strict=True):
                 whole[some] = part
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, labels, found[1], found[2])
         ctx.call = call
         return found[0], found[1]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_log_probs: Tensor, of_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, of_log_probs: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, entropy, totals = ctx.saved_tensors
         needs = ctx.needs_input_grad
         of_hidden = torch.empty_like(hidden) if needs[0] else None
@@ -98,10 +99,9 @@ class _ChunkedLogProbs(torch.autograd.Function):
             some = slice(begin, begin + ctx.call.cells)
             scores, slope = _scores(hidden[some], weight, bias, ctx.call, totals.dtype)
             log_p = scores.sub_(totals[some, None])
-            p = log_p.exp()
-            grad = -p * (of_log_probs[some, None] + of_entropy[some, None] * (log_p + entropy[some, None]))
-            grad.scatter_add_(1, labels[some, None], of_log_probs[some, None].to(grad.dtype))
-            grad = (grad * slope).to(hidden.dtype)
+            given = (None if part is None else part[some, None].to(log_p.dtype) for part in (of_log_probs, of_entropy))
+            grad = _of_scores(log_p, labels[some, None], entropy[some, None], *given)
+            grad = (grad if isinstance(slope, float) and slope == 1 else grad.mul_(slope)).to(hidden.dtype)
             if of_hidden is not None:
                 torch.mm(grad, weight, out=of_hidden[some])
             if of_weight is not None:
@@ -112,13 +112,29 @@ class _ChunkedLogProbs(torch.autograd.Function):
         return (of_hidden, *narrow, None, None)
 
 
+def _of_scores(
+    log_p: Tensor, labels: Tensor, entropy: Tensor, of_log_probs: Tensor | None, of_entropy: Tensor | None
+) -> Tensor:
+    """The gradient of the scores [c, V]; `log_p` is overwritten. Most losses ask nothing of the entropy."""
+    if of_entropy is None:
+        grad = log_p.exp_()
+        if of_log_probs is None:
+            return grad.zero_()
+        grad = grad.mul_(-of_log_probs)
+    else:
+        grad = (log_p + entropy).mul_(of_entropy)
+        grad = (grad if of_log_probs is None else grad.add_(of_log_probs)).mul_(log_p.exp_()).neg_()
+    return grad if of_log_probs is None else grad.scatter_add_(1, labels, of_log_probs)
+
+
 def _scores(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call, exact: torch.dtype
 ) -> tuple[Tensor, Tensor | float]:
     """The logits over the temperature, and their derivative by what the linear layer gives."""
-    logits = functional.linear(hidden, weight, bias).to(exact) * call.rule.scale
-    cap, slope = call.rule.softcap, torch.tensor(call.rule.scale / call.temperature, dtype=exact).item()
+    logits = functional.linear(hidden, weight, bias).to(exact)
+    logits = logits if call.rule.scale == 1 else logits * call.rule.scale
+    cap, slope = call.rule.softcap, call.rule.scale / call.temperature
     if cap is None:
-        return logits.div_(call.temperature), slope
+        return logits if call.temperature == 1 else logits.div_(call.temperature), slope
     bent = torch.tanh(logits / cap)
     return bent * (cap / call.temperature), (1 - bent.square()) * slope

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -47,7 +48,7 @@ from truebatch.hf.attention.unsupported import (
     takes_attention,
 )
 from truebatch.hf.mixers.outer_masks import makes_own_masks
-from truebatch.hf.mixers.packing_plan import PackingPlan, find_plan, plan_opened
+from truebatch.hf.mixers.packing_plan import PackingPlan, find_plan, known_plan, plan_opened
 from truebatch.hf.mixers.row_calls import called_in_rows
 
 __all__ = [
@@ -87,6 +88,13 @@ def use_packed_attention(model: PreTrainedModel) -> Iterator[None]:
 
 def packing_plan_of(model: PreTrainedModel) -> PackingPlan:
     """How packed rows of this model are made right, found by a trial once for each model."""
+    first = next(
+        model.parameters(), None
+    )  # of all weights only where nothing is known: this runs for every micro-batch
+    if first is not None and not first.is_meta and not isinstance(first, FakeTensor):
+        known = known_plan(model)
+        if known is not None:
+            return known
     if any(weight.is_meta for weight in model.parameters()) or detect_fake_mode(list(model.parameters())) is not None:
         is_plain = takes_attention(model) and not model.config.is_encoder_decoder
         return PackingPlan("table" if is_plain else "rows")  # nothing can be tried; shapes are all that is asked for

@@ -147,7 +147,7 @@ def packed_rows_held(head: ModelHead, model: nn.Module, batch: MicroBatch, route
     """The same around forward and backward; layers that are run again there find the rows of this micro-batch."""
     part = packed_part(head, model)
     with packed_attention_on(head, model, route):
-        if route != "packed" or not _is_run_again(model, part) or packing_plan_of(part).is_plain:
+        if route != "packed" or packing_plan_of(part).is_plain or not _is_run_again(model, part):
             yield
             return
         targets = batch.rows(TARGETS).segments if head.kind.axis == TARGETS else None

@@ -58,6 +58,12 @@ PLAIN = PackingPlan()
 _plans: WeakKeyDictionary[nn.Module, PackingPlan | AttentionError] = WeakKeyDictionary()
 
 
+def known_plan(model: nn.Module) -> PackingPlan | None:
+    """What `find_plan` has found for this model; None where it was not asked, or found no way."""
+    found = _plans.get(model)
+    return None if isinstance(found, AttentionError) else found
+
+
 def find_plan(model: nn.Module, table: Table, *, is_plain: bool) -> PackingPlan:
     """The plan of this model, found once. Raises AttentionError with the reason of every way.
 

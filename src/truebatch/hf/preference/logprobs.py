@@ -121,7 +121,7 @@ def as_ids(texts: Sequence[Tokens | Tensor]) -> list[Tokens]:
     """Token ids as Python lists."""
     found: list[Tokens] = [text.tolist() if isinstance(text, Tensor) else list(text) for text in texts]
     for at, text in enumerate(found):
-        if not all(isinstance(token, int) for token in text):
+        if not all(issubclass(kind, int) for kind in set(map(type, text))):
             raise BatchError(
                 f"text {at} is not a list of token ids",
                 seen=f"{text[:4]!r}",
