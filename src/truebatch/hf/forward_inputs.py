@@ -5,9 +5,7 @@ MicroBatch -> route (alone | padded | packed | block) -> attention_mask, positio
 
 from __future__ import annotations
 
-import ast
 import inspect
-import textwrap
 from dataclasses import dataclass
 from threading import RLock
 from typing import Any, Literal
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 from truebatch.batch.microbatch import MicroBatch, RowAxis
 from truebatch.batch.torch_compile import has_compiled_layers
 from truebatch.errors import BatchError
+from truebatch.hf.argument_names import accepted_names
 from truebatch.hf.attention.block_mask import block_mask_inputs
 from truebatch.hf.attention.forward_context import is_packing
 from truebatch.hf.attention.packed import packed_inputs
@@ -51,29 +50,12 @@ class ForwardSignature:
 
 def inspect_forward(model: nn.Module) -> ForwardSignature:
     """Look at the signature of `forward` and at the table of positions."""
-    accepts = frozenset(inspect.signature(model.forward).parameters) | _passed_on(model)
+    accepts = accepted_names(model)
     return ForwardSignature(
         accepts=accepts,
         first_position=first_position(model),
         has_grid_positions=hasattr(inner_model(model), "get_rope_index") and "position_ids" in accepts,
     )
-
-
-def _passed_on(model: nn.Module, depth: int = 3) -> frozenset[str]:
-    """`position_ids`, where `forward` has no such argument and hands its `**kwargs` to a module that has."""
-    rest = next((n for n, p in inspect.signature(model.forward).parameters.items() if p.kind is p.VAR_KEYWORD), "")
-    if not rest or depth == 0:
-        return frozenset()
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(type(model).forward))))
-    except (OSError, TypeError, SyntaxError):  # code without a file
-        return frozenset()
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    handed = [c for c in calls if any(k.arg is None and ast.unparse(k.value) == rest for k in c.keywords)]
-    modules = dict(model.named_modules())
-    inner = [m for c in handed if (m := modules.get(ast.unparse(c.func).removeprefix("self."))) is not None]
-    takes = any("position_ids" in inspect.signature(m.forward).parameters or _passed_on(m, depth - 1) for m in inner)
-    return frozenset({"position_ids"} if takes else ())
 
 
 def inner_model(model: nn.Module) -> nn.Module:

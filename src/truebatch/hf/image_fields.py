@@ -227,7 +227,10 @@ def sample_positions(model: nn.Module, tokens: Tensor, grid: Tensor | None) -> T
     """[n, 3] time, height and width of one sample's tokens [n] with images of these grids."""
     inner: Any = inner_model(model)
     given: dict[str, Any] = {"image_grid_thw": grid if grid is not None and len(grid) else None}
-    if "mm_token_type_ids" in _arguments(inner.get_rope_index):
+    named = _arguments(inner.get_rope_index)
+    if "attention_mask" in named:  # some models count by it alone
+        given["attention_mask"] = torch.ones_like(tokens)[None]
+    if "mm_token_type_ids" in named:
         given["mm_token_type_ids"] = torch.eq(tokens, image_token_id(model) or 0).long()[None]
     positions: Tensor = inner.get_rope_index(tokens[None], **given)[0][:, 0].T
     return positions

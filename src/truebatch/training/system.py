@@ -40,6 +40,8 @@ class TaskCommands:
     """Lines for the start of a run: what was read, and what was done to it."""
     choose_layout: Callable[[nn.Module], tuple[Layout, str]] | None = None
     """The layout where none is asked for, and why in one line; by default padded."""
+    other_layout: Callable[[nn.Module], Layout | None] | None = None
+    """Another layout that was proven right too and may be faster than the one chosen: a long run times both."""
     can_compile: bool = False
     """The model's layers attend by `truebatch.attention.api.attend` and draw noise by sample, so that they may be compiled."""
     sketch: Callable[[], nn.Module] | None = None

@@ -88,6 +88,20 @@ def choose_layout(
     )
 
 
+def is_proven(model: nn.Module, layout: LayoutName) -> bool:
+    """Whether this Hugging Face model is proven equal to one by one in this layout, on made-up samples."""
+    settings = VerifyConfig()
+    subject = _subject(model, None, None, None, layout, settings.causal)
+    assert subject is not None
+    try:
+        report = try_layout(subject, layout, settings)
+    except MemoryLimitError:
+        raise
+    except TruebatchError:  # it cannot be run so
+        return False
+    return report.ok and not report.refused
+
+
 def try_layout(subject: Subject, layout: LayoutName, config: VerifyConfig) -> VerifyReport:
     """Verify one layout."""
     if layout == "grouped":

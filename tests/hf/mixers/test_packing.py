@@ -39,7 +39,7 @@ MANY = [
     *[(name, "causal_lm") for name in (
         "bamba", "codegen", "deepseek_v4", "doge", "falcon", "falcon_mamba", "glm_moe_dsa", "gpt_neo", "gptj",
         "gpt_neox_japanese", "granitemoehybrid", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2",
-        "minimax", "mpt", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen4_exp_text", "recurrent_gemma", "xlstm",
+        "minimax", "mpt", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen4_exp_text", "recurrent_gemma", "whisper", "xlstm",
         "zamba", "zamba2",
     )],
     *[(name, "masked_lm") for name in ("convbert", "fnet", "mobilebert", "mpnet", "squeezebert", "xlm")],

@@ -282,3 +282,31 @@ def test_compiling_is_refused_where_the_layout_that_is_chosen_has_no_rows_of_one
     task = replace(task, commands=replace(task.commands, choose_layout=lambda _model: ("padded", "layout: padded")))
     with pytest.raises(ConfigError, match="rows of one shape"):
         choose_settings(task, model, data, TrainConfig.auto(samples_per_step=8, compile=True), facts=GPU)
+
+
+@pytest.mark.parametrize(("packed", "padded", "taken"), [(100.0, 120.0, "padded"), (100.0, 102.0, "packed")])
+def test_the_layout_that_is_measured_to_be_faster_is_taken_of_two_that_are_proven(monkeypatch, packed, padded, taken):
+    known = {"packed": packed, "padded": padded}
+
+    def measured(_chooser, config):
+        return MeasuredSpeed(fit=None, speeds={1024: known[config.layout]}, load_seconds=0.0), "as measured now"
+
+    monkeypatch.setattr(module, "measure", measured)
+    task, model, data = small()
+    commands = TaskCommands(
+        choose_layout=lambda _model: ("packed", "layout: packed"), other_layout=lambda _model: "padded"
+    )
+    config, choices = choose_settings(
+        replace(task, commands=commands), model, data, TrainConfig.auto(samples_per_step=8), facts=CPU
+    )
+    (line,) = [one.line for one in choices if one.setting == "layout"]
+    assert config.layout == taken
+    assert ("120 against 100 tokens/s" in line) == (taken == "padded")
+    assert f"{known[taken]:,.0f} tokens/s" in next(one.line for one in choices if one.setting == "cells")
+
+
+def test_no_other_layout_is_timed_where_compiled_rows_are_asked_for():
+    task, model, data = small()
+    commands = TaskCommands(choose_layout=lambda _model: ("packed", "layout: packed"), other_layout=never)
+    asked = TrainConfig.auto(samples_per_step=8, compile=True)
+    assert choose_settings(replace(task, commands=commands), model, data, asked, facts=GPU)[0].layout == "packed"

@@ -64,7 +64,7 @@ from truebatch.planning.rows import Ints, Layout
 from truebatch.training.checks.batch_coupling import leaves_out_layers
 from truebatch.training.data import TrainData
 from truebatch.training.system import System, Task, TaskCommands
-from truebatch.verification.choose_layout import choose_layout
+from truebatch.verification.choose_layout import choose_layout, is_proven
 
 PAIRS = ("dpo", "reward")
 """Tasks with a better and a worse answer."""
@@ -322,6 +322,15 @@ def _choose_layout(config: FinetuneConfig, model: nn.Module) -> tuple[Layout, st
     return layout, f"layout: {layout}, proven equal to one by one" + (f" ({why})" if why else "")
 
 
+def _other_layout(model: nn.Module) -> Layout | None:
+    """Padded rows, where packed ones need modules that are called by group, which costs calls and copies."""
+    part: Any = language_model(model)
+    if packing_plan_of(part).is_plain:
+        return None
+    with without_router_outputs(model):
+        return "padded" if is_proven(model, "padded") else None
+
+
 def _describe(config: FinetuneConfig, ready: PreparedRun) -> list[str]:
     lines = [describe_embedding(ready.head, config, ready.configuration)] if config.task == "embedding" else []
     lines += [*ready.train.notes, *(ready.validation.notes if ready.validation is not None else ())]
@@ -369,6 +378,7 @@ def prepare_task(config: FinetuneConfig) -> Task:
         commands=TaskCommands(
             describe=partial(_describe, config, ready),
             choose_layout=partial(_choose_layout, config),
+            other_layout=_other_layout,
             can_compile=not config.load_in_4bit and not is_balanced(ready.configuration),
             sketch=None if config.load_in_4bit else partial(_sketch, config, ready),
             evaluate=None if is_embedding else partial(evaluate, config, ready.head, ready.train.label_names),

@@ -173,8 +173,8 @@ def _leaf(value: Any, axes: ModuleAxes, path: Path, at: int, group: Group) -> An
         if path in axes.counted:
             return take_first(value, _fitting(known, value), group, axes.folded.get(path))
         return take_group(value, _fitting(known, value), group)
-    if isinstance(value, Cache):
-        return None  # it would take all groups for one
+    if value is None or isinstance(value, Cache):
+        return None  # a cache would take all groups for one; what a trial gave may be left out of another call
     known = axes.inputs.get(path)
     return value if known is None else group_size(value, known, group)
 

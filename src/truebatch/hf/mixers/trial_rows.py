@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from truebatch.batch.segments import Segments, cell_positions, packed_segments
+from truebatch.hf.argument_names import handed_on
 from truebatch.training.memory.oom import is_out_of_memory
 
 LENGTHS = (7, 3, 19, 1, 12, 5)
@@ -177,9 +178,9 @@ def _table(parts: Sequence[Tensor], device: torch.device) -> Segments:
 
 
 def _taken(model: nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
-    accepted = inspect.signature(type(model).forward).parameters  # others may hold it behind a function of their own
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-    known = {"use_cache", *accepted} if takes_any else set(accepted)
+    named = inspect.signature(type(model).forward).parameters  # others may hold it behind a function of their own
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in named.values())
+    known = {"use_cache", *named, *handed_on(model)} if takes_any else set(named)
     return {name: value for name, value in given.items() if name in known}
 
 

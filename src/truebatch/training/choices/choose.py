@@ -57,6 +57,8 @@ FULL = 0.95
 """Compiled rows that are emptier lose what compiling gains."""
 ABOUT_AS_FAST, FULL_WIDE, WIDEST = 0.93, 0.965, 32768
 """Rows to be compiled are the widest that are about as fast before, and this full; wider ones were not timed compiled."""
+FASTER = 1.05
+"""Another layout must be so much faster than the one that is the first choice: less is the noise of timing."""
 LOAD_SHARE, MOST_WORKERS = 0.02, 8
 """Reading samples in the process that trains may take this share of its time."""
 
@@ -114,6 +116,7 @@ def choose_settings(
     chooser = Chooser(task=task, model=model, data=data, facts=facts, say=say)
     choices: list[SettingChoice] = []
     measured: MeasuredSpeed | None = None
+    is_layout_open = "layout" in config.choose
 
     def settle(choice: SettingChoice | None) -> None:
         nonlocal config
@@ -131,6 +134,10 @@ def choose_settings(
             settle(choice)
     if {"cells", "compile", "workers"} & set(config.choose):
         measured, why = measure(chooser, config)
+        if is_layout_open and measured is not None:
+            other, measured = choose_faster_layout(chooser, config, measured)
+            choices = choices if other is None else [one for one in choices if one.setting != "layout"]
+            settle(other)
         if "cells" in config.choose:
             settle(choose_cells(chooser, config, measured, why))
         if "compile" in config.choose:
@@ -173,6 +180,26 @@ def _choose_layout(chooser: Chooser, config: TrainConfig) -> SettingChoice | Non
         return None
     layout, why = choose(chooser.model)
     return SettingChoice(setting="layout", value=layout, why=why)
+
+
+def choose_faster_layout(
+    chooser: Chooser, config: TrainConfig, measured: MeasuredSpeed
+) -> tuple[SettingChoice | None, MeasuredSpeed]:
+    """Another layout that the model was proven in too, if it was measured to be faster; and what was measured of it."""
+    ask, is_free = chooser.task.commands.other_layout, config.layout == "packed" and not config.compile
+    layout = ask(chooser.model) if ask is not None and is_free else None
+    timed = None if layout is None else measure(chooser, replace(config, layout=layout))[0]
+    if layout is None or timed is None:
+        return None, measured
+    one, other = (found.speeds[found.fastest(_safe_cells(chooser, tried, found))]
+                  for tried, found in ((config, measured), (replace(config, layout=layout), timed)))  # fmt: skip
+    if other <= FASTER * one:
+        return None, measured
+    why = (
+        f"layout: {layout}, proven equal to one by one and faster here than {config.layout} rows "
+        f"({other:,.0f} against {one:,.0f} tokens/s; --set train.layout={config.layout} overrides it)"
+    )
+    return SettingChoice(setting="layout", value=layout, why=why), timed
 
 
 def measure(chooser: Chooser, config: TrainConfig) -> tuple[MeasuredSpeed | None, str]:
