@@ -151,6 +151,23 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch)
     exec(compile(code, str(page), "exec"), {"__name__": "__main__", **yours(page)})
 
 
+STARTS = {"judge": ("runs/try",), "systems": ("chinese_gpt", "runs/first")}
+"""Pages of ten minutes -> words of the commands that need nothing of the reader's."""
+
+
+@pytest.mark.slow  # it trains twenty steps
+@pytest.mark.parametrize("page", STARTS)
+def test_the_commands_of_ten_minutes_run_one_after_the_other(page, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    file = DOCS / f"start/{page}.md"
+    exec(compile("\n\n".join(RUN_HERE[file]), str(file), "exec"), {"__name__": "__main__"})
+    lines = [line for line in commands(file) if any(word in line for word in STARTS[page])]
+    assert len(lines) >= 3
+    for line in lines:
+        assert run(shlex.split(line)[1:]) == (3 if "runs/try" in line else 0), capsys.readouterr().err
+        assert capsys.readouterr().out.strip()
+
+
 def test_the_codes_and_kinds_of_failure_are_those_of_the_program(capsys):
     text = (DOCS / "codes.md").read_text(encoding="utf-8")
     classes = {n: c for n, c in vars(errors).items() if isinstance(c, type) and issubclass(c, errors.TruebatchError)}

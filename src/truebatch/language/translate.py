@@ -141,9 +141,17 @@ def _one_after_another(text: str, *, depth: int) -> str | None:
 
 
 def _certain(text: str) -> int:
-    """How much of a text is known, in letters."""
-    sentence, _ = _best(text)
-    return len(text) if text in catalogue()[0] else sentence.letters if sentence is not None else 0
+    """How much of a text is known, in letters: the sentence, and what stands in its holes word for word."""
+    if text in catalogue()[0]:
+        return len(text)
+    sentence, values = _best(text)
+    return 0 if sentence is None or values is None else _known_letters(sentence, values)
+
+
+def _known_letters(sentence: Sentence, values: Sequence[str]) -> int:
+    """Letters of a sentence, and of what stands in its holes and is known word for word."""
+    exact, _ = catalogue()
+    return sentence.letters + sum(len(value) for value in values if value in exact)
 
 
 def _joined(part: str, joint: str, chinese: str, *, depth: int) -> str | None:
@@ -173,12 +181,12 @@ def _known(text: str, *, depth: int) -> str | None:
 
 
 def _best(text: str) -> tuple[Sentence | None, list[str] | None]:
-    """Of the sentences with holes that a text can be, the one with most letters, and what stands in its holes."""
+    """Of the sentences with holes that a text can be, the one of which most is known, and what stands in its holes."""
     words = set(WORD.findall(text))
     matching = ((sentence, sentence.match(text)) for sentence in catalogue()[1] if sentence.words <= words)
     return max(
         ((one, values) for one, values in matching if values is not None and one.allows(values)),
-        key=lambda pair: pair[0].letters,
+        key=lambda pair: _known_letters(*pair),
         default=(None, None),
     )
 

@@ -204,7 +204,8 @@ def _outputs_difference(whole: Whole, reference: Whole) -> Difference | None:
     name, sample = max(gaps, key=lambda key: _nan_last(gaps[key]))
     value, expected = whole.outputs[name][sample], reference.outputs[name][sample]
     shapes = "" if math.isfinite(gaps[name, sample]) else _shapes(value, expected)
-    return Difference("outputs", gaps[name, sample], 0.0, f"{name} of sample {sample}{shapes}", sample)
+    where = f"{name} of sample {sample}, {shapes}" if shapes else f"{name} of sample {sample}"
+    return Difference("outputs", gaps[name, sample], 0.0, where, sample)
 
 
 def _gaps(whole: Whole, reference: Whole) -> dict[tuple[str, int], float]:
@@ -220,7 +221,7 @@ def _gaps(whole: Whole, reference: Whole) -> dict[tuple[str, int], float]:
 
 
 def _shapes(value: Tensor, expected: Tensor) -> str:
-    return "" if value.shape == expected.shape else f", shape {tuple(value.shape)}, {tuple(expected.shape)} alone"
+    return "" if value.shape == expected.shape else f"shape {tuple(value.shape)}, {tuple(expected.shape)} alone"
 
 
 def _check_names(given: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

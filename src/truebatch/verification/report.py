@@ -206,7 +206,7 @@ def _layout_words(report: VerifyReport) -> list[str]:
 
 
 _LAYOUT_NAMES = {"right": "right padding", "left": "left padding", "packed": "packed rows"}
-_NAMES = {"packed": "packed rows"}
+_NAMES = {"packed": "packed rows", "permuted": "rows in another order"}
 """Of arrangements, where they are shown and one word would look like a value to type."""
 
 
@@ -215,7 +215,10 @@ def _module_words(report: VerifyReport) -> list[str]:
 
 
 def _leak_words(report: VerifyReport) -> list[str]:
-    return [f"leak: {x.arrangement}: changing sample {x.changed} moves sample {x.moved}" for x in report.leaks[:3]]
+    return [
+        f"leak: {_NAMES.get(x.arrangement, x.arrangement)}: changing sample {x.changed} moves sample {x.moved}"
+        for x in report.leaks[:3]
+    ]
 
 
 def _cause_words(report: VerifyReport) -> list[str]:
@@ -252,7 +255,15 @@ def mark(result: ArrangementResult) -> str:
     return {"equal": "=", "different": "x", "raised": "!", "note": "~"}[result.verdict]
 
 
-_SAID = {"outputs": "outputs {number}", "loss": "loss {number}", "gradient": "gradient {number}"}
+_SAID = {
+    ("outputs", False): "outputs {number}",
+    ("outputs", True): "outputs {number} in {where}",
+    ("loss", False): "loss {number}",
+    ("loss", True): "loss {number} in {where}",
+    ("gradient", False): "gradient {number}",
+    ("gradient", True): "gradient {number} in {where}",
+}
+"""A part, and whether it is over its limit."""
 
 
 def describe(result: ArrangementResult) -> str:
@@ -261,8 +272,8 @@ def describe(result: ArrangementResult) -> str:
         return f"raised {result.error.splitlines()[0][:90] if result.error else ''}"
     over = [d for d in result.differences if d.is_over]
     shown = over or result.differences
-    texts = [_SAID[d.part].format(number=_number(d.value)) + (f" in {d.where}" if d.is_over else "") for d in shown]
-    return ", ".join(texts)
+    texts = [_SAID[d.part, d.is_over].format(number=_number(d.value), where=d.where) for d in shown]
+    return "; ".join(texts)
 
 
 def _number(value: float) -> str:

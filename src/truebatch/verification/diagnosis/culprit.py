@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from truebatch.planning.rows import packed_row, padded_rows
 from truebatch.training.memory.oom import is_out_of_memory
@@ -99,7 +100,9 @@ class _CulpritSearch:
         return None
 
     def _run(self, piece: ArrangedBatch, samples: Sequence[Any] | None) -> ForwardResult:
-        return self.subject.call(self.subject.model, self.subject.micro_batch(piece, samples))
+        with torch._C.DisableTorchFunction():  # what is laid out is no operation of the model
+            batch = self.subject.micro_batch(piece, samples)
+        return self.subject.call(self.subject.model, batch)
 
     def _beside(self, piece: ArrangedBatch, samples: Sequence[Any] | None = None) -> Beside:
         assert self.recorded is not None

@@ -187,12 +187,13 @@ def _stateful(e: Evidence) -> Cause | None:
     if e.differs("right padded"):
         return Cause(
             "state runs over padding",
-            f"{module.name!r} ({module.kind}) reads padding as if it were data",
+            f"the module {module.name!r} ({module.kind}) reads padding as if it were data",
             "pack sequences for recurrent modules, zero the padding before convolutions, or use groups of equal length",
         )
     return Cause(
         "state runs across packed samples",
-        f"{module.name!r} ({module.kind}) carries what lies before a sample in its row (padding, another sample) into it",
+        f"the module {module.name!r} ({module.kind}) carries what lies before a sample in its row (padding, another sample) "
+        "into it",
         "do not pack this model or pad it on the left; use right padding or groups of equal length (choose_layout)",
     )
 

@@ -38,8 +38,10 @@ class ModuleDifference:
     """The operation in it that differs, with its file and line, where one was traced."""
 
     def __str__(self) -> str:
-        inside = f", {self.operation}," if self.operation else ""
-        return f"{self.name or 'the model itself'} ({self.kind}){inside} for sample {self.sample}, by {self.value:.1e}"
+        name = self.name or "the model itself"
+        if self.operation:
+            return f"{name} ({self.kind}), {self.operation}, for sample {self.sample}, by {self.value:.1e}"
+        return f"{name} ({self.kind}) for sample {self.sample}, by {self.value:.1e}"
 
 
 Part = tuple[Tensor, bool]

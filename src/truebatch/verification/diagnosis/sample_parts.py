@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from truebatch.batch.microbatch import MicroBatch, RowAxis
+from truebatch.batch.microbatch import FlatAxis, MicroBatch, RowAxis
 
 ROW, CELLS, FLAT, SAME = "row", "cells", "flat", "same"
 """FLAT: the cells of all rows, or the tokens of all samples, one after another."""
+NO_ROWS = -1
+"""The width of an axis whose entries lie end to end."""
 Index = tuple[slice, ...]
 
 
@@ -58,7 +60,10 @@ def place_in(batch: MicroBatch, sample: int, side: str) -> SamplePlace:
     at = batch.sample_ids.index(sample)
     row, rows, spans = at, batch.num_samples, []
     for axis in batch.axes.values():
-        if isinstance(axis, RowAxis) and len(axis.lengths) == batch.num_samples:
+        if isinstance(axis, FlatAxis) and len(axis.lengths) == batch.num_samples:
+            before = sum(axis.lengths[:at])
+            spans.append(AxisSpan(axis.lengths[at], NO_ROWS, before, before, sum(axis.lengths)))
+        elif isinstance(axis, RowAxis) and len(axis.lengths) == batch.num_samples:
             B, T = axis.shape
             before = sum(axis.lengths[:at])
             first = int(axis.cell_of_token[before]) if axis.lengths[at] else 0

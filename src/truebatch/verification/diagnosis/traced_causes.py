@@ -212,18 +212,27 @@ def _attention(c: Culprit) -> Cause | None:
     is_product = suspect.operation.name in PRODUCTS and cells <= 1 and CELLS in _all_kinds(suspect)
     if not (_is(suspect, ATTENTION) or (is_scores and cells > 1) or is_product):
         return None
-    more = f" (and in {', '.join(c.others[:3])})" if c.others else ""
+    place = _with_others(c)
     if c.layout == "packed":
         return Cause(
             "packed samples see each other",
-            f"{where(suspect)}{more} reaches over the border between two samples of a packed row",
+            f"{place} reaches over the border between two samples of a packed row",
             "pass batch.segments to truebatch.attention.api.attend, or restarting positions to a model that uses them",
         )
     return Cause(
         "attention mask ignored",
-        f"{where(suspect)}{more} attends to padding: it has no mask, or one that does not hide all of the padding",
+        f"{place} attends to padding: it has no mask, or one that does not hide all of the padding",
         "pass is_real to attention (attention_mask for Hugging Face models), for every layer",
     )
+
+
+def _with_others(c: Culprit) -> str:
+    """The operation, and the other modules in which it does the same."""
+    operation = c.suspect.operation
+    if not c.others:
+        return where(c.suspect)
+    place, others = f"'{operation.module}'" if operation.module else _SELF, ", ".join(c.others[:3])
+    return f"`{operation.name}` in {place} ({operation.source}) and in {others}"
 
 
 def _state(c: Culprit) -> Cause | None:

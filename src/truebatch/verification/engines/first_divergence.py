@@ -44,9 +44,10 @@ class Divergence:
     """Where in the module, if not in the whole of it."""
 
     def __str__(self) -> str:
-        place = f"{self.name or 'the model itself'} ({self.kind})"
-        said = f"{place}, {self.words}" if self.words else place
-        return f"{said}: by {self.value:.1e}, rounding alone {self.floor:.1e}"
+        name = self.name or "the model itself"
+        if self.words:
+            return f"{name} ({self.kind}), {self.words}: by {self.value:.1e}, rounding alone {self.floor:.1e}"
+        return f"{name} ({self.kind}): by {self.value:.1e}, rounding alone {self.floor:.1e}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
