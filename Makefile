@@ -41,6 +41,11 @@ real: .real/.ready
 	$(BIN)/python -m tests.real.archives
 # transformers imports torchao wherever it finds it, and that is not quiet: tests that want it put .real/site on their path.
 	$(PIP) --no-deps --target .real/site torchao==0.18.0
+# DeepSpeed builds from source against the torch that is there, without kernels of its own; one slow test puts it on its path.
+	DS_BUILD_OPS=0 $(PIP) --no-deps --no-build-isolation --target .real/deepspeed deepspeed==0.19.8
+	$(PIP) --no-deps --target .real/deepspeed hjson py-cpuinfo msgpack einops ninja
+# The readings of Chinese characters, by which the rhymes of poems are counted.
+	$(PIP) --no-deps --target .real/pypinyin pypinyin==0.55.0
 # Ray and what it needs beyond the test environment; one slow test puts .real/ray on its path.
 	$(PIP) --no-deps --target .real/ray ray==2.60.0 jsonschema jsonschema-specifications referencing rpds-py attrs msgpack \
 		requests charset-normalizer urllib3 certifi idna

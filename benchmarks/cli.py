@@ -68,6 +68,7 @@ SCRIPTS = {
     "reliability": "The long sweeps of kills, damaged checkpoints and NaN, counted.",
     "sharding": "What a rank holds of a model whole and in shards, on one, two and four processes.",
     "deepspeed": "The gradient of a step under DeepSpeed ZeRO in two processes, against one by one.",
+    "chinese_poems": "chinese_gpt on Tang poems: lines and rhymes of what it writes, perplexity beside GPT-2 under Trainer.",
     "stitched_llm_deepspeed": "A stitched model under DeepSpeed ZeRO in two processes, against one by one.",
     "stitched_llm_quality": "What stitched models reach, over tiny donors and over real weights.",
     "trainer_reliability": "The Hugging Face Trainer beside truebatch: resumed, and killed inside a save.",

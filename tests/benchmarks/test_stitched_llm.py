@@ -40,6 +40,8 @@ def test_every_way_is_measured_and_ratios_come_first(tmp_path):
     assert {"packed at the fitted budget / the note", "8 rows of 64 tokens / 1 row"} <= set(written["ratios"])
     assert written["rows"][0]["way"].startswith("the note: batch 1, accumulation 4, padded to 64")
     assert written["rows"][0]["fill"] < 0.5
+    steps = {row["way"].partition(":")[0]: (row["samples_per_step"], row["cells"]) for row in written["rows"][:3]}
+    assert steps == {"the note": (4, 64), "as found": (1, 64), "wished for": (8, 128)}
     assert all(r["fill"] > 0.9 for r in written["rows"] if r["way"].startswith("packed,"))
     assert all(0 <= share < 0.5 for share in written["work"]["padded_shares"].values())
     stored = written["stored"]
