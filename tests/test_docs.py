@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 CHINESE = [*sorted(DOCS.rglob("*.zh-CN.md")), ROOT / "README.zh-CN.md"]
 ENGLISH = [file.with_name(file.name.replace(".zh-CN", "")) for file in CHINESE]
-MADE = {"benchmarks.md", "census-popular.md", "census.md", "config.md", "lab.md", "notes.md"}
+MADE = {"api.md", "benchmarks.md", "census-popular.md", "census.md", "config.md", "lab.md", "notes.md"}
 """Tables written by commands, and the lab book: in English only."""
 RESULTS = DOCS / "results"
 """Kept results, and the tables that a benchmark writes beside them: no pages."""
