@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -42,11 +42,11 @@ def built(tmp_path_factory) -> Path:
 class Handler(SimpleHTTPRequestHandler):
     """The pages, the page that opens them one after the other, and the place for what it finds."""
 
-    found: dict[str, Any] = {}
+    found: ClassVar[dict[str, Any]] = {}
     is_done = threading.Event()
     script = ""
 
-    def do_GET(self) -> None:  # noqa: N802 - a name of http.server
+    def do_GET(self) -> None:
         if self.path == "/checks":
             body = f"<!doctype html><body><script>{CHECKS}\n{self.script}</script></body>".encode()
             self.send_response(200)
@@ -56,7 +56,7 @@ class Handler(SimpleHTTPRequestHandler):
         else:
             super().do_GET()
 
-    def do_POST(self) -> None:  # noqa: N802 - a name of http.server
+    def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.send_response(204)
         self.end_headers()
