@@ -22,7 +22,7 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 from benchmarks.harness.benchmark import Benchmark, Row, option
 from truebatch.adapters.sentence_transformers import PackedRankingLoss
 from truebatch.batch.microbatch import MicroBatch
-from truebatch.data.loader import load_steps
+from truebatch.data.loader import LoaderConfig, load_steps
 from truebatch.hf.embedding.objective import InBatchNegatives, TextEncoder, embedding_head
 from truebatch.hf.embedding.texts import LENGTHS
 from truebatch.hf.heads.heads import head_of
@@ -197,7 +197,8 @@ def _packed(case: ContrastiveCase, encoder: TextEncoder) -> list[MicroBatch]:
     lengths = [len(sample["input_ids"]) for sample in samples]
     cells = max(case.options.cells, *lengths)
     plan = build_plan(lengths, PlanConfig(layout="packed", cells=cells, samples_per_step=len(samples)))
-    (step,) = load_steps(plan, samples, encoder.head.fields)
+    loader = LoaderConfig(pin_memory=case.options.device == "cuda")  # as in a run
+    (step,) = load_steps(plan, samples, encoder.head.fields, config=loader)
     return list(step.batches)
 
 
