@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny import rows_of
-from truebatch.batch.collate import collate
+from truebatch.batch.collate import _row_axis, _rows_axis, collate
 from truebatch.batch.fields import Field
 from truebatch.batch.microbatch import MicroBatch
 from truebatch.data.shared_memory import receive_object, send_object
@@ -389,3 +389,26 @@ def test_a_host_field_stays_where_it_is_when_its_micro_batch_moves():
     moved = batch.to("meta")
     assert moved["sizes"].tolist() == [[3, 1], [2, 0]]
     assert moved["ids"].device.type == "meta"
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("length", [1, 2, 7])
+def test_a_sample_that_fills_its_row_lies_there_as_any_other_would(side, length):
+    rows = padded_rows(np.array([5]), length)
+    axis = _row_axis(np.array([length]), rows, side, None, is_planned=True)
+    wanted = _rows_axis(np.array([length]), rows, side, None, is_planned=True)
+    for name in ("segment_ids", "positions", "cell_of_token"):
+        found, expected = getattr(axis, name), getattr(wanted, name)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert (axis.lengths, axis.row_starts) == (wanted.lengths, wanted.row_starts)
+    for name in ("starts", "is_real"):
+        found, expected = getattr(axis.segments, name), getattr(wanted.segments, name)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    for name in ("lengths", "is_sample", "max_length", "layout", "side", "shape"):
+        assert getattr(axis.segments, name) == getattr(wanted.segments, name), name
+
+
+def test_a_row_wider_than_its_only_sample_keeps_its_padding():
+    batch = collate([{"ids": [1, 2]}], padded_rows(np.array([0]), 5), [Field(name="ids", pad=9)])
+    assert batch["ids"].tolist() == [[1, 2, 9, 9, 9]]
+    assert batch.is_real.sum() == 2

@@ -75,6 +75,8 @@ def chunked_nll(
         rule=rule or LogitRule(), chunk=_cells_of_chunk(number, weight.shape[0], logits_at_once), compiled=compiled,
         wants_grad=torch.is_grad_enabled(),
     )  # fmt: skip
+    if weight.device.type == "cpu" and call.chunk >= number and number < weight.shape[1]:
+        return _nll_of_few(hidden, weight, bias, labels, cells, call.rule)
     total: Tensor = _ChunkedNll.apply(hidden, weight, bias, labels, cells, call)  # type: ignore[no-untyped-call]
     return total
 
@@ -133,10 +135,7 @@ class _ChunkedNll(torch.autograd.Function):
         ctx.dtype, ctx.num_cells = weight.dtype, hidden.shape[0]
         words = weight.shape[0]
         weight, bias = _wide_vocabulary(weight, bias, rule)
-        if cells is not None:
-            hidden, labels = hidden.index_select(0, cells), labels.index_select(0, cells)
-        else:
-            hidden = hidden.masked_fill((labels == IGNORE)[:, None], 0.0)
+        hidden, labels = _picked(hidden, labels, cells)
         if weight.shape[0] > words:  # a label outside the vocabulary must stay outside, and be rejected as before
             labels = torch.where(labels < words, labels, labels + VOCABULARY_STEP)
         needs = [wants and call.wants_grad for wants in ctx.needs_input_grad[:3]]
@@ -165,6 +164,28 @@ class _ChunkedNll(torch.autograd.Function):
         if hidden is not None and cells is not None:
             hidden = hidden.new_zeros(ctx.num_cells, hidden.shape[1]).index_copy_(0, cells, hidden)
         return hidden, weight, bias, None, None, None
+
+
+def _nll_of_few(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, cells: Tensor | None, rule: LogitRule
+) -> Tensor:
+    """`chunked_nll` for fewer cells than a hidden state has numbers: their logits are smaller than the weight, so it is the
+    gradient of the weight that must not be gone through more often than it has to be."""
+    hidden, labels = _picked(hidden, labels, cells)
+    with torch.autocast(hidden.device.type, enabled=False):
+        logits = functional.linear(hidden, weight, bias)
+        logits = logits if rule.scale == 1.0 else logits * rule.scale
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if rule.softcap is not None:
+            scores = rule.softcap * torch.tanh(scores / rule.softcap)
+        return functional.cross_entropy(scores, labels, ignore_index=IGNORE, reduction="sum")
+
+
+def _picked(hidden: Tensor, labels: Tensor, cells: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Cells with a label; where they are not picked out, the hidden states of all others are zero."""
+    if cells is not None:
+        return hidden.index_select(0, cells), labels.index_select(0, cells)
+    return hidden.masked_fill((labels == IGNORE)[:, None], 0.0), labels
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from truebatch.batch.field_values import read_nested, read_value, shift_tokens, stack_values, tokens_of
 from truebatch.batch.fields import Field, Side, check_fields
 from truebatch.batch.microbatch import CELLS, Axis, FlatAxis, MicroBatch, RowAxis
-from truebatch.batch.segments import Segments, packed_segments, padded_segments, stack_rows
+from truebatch.batch.segments import Segments, full_segment, packed_segments, padded_segments, stack_rows
 from truebatch.errors import BatchError
 from truebatch.planning.rows import Rows
 
@@ -157,6 +157,19 @@ def _flat_axis(lengths: Ints) -> FlatAxis:
 
 
 def _row_axis(lengths: Ints, rows: Rows, side: Side, slots: int | None, *, is_planned: bool = False) -> RowAxis:
+    if rows.layout == "padded" and len(lengths) == 1 and (not is_planned or lengths[0] == rows.width > 0):
+        return _full_row(int(lengths[0]), side)
+    return _rows_axis(lengths, rows, side, slots, is_planned=is_planned)
+
+
+def _full_row(length: int, side: Side) -> RowAxis:
+    """What `_rows_axis` comes to for a sample that fills its row alone: one by one, every micro-batch is such a row."""
+    cells = torch.arange(length)
+    own = torch.ones(1, length, dtype=torch.int64)
+    return RowAxis(full_segment(length, side), own, cells[None], cells, (length,), (0, 1))
+
+
+def _rows_axis(lengths: Ints, rows: Rows, side: Side, slots: int | None, *, is_planned: bool) -> RowAxis:
     total = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)  # [N + 1]
     used = np.diff(total[rows.starts])  # [B]
     width = rows.width if is_planned else int(used.max(initial=0))

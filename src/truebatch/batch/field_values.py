@@ -128,6 +128,8 @@ def _unreadable(field: Field, sample_id: int, seen: str) -> BatchError:
 
 def _check_alike(telling: list[tuple[Any, Value, int]], field: Field) -> None:
     """Reject values of different shapes or, if no dtype is declared, of different dtypes; (shape, value, sample)."""
+    if len(telling) == 1:
+        return
     shape, _, first = telling[0]
     for other, _, owner in telling:
         if tuple(other) != tuple(shape):

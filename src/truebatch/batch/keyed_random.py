@@ -11,7 +11,7 @@ import functools
 import hashlib
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -38,17 +38,21 @@ _MOST_POSITIONS = 2**21
 """More than any sample has, so that the numbers of a pair of positions do not depend on the width of its row."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class NoiseKeys:
     """The samples of the current micro-batch, and the key of each."""
 
     batch: MicroBatch
-    keys: Tensor
-    """[N] int64, one per sample."""
+    find_keys: Callable[[], Tensor]
     known: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Axis -> key and position of every entry, computed once per micro-batch."""
     whole: NoiseKeys | None = None
     """The micro-batch that this one has parts of."""
+
+    @functools.cached_property
+    def keys(self) -> Tensor:
+        """[N] int64, one per sample; found when first asked for, which most models never do."""
+        return self.find_keys()
 
 
 _current: ContextVar[NoiseKeys | None] = ContextVar("truebatch_noise", default=None)
@@ -59,11 +63,15 @@ _open: list[tuple[int, NoiseKeys]] = []
 @contextmanager
 def noise_for(batch: MicroBatch, *, seed: int, epoch: int = 0) -> Iterator[NoiseKeys]:
     """Context in which keyed noise belongs to the samples of `batch`. Keep it open during backward (recomputation)."""
+    with _noise_opened(NoiseKeys(batch, functools.partial(_keys_of, batch, seed, epoch))) as keys:
+        yield keys
+
+
+def _keys_of(batch: MicroBatch, seed: int, epoch: int) -> Tensor:
     ids = np.asarray(batch.sample_ids, dtype=np.int64)
     bits = keyed_hash(seed, epoch, "noise", ids).view(np.int64)
     device = next((t.device for k, t in batch.fields.items() if k not in batch.host), torch.device("cpu"))
-    with _noise_opened(NoiseKeys(batch, torch.from_numpy(bits.copy()).to(device, non_blocking=True))) as keys:
-        yield keys
+    return torch.from_numpy(bits.copy()).to(device, non_blocking=True)
 
 
 @contextmanager
@@ -80,7 +88,8 @@ def noise_for_parts(parts: MicroBatch, *, sample: Sequence[int], place: Sequence
     outer = outer.whole or outer
     device = outer.keys.device
     at, counted = (torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True) for values in (sample, place))
-    with _noise_opened(NoiseKeys(parts, _mix(outer.keys[at] + (counted + 1) * _STRIDE), whole=outer)):
+    keys = _mix(outer.keys[at] + (counted + 1) * _STRIDE)
+    with _noise_opened(NoiseKeys(parts, lambda: keys, whole=outer)):
         yield
 
 

@@ -246,7 +246,7 @@ def _apart(values: Tensor) -> Tensor:
 
 
 def _cells_other_than(values: Tensor, blank: float) -> Tensor | None:
-    if detect_fake_mode() is not None:
+    if torch._C._len_torch_dispatch_stack() and detect_fake_mode() is not None:
         return None  # a fake or meta tensor has no data, and numpy would dereference a null pointer
     if values.is_floating_point() or type(values) is not Tensor:
         is_filled = values.reshape(-1) != blank

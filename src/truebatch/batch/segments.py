@@ -239,6 +239,19 @@ def padded_segments(lengths: Lengths, width: int | None = None, side: Side = "ri
     )
 
 
+def full_segment(length: int, side: Side = "right") -> Segments:
+    """What `padded_segments` gives for one sample that fills its row [1, length]."""
+    return Segments(
+        starts=torch.tensor([0, length], dtype=torch.int32),
+        lengths=(length,),
+        is_sample=(True,),
+        max_length=length,
+        is_real=torch.ones(1, length, dtype=torch.bool),
+        layout="padded",
+        side=side,
+    )
+
+
 def table_segments(
     starts: Tensor, *, shape: tuple[int, int], max_length: int, lengths: tuple[int, ...] | None = None
 ) -> Segments:

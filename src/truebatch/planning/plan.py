@@ -106,6 +106,8 @@ class Plan:
 
     def step_counts(self, step: int) -> dict[str, int]:
         """The sum of every count over the samples of a step, known without reading them."""
+        if not self.samples.counts:
+            return {}
         ids = self.step_sample_ids(step)
         return {name: int(column[ids].sum()) for name, column in self.samples.counts.items()}
 
@@ -194,7 +196,7 @@ class Plan:
 
     def _ids(self, cut: StepLayout, first: int, last: int) -> Ints:
         ids = np.asarray(cut.order[first:last], dtype=np.int64)
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(self.samples.lengths):
+        if (ids.view(np.uint64) >= len(self.samples.lengths)).any():  # below 0, or too large
             raise DataError(
                 "the plan names a sample that does not exist",
                 seen=f"ids from {ids.min()} to {ids.max()}, {len(self.samples.lengths):,} samples",

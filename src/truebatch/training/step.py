@@ -355,12 +355,8 @@ def _backward(engine: StepEngine, sums: Mapping[str, Tensor], counts: Mapping[st
 
 
 def _outcome(engine: StepEngine, sums: Mapping[str, Tensor], counts: Mapping[str, int]) -> StepOutcome:
-    """One device sync per step: loss and gradient norms are fetched together."""
     names = sorted(sums)
-    norms = torch.stack([grad_norm(g.parameters).to(engine.device, torch.float64) for g in engine.groups])
-    losses = torch.stack([sums[n].to(torch.float64) for n in names]) if names else norms.new_zeros(0)
-    summed = losses if engine.atoms is not None else sum_over_ranks(losses)
-    numbers = torch.cat([summed, norms]).tolist()
+    numbers = _fetch([sums[n] for n in names], [grad_norm(g.parameters) for g in engine.groups], engine)
     loss = {n: x / max(counts[n], 1) for n, x in zip(names, numbers[: len(names)], strict=True)}
     uncounted = [n for n in names if counts[n] == 0 and loss[n] != 0]
     if uncounted:
@@ -374,6 +370,18 @@ def _outcome(engine: StepEngine, sums: Mapping[str, Tensor], counts: Mapping[str
     )
 
 
+def _fetch(losses: Sequence[Tensor], norms: Sequence[Tensor], engine: StepEngine) -> list[float]:
+    """Numbers on the host, losses summed over ranks: one device sync per step, for all are fetched together."""
+    if engine.device.type == "cpu" and (num_ranks() == 1 or engine.atoms is not None):
+        return [float(value) for value in (*losses, *norms)]
+    wide = [value.to(engine.device, torch.float64) for value in (*losses, *norms)]
+    numbers = torch.stack(wide)
+    if losses and engine.atoms is None:
+        sum_over_ranks(numbers[: len(losses)])
+    found: list[float] = numbers.tolist()
+    return found
+
+
 def apply_update(engine: StepEngine, outcome: StepOutcome) -> bool:
     """Clip and update every group; False if loss scaling skipped the update of some group, or no group got a gradient.
 
@@ -382,9 +390,7 @@ def apply_update(engine: StepEngine, outcome: StepOutcome) -> bool:
     scale = engine.scaler.get_scale() if engine.scaler is not None else 1.0
     updated = _groups_with_gradient(engine)
     for group in updated:
-        # Filled on the device, which avoids a host-device sync.
-        norm = torch.full((), outcome.grad_norm[group.name], dtype=torch.float32, device=engine.device)
-        clip_group(group, norm)
+        clip_group(group, outcome.grad_norm[group.name], engine.device)
         is_first = group is updated[0]
         try:
             optimizer_step_with_oom_retry(group.optimiser, engine.scaler, device=engine.device, is_first=is_first)

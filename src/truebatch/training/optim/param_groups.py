@@ -173,6 +173,25 @@ def default_group(model: nn.Module, config: TrainConfig) -> Group:
         raise ConfigError(
             "nothing can be trained", seen="no parameter has requires_grad", do="unfreeze some parameters"
         )
-    fused = all(p.is_cuda for p in trained)  # one kernel instead of many, where there is one
+    fused = _has_fused_kernel(trained)
     optimiser = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=config.weight_decay, fused=fused)
+    if fused and not trained[0].is_cuda:
+        optimiser.register_step_pre_hook(_unfuse_strided)
     return Group(optimiser=optimiser, max_grad_norm=config.max_grad_norm, schedule=config.lr_schedule())
+
+
+def _has_fused_kernel(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether torch updates these in one pass over each, instead of a pass for every operation of the formula."""
+    if all(p.is_cuda for p in parameters):
+        return True
+    return all(p.device.type == "cpu" and p.is_floating_point() and not hasattr(p, "full_tensor") for p in parameters)
+
+
+def _unfuse_strided(optimiser: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    """The fused kernels of a CPU run through memory: a gradient that lies in it in another order than its parameter would
+    reach the wrong entries, so such an update takes the other way."""
+    for part in optimiser.param_groups:
+        part["fused"] = all(
+            p.is_contiguous() and (p.grad is None or (p.grad.is_contiguous() and p.grad.layout is torch.strided))
+            for p in part["params"]
+        )
