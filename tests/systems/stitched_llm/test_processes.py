@@ -29,3 +29,24 @@ def test_two_processes_train_the_adapter_that_one_trains(cached, tmp_path):
     one, two = (load_stitched(tmp_path / name / "model").adapter.linear.weight.detach() for name in ("one", "two"))
     assert float((one - two).abs().max()) <= 1e-5 * float(one.abs().max())
     assert not torch.equal(one, torch.zeros_like(one))
+
+
+def test_two_processes_train_the_donors_that_are_not_there(tmp_path):
+    given = [
+        "train",
+        "stitched_llm",
+        "--set",
+        "made_up_samples=64",
+        "--set",
+        "donor_steps=4",
+        "--set",
+        "train.max_steps=2",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "truebatch", *given, "--devices", "2", "--out", str(tmp_path / "two")],
+        cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=600,
+        env={**os.environ, "TRUEBATCH_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {"bottom", "top"} <= {path.name for path in (tmp_path / "cache").glob("*/*")}
+    assert (tmp_path / "two" / "model").is_dir()

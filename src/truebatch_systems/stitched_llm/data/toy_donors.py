@@ -23,7 +23,7 @@ from truebatch.language.console import say
 from truebatch.planning.lengths.measured_values import cache_folder
 from truebatch.training.config import TrainConfig
 from truebatch.training.data import TrainData
-from truebatch.training.distributed.collectives import num_ranks, rank
+from truebatch.training.distributed.collectives import broadcast_from_rank0, num_ranks, rank
 from truebatch.training.trainer import train
 from truebatch_systems.stitched_llm.data.toy_corpus import make_texts, make_tokenizer, words, write_corpus
 
@@ -55,14 +55,16 @@ def embedded_folder(*, samples: int, steps: int, seed: int) -> Path:
 
 
 def ensure_donors(folder: Path, *, steps: int, seed: int) -> None:
-    """Train the two donors into `bottom` and `top`, unless they are there; with several ranks the first one does it."""
-    if rank() == 0:
-        for number, role in enumerate(_FAMILIES):
-            if not (folder / role).is_dir():
-                say(f"the {role} donor is trained first, {steps} steps, and kept in {folder / role}", file=sys.stderr)
-                model = train_donor(role, steps=steps, seed=seed * 2 + number)
-                with atomic_folder(folder / role, keep_existing=True) as draft:
-                    _save(model, draft)
+    """Train the two donors into `bottom` and `top`, unless they are there: all ranks together, and the first one saves."""
+    for number, role in enumerate(_FAMILIES):
+        if broadcast_from_rank0((folder / role).is_dir()):
+            continue
+        if rank() == 0:
+            say(f"the {role} donor is trained first, {steps} steps, and kept in {folder / role}", file=sys.stderr)
+        model = train_donor(role, steps=steps, seed=seed * 2 + number)
+        if rank() == 0:
+            with atomic_folder(folder / role, keep_existing=True) as draft:
+                _save(model, draft)
     if num_ranks() > 1:
         dist.barrier()
 
@@ -87,7 +89,7 @@ def train_donor(role: str, *, steps: int, seed: int) -> nn.Module:
     samples = [head.prepare({"input_ids": [*tokenizer(text)["input_ids"], 0]}) for text in texts]
     settings = TrainConfig(
         epochs=steps, max_steps=steps, samples_per_step=32, layout="packed", cells=1024, learning_rate=3e-3,
-        schedule="cosine", warmup_steps=min(20, steps // 10), seed=seed, stuck_seconds=None,
+        schedule="cosine", warmup_steps=min(20, steps // 10), seed=seed, stuck_seconds=None, devices=num_ranks(),
     )  # fmt: skip
     result = train(model, HeadObjective(head=head), TrainData(samples=samples, fields=head.fields), settings)
     result.raise_if_interrupted()  # half a donor is none
