@@ -60,7 +60,7 @@ class ModelOptions:
     cells: Annotated[
         int | None,
         typer.Option(
-            help="Maximum tokens per batch, including padding. Default: what fits, measured on CUDA; else 8192."
+            help="Maximum tokens per batch, including padding. Default: measured, what fits on CUDA, what is fastest on a CPU."
         ),
     ] = None
     dtype: Annotated[str, typer.Option(help="auto (as saved), float32, bfloat16 or float16.")] = "auto"

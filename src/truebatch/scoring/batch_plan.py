@@ -22,7 +22,7 @@ from truebatch.scoring.backends.interface import Cost
 
 PLAN = "plan.json"
 DEFAULT_CELLS = 8192
-"""The default budget if none is measured: on a CPU, behind an address, and at level `shape`."""
+"""The default budget if none is measured: behind an address, and at level `shape`; the largest on a CPU."""
 Order = Literal["cost", "given"]
 Level = Literal["close", "plan", "shape"]
 """close: right, within the noise of the dtype. plan: batches are frozen, a resumed run gives the same bits.
@@ -35,8 +35,9 @@ class Limits:
 
     level: Level = "plan"
     cells: int | None = None
-    """Maximum cells of a batch, including padding and new tokens. None: on CUDA what fits into memory is measured
-    before the run begins and saved with it; elsewhere, and at level `shape`, `DEFAULT_CELLS`."""
+    """Maximum cells of a batch, including padding and new tokens. None: before the run begins it is measured what fits
+    into the memory of a GPU, or what a CPU judges fastest with, and saved with the run; behind an address, and at level
+    `shape`, `DEFAULT_CELLS`."""
     patches: int | None = None
     """Maximum number of image patches in a batch."""
     rows: int = 256

@@ -33,12 +33,12 @@ from truebatch.hf.generate.packed_prefill import PackedDecoder, can_read_packed,
 from truebatch.hf.generate.prefix_cache import PrefixDecoder
 from truebatch.hf.image_fields import image_token_id
 from truebatch.hf.numerics import in_fp32
+from truebatch.scoring.backends.fastest_budget import measured_cells
 from truebatch.scoring.backends.fixed_shape_decoder import FixedShapeDecoder
 from truebatch.scoring.backends.fixed_shapes import Shapes
 from truebatch.scoring.backends.interface import Cost, SampleError, ScoreRequest, ScoreResponse
 from truebatch.scoring.batch_plan import Limits
 from truebatch.scoring.inputs.chat_prompt import MOST, ChatPrompt, label_tokens
-from truebatch.scoring.memory_budget import fit_cells
 from truebatch.scoring.readouts import Generate, Head, Readout, as_labels, describe_readout
 from truebatch.scoring.readouts.label_trie import Trie, build_trie, read_labels, read_labels_afresh
 from truebatch.scoring.store.content_key import canonical
@@ -108,8 +108,8 @@ class ModelBackend:
         return self.prompting.prepare(sample)
 
     def fit(self, samples: Sequence[ScoreRequest]) -> int | None:
-        """The most cells of a batch of such samples that memory holds; None where it is not measured."""
-        return fit_cells(self, samples)
+        """The most cells of a batch of such samples that memory holds, or, on a CPU, with which they are judged fastest."""
+        return measured_cells(self, samples, rows=self.limits.rows)
 
     def judge(self, prepared: Sequence[ImagePrompt], /) -> Sequence[ScoreResponse | SampleError]:
         """One result per prompt, each as if it were alone."""
