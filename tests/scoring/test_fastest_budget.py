@@ -16,7 +16,8 @@ from truebatch.scoring.batch_plan import DEFAULT_CELLS
 @dataclass(frozen=True)
 class Prompt:
     ids: tuple[int, ...]
-    max_new_tokens: int = 1
+    max_new_tokens: int | None = None
+    """None: as many as the readout says."""
 
 
 @dataclass
@@ -37,10 +38,11 @@ class Judge:
         return Cost(tokens=sample, new_tokens=self.new_tokens)
 
     def prepare(self, sample):
-        return Prompt((1,) * sample, self.new_tokens)
+        return Prompt((1,) * sample)
 
     def judge(self, prepared):
-        assert all(one.max_new_tokens <= fastest_budget.SHORT_ANSWER for one in prepared)
+        most = {one.max_new_tokens for one in prepared}
+        assert most == {fastest_budget.SHORT_ANSWER if self.new_tokens > fastest_budget.SHORT_ANSWER else None}
         self.sizes.append(len(prepared))
         self.clock += self.seconds_of[len(prepared)]
 

@@ -77,7 +77,7 @@ def _measure(
     usual = ready[first : first + number]
     longest = max(1, *(cost.tokens + cost.new_tokens for cost, _ in usual))
     prepared = [
-        _shortened(one) for _, sample in usual if not isinstance(one := attempt(backend.prepare, sample), Exception)
+        _shortened(one, cost) for cost, sample in usual if not isinstance(one := attempt(backend.prepare, sample), Exception)
     ]
     best, least = budgets[0], float("inf")
     tried = set[int]()
@@ -101,9 +101,8 @@ def _seconds(judge: Callable[[Sequence[Any]], object], prepared: Sequence[Any], 
     return time.perf_counter() - began
 
 
-def _shortened(prompt: Any) -> Any:
-    most = getattr(prompt, "max_new_tokens", 0)
-    return replace(prompt, max_new_tokens=SHORT_ANSWER) if most > SHORT_ANSWER else prompt
+def _shortened(prompt: Any, cost: Cost) -> Any:
+    return replace(prompt, max_new_tokens=SHORT_ANSWER) if cost.new_tokens > SHORT_ANSWER else prompt
 
 
 def _file_of(backend: LocalModel, rows: int) -> Path:
