@@ -43,6 +43,9 @@ BENCHMARKS = {
         "training.vision", "A vision-language model on images of many sizes: packed, all alike, padded by transformers.",
     ),
     "scoring_cost": ("scoring.cost", "CPU time and memory of `score` over a million samples of the scripted judge."),
+    "score_command": (
+        "scoring.command", "`truebatch score` as it is typed on a CPU, beside eight samples a batch and one by one.",
+    ),
     "sdpa_cuda": ("library.sdpa_cuda", "How far the attention kernels of a GPU are from fp64, length by length."),
     "seqset_quality": (
         "systems.seqset_quality", "What seqset_vae reaches: collapse found, risk foreseen, controls; many minutes.",

@@ -105,6 +105,10 @@ FIGURES: tuple[Figure, ...] = (
     Figure("judging and generating beside transformers' own ways; planning, journal", "scoring", ("scoring_cpu",)),
     Figure("the same on a GPU", "scoring --device cuda", ("scoring_cuda", "scoring_shape_cuda")),
     Figure("CPU time and memory of scoring around a model", "scoring_cost", ("scoring_cost",)),
+    Figure(
+        "`truebatch score` as it is typed on a CPU: its own budget, eight a batch, one by one", "score_command",
+        ("score_command_cpu",),
+    ),
     Figure("scores and texts of real weights, one by one and in batches", "scoring_real --model FOLDER", ("scoring_smollm2*",)),
     Figure("judging edited pictures by batch, and where the time goes", "vl_reward", ("vl_reward_cpu",)),
     Figure("the same on a GPU", "vl_reward --device cuda", ("vl_reward_cuda",)),
