@@ -77,7 +77,9 @@ def _measure(
     usual = ready[first : first + number]
     longest = max(1, *(cost.tokens + cost.new_tokens for cost, _ in usual))
     prepared = [
-        _shortened(one, cost) for cost, sample in usual if not isinstance(one := attempt(backend.prepare, sample), Exception)
+        _shortened(one, cost)
+        for cost, sample in usual
+        if not isinstance(one := attempt(backend.prepare, sample), Exception)
     ]
     best, least = budgets[0], float("inf")
     tried = set[int]()
