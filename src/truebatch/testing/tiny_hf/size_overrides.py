@@ -54,6 +54,8 @@ TINY_SIZE_OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "glm_ocr_text": _MROPE,
     "hunyuan_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [2, 2, 2, 2]}},
     "glm5_next_text": {"index_topk": 16},
+    "hunyuan_vl_vision": {"max_image_size": 16 * PATCH, "min_image_size": 2 * PATCH},
+    "qianfan_ocr_vision": {"image_size": [IMAGE, IMAGE], "patch_size": [PATCH, PATCH]},
     "internvl_vision": {"image_size": [IMAGE, IMAGE], "patch_size": [PATCH, PATCH]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},

@@ -91,6 +91,10 @@ written apart from `verify`, on other samples with other lengths: each sample al
 loss, cell by cell and over the whole gradient. It is put to every layout that `verify` calls equal, and where the two
 disagree the table shows the stricter one.
 
+*How* packed rows are made: *table*, attention reads where each sample begins and ends; *kernels*, so do the kernels or
+convolutions of other modules; *groups*, some modules are called by groups of samples, each in a row of its own; *cut
+masks*, the same with masks cut out of those of whole rows.
+
 *Speed* is what a step (forward and backward) of 32 samples with heavy-tailed lengths costs padded, eight samples in
 random order at a time, divided by what it costs in one packed row: processor time of the tiny model on one core, where
 most of the time is spent between operations. It shows what packing costs an architecture, not what a GPU gains.
@@ -167,7 +171,19 @@ def _figure(rows: Sequence[Row], head: str, words: str, counts: Mapping[str, Map
 def _head_part(head: str, rows: Sequence[Row]) -> list[str]:
     own = [row for row in rows if row["head"] == head and row["verdict"] not in UNEXAMINED]
     has_plain = any(row.get("plain") for row in own)
-    header = ["architecture", "verdict", "used", "packed", "speed", "dense mask", "right", "left", "grouped", "leak"]
+    header = [
+        "architecture",
+        "verdict",
+        "used",
+        "packed",
+        "how",
+        "speed",
+        "dense mask",
+        "right",
+        "left",
+        "grouped",
+        "leak",
+    ]
     header += ["plain packed", "plain left"] if has_plain else []
     body = [[*_cells(row), *([_plain(row, PACKED), _plain(row, LEFT)] if has_plain else [])] for row in own]
     reasons = Counter(_short(row["why"]) for row in own if row["why"])
@@ -223,10 +239,22 @@ def _cells(row: Row) -> list[str]:
         row["verdict"],
         row.get("chosen") or "",
         shown[0],
+        _how(row),
         _speed(row),
         *shown[1:],
         "" if leak is None else f"{float(leak):,.0f}x",
     ]
+
+
+def _how(row: Row) -> str:
+    """In a word or two; the modules are named below the table."""
+    way, _, modules = row.get("how", "").partition("; ")
+    kinds = [
+        *(["table"] if way == TABLE else ["cut masks"] if "masks" in way else []),
+        *(["kernels"] if "in one row with a table" in modules else []),
+        *(["groups"] if " by groups of " in modules else []),
+    ]
+    return " + ".join(kinds) or way
 
 
 def _speed(row: Row) -> str:

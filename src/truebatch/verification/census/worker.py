@@ -102,7 +102,7 @@ def examine(task: CensusTask, build: Build = tiny_model) -> dict[str, Any]:
 
 def _examine(task: CensusTask, build: Build) -> dict[str, Any]:
     model = build(task.model_type, task.head).to(task.device, getattr(torch, task.dtype))
-    unfed = _why_unfed(model)
+    unfed = why_unfed(model)
     if unfed:
         return {"class": type(model).__name__, "verdict": "not fed", "why": unfed}
     head = head_of(model)
@@ -135,7 +135,7 @@ PLAIN_HEADS = ("causal_lm", "masked_lm")
 """Heads for which transformers' own behaviour is shown too."""
 
 
-def _why_unfed(model: nn.Module) -> str:
+def why_unfed(model: nn.Module) -> str:
     """Why no sample can be made for the model, or what it raises with one alone; an empty string if it runs."""
     try:
         samples = make_samples(model, LENGTHS[:2], SEED)

@@ -73,7 +73,7 @@ def gradient(model: Any) -> torch.Tensor:
 
 NAMES = (
     "llava", "llava_next", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "gemma3", "paligemma",
-    "idefics3", "smolvlm", "glm4v",
+    "idefics3", "smolvlm", "mistral3", "glm4v",
 )  # fmt: skip
 
 
@@ -81,6 +81,8 @@ NAMES = (
 def test_rows_of_samples_with_images_have_the_gradient_of_plain_transformers(name, tmp_path, monkeypatch):
     if name == "smolvlm":
         pytest.importorskip("num2words")
+    if name == "mistral3":
+        pytest.importorskip("torchvision")
     monkeypatch.chdir(tmp_path)
     folder, lines = tiny_vlm_folder(tmp_path / name, name), data(tmp_path / "data", one_image=name == "paligemma")
     task = prepare_task(FinetuneConfig(model=folder, data=lines, task="vlm", tower="trained"))
