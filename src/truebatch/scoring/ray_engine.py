@@ -18,7 +18,7 @@ from threading import Timer
 from typing import Any
 
 from truebatch.errors import ConfigError
-from truebatch.scoring.backends.interface import ScoreRequest
+from truebatch.scoring.backends.interface import ScoreRequest, slower_ways
 from truebatch.scoring.backends.protocol import (
     decode,
     encode,
@@ -63,7 +63,7 @@ class JudgeBatches:
         return {
             "number": request["number"], "keys": request["keys"], "attempt": request["attempt"],
             "outcomes": [pack_outcome(one) for one in outcomes], "seconds": time.monotonic() - began,
-            "trouble": asdict(trouble),
+            "trouble": asdict(trouble), "slower": slower_ways(backend),
         }  # fmt: skip
 
 
@@ -97,6 +97,7 @@ class RayEngine:
         for answer in self._pool([_request(one, asked, lengths) for one in work]) if work else ():
             if "refused" in answer:
                 raise ConfigError(**answer["refused"])
+            self.backend.note_slower(answer["slower"])
             one = left.pop((answer["number"], tuple(answer["keys"])))
             outcomes = [unpack_outcome(outcome) for outcome in answer["outcomes"]]
             yield JudgedBatch(one, outcomes, answer["seconds"], FailureStats(**answer["trouble"]))

@@ -25,7 +25,7 @@ from truebatch.interrupts import holding
 from truebatch.io.atomic_files import corrupt_file_errors, read_json, write_json
 from truebatch.progress import stage
 from truebatch.scoring.backends.function import FunctionBackend
-from truebatch.scoring.backends.interface import Backend, SampleError, ScoreRequest
+from truebatch.scoring.backends.interface import Backend, SampleError, ScoreRequest, slower_ways
 from truebatch.scoring.batch_plan import Limits, plan_batches
 from truebatch.scoring.bisect import FailureStats, failure, judge_ready
 from truebatch.scoring.equality_check import IdentityReport, check_identity, refuse
@@ -340,7 +340,7 @@ def _reused(backends: Sequence[Backend]) -> dict[str, float]:
 
 
 def _slower(backends: Sequence[Backend]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(line for backend in backends for line in getattr(backend, "slower_ways", list)()))
+    return tuple(dict.fromkeys(line for backend in backends for line in slower_ways(backend)))
 
 
 def _is_column(value: Any, rows: int) -> bool:

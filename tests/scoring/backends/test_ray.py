@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -76,8 +77,13 @@ class FakePool(RayEngine):
 
 
 class Closing(ScriptedBackend):
+    noted: ClassVar[set[str]] = set()
+
     def prepare(self, sample):
         return sample
+
+    def note_slower(self, lines):
+        self.noted.update(lines)
 
 
 def test_what_the_pool_loses_is_judged_all_the_same_and_the_export_is_that_of_one_process(tmp_path):
@@ -88,6 +94,21 @@ def test_what_the_pool_loses_is_judged_all_the_same_and_the_export_is_that_of_on
     run_samples(list_samples(data), [ScriptedBackend()], tmp_path / "pool", LIMITS, RunConfig(engine=engine))
     assert exported(tmp_path / "pool") == exported(tmp_path / "one")
     assert len(list((tmp_path / "pool" / "journal").glob("worker-0-engine*.db"))) == 1
+
+
+def test_a_quick_way_that_is_not_taken_in_an_actor_is_said_by_the_run(tmp_path, monkeypatch, fake_ray):
+    monkeypatch.setattr(ScriptedBackend, "slower_ways", lambda self: ["a reason"], raising=False)
+    monkeypatch.setattr(Closing, "noted", set())
+    how = RunConfig(engine=FakePool(CALL, 2, RaySettings(), Closing()))
+    run_samples(list_samples([{"user": f"{n}" * n} for n in range(1, 40)]), [ScriptedBackend()], tmp_path, LIMITS, how)
+    assert Closing.noted == {"a reason"}
+    backend = RayBackend(CALL)
+    assert backend.slower_ways() == [], "no actor was asked for anything yet"
+    backend.note_slower(["a reason of the pool"])
+    backend.judge(asked({"user": "abc"}))
+    assert backend.slower_ways() == ["a reason of the pool", "a reason"]
+    backend.close()
+    assert backend.slower_ways() == ["a reason of the pool", "a reason"]
 
 
 class FakeRay:

@@ -544,3 +544,28 @@ def test_a_run_says_which_quick_way_its_model_does_not_allow_and_why(text, monke
     (line,) = slow.slower
     assert line.startswith("prompts are read in padded rows: logits of packed rows are ")
     assert slow.scores == pytest.approx(run.scores, abs=1e-5)
+
+
+def test_windows_say_it_once_and_what_a_model_cannot_try_has_its_reason(text, monkeypatch, tmp_path):
+    monkeypatch.setattr(packed_prefill, "PREFIX_SHARE", 2.0)
+    monkeypatch.setattr(packed_prefill, "are_close", lambda *_: False)
+    run = Scorer(model_backend(*text, TWO, Limits(cells=4096))).score(questions(5), tmp_path / "run", window=2)
+    assert len(run.slower) == 1
+    model, tokenizer = text
+    model.set_attn_implementation("eager")
+    try:
+        lines = model_backend(model, tokenizer, TWO, Limits(cells=4096)).slower_ways()
+    finally:
+        model.set_attn_implementation("sdpa")
+    assert lines == ["prompts are read in padded rows: its attention is eager, not sdpa"]
+
+
+def test_a_beginning_that_is_read_for_each_prompt_has_its_reason():
+    angles = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    backend = model_backend(*text_judge(rope_parameters=angles), TWO, Limits(cells=4096))
+    backend.judge(prepared(backend, [{"user": "the same beginning of all " * 4 + end} for end in ("a", "b", "c")]))
+    reason = "the angles of its positions follow the length of a row"
+    assert backend.slower_ways() == [
+        f"prompts are read in padded rows: {reason}",
+        f"what prompts begin with in common is read for each of them: {reason}",
+    ]

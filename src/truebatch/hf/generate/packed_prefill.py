@@ -108,7 +108,7 @@ class PackedDecoder(DecoderWrapper):
 
     def start(self, prompts: Sequence[Prompt], /) -> tuple[Tensor, Session]:
         """The logits of what follows each prompt, [B, V], and the rows."""
-        if not self._packs(prompts):
+        if not self.packs(prompts):
             return self.decoder.start(prompts)
         read = self._read(prompts, keeps=True)
         logits = read.logits
@@ -120,11 +120,11 @@ class PackedDecoder(DecoderWrapper):
 
     def logits(self, prompts: Sequence[Prompt]) -> Tensor:
         """The same logits without a cache, where nothing is generated from them."""
-        if not self._packs(prompts):
+        if not self.packs(prompts):
             return self.decoder.start(prompts)[0]
         return self._read(prompts, keeps=False).logits
 
-    def _packs(self, prompts: Sequence[Prompt]) -> bool:
+    def packs(self, prompts: Sequence[Prompt]) -> bool:
         """Whether these prompts go end to end. The first few are read both ways."""
         if len(prompts) < 2 or self.plain.model.training:  # the decoder for padded rows says what is wrong with it
             return False
@@ -269,18 +269,24 @@ def _trial_prompts(model: nn.Module, cells: int | None) -> list[Prompt]:
 
 
 def can_read_packed(plain: HFDecoder) -> bool:
-    """Whether prompts of this model may be tried in one row: it takes positions and gives the logits of chosen
-    cells."""
+    """Whether prompts of this model may be tried in one row."""
+    return not why_not_packed(plain)
+
+
+def why_not_packed(plain: HFDecoder) -> str:
+    """Why prompts of this model cannot be read in one row; empty if they may be tried."""
     config: PretrainedConfig = plain.model.config
     accepts = plain.border.accepts
     if plain.rotary:  # angles that follow the longest of a row would be those of another prompt
-        return False
-    if not ({"position_ids", "logits_to_keep", "past_key_values"} <= accepts and {"use_cache", "kwargs"} & accepts):
-        return False
+        return "the angles of its positions follow the length of a row"
+    missing = sorted({"position_ids", "logits_to_keep", "past_key_values"} - accepts)
+    if missing or not {"use_cache", "kwargs"} & accepts:
+        return f"its forward takes no {', '.join(missing or ['use_cache'])}"
     layers = DynamicCache(config=config).layers
-    # Other kinds of layers keep a part of a row, or something else than keys and values.
-    has_whole_rows = bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
-    return has_whole_rows and getattr(config, "_attn_implementation", "") == "sdpa"
+    if not layers or any(type(layer) is not DynamicLayer for layer in layers):
+        return "its cache keeps a part of a row, or something else than keys and values"
+    attention = getattr(config, "_attn_implementation", "")
+    return "" if attention == "sdpa" else f"its attention is {attention or 'of its own'}, not sdpa"
 
 
 def compile_reading(plain: HFDecoder, *, backend: Any = None) -> int:

@@ -31,12 +31,17 @@ class PrefixDecoder(DecoderWrapper):
     decoder: HFDecoder
     reused: int = 0
     """Tokens served from the cache."""
+    why: str = ""
+    """What spoke against it, where prompts had a beginning in common."""
     _known: OrderedDict[tuple[int, ...], Any] = field(default_factory=OrderedDict)
 
     def start(self, prompts: Sequence[Prompt], /) -> tuple[Tensor, HFSession]:
         """The logits of what follows each prompt, and the rows."""
         length = common_beginning(prompts, image_token_id(self.decoder.model))
-        if length < LEAST or len(prompts) < 2 or not self._shares():
+        if length < LEAST or len(prompts) < 2:
+            return self.decoder.start(prompts)
+        self.why = self._why_not()
+        if self.why:
             return self.decoder.start(prompts)
         prefix = prompts[0].ids[:length]
         is_known = prefix in self._known
@@ -47,11 +52,13 @@ class PrefixDecoder(DecoderWrapper):
         session = HFSession(self.decoder, rest.is_real, rest.place, cache)
         return session.forward(rest.ids, rest.positions, rest.beside), session
 
-    def _shares(self) -> bool:
-        """False where a beginning is not the same alone: its angles follow its length, or padding behind it is
-        counted."""
-        has_positions = "position_ids" in self.decoder.border.accepts
-        return has_positions and not self.decoder.rotary and not self.decoder.model.training
+    def _why_not(self) -> str:
+        """Why a beginning is not the same alone, if it is not."""
+        if "position_ids" not in self.decoder.border.accepts:
+            return "its forward takes no position_ids, so padding behind a beginning would be counted"
+        if self.decoder.rotary:
+            return "the angles of its positions follow the length of a row"
+        return "the model is in training mode" if self.decoder.model.training else ""
 
     def _read(self, prefix: tuple[int, ...]) -> Any:
         if prefix not in self._known:

@@ -86,3 +86,8 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Release resources; called once, also after an error."""
+
+
+def slower_ways(backend: Backend) -> list[str]:
+    """Quick ways that a backend was found not to allow, each with the reason; of most there are none to try."""
+    return list(getattr(backend, "slower_ways", list)())

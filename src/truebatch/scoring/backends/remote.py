@@ -6,7 +6,8 @@ requests of plain values -> a transport (`subprocess`, `ray`) -> `worker.Backend
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from truebatch.errors import ConfigError
@@ -46,6 +47,7 @@ class RemoteBackend:
         self._lock = threading.Lock()
         self.starts = 0
         """How often a worker was started."""
+        self._slower: dict[str, None] = {}
 
     def describe(self) -> Mapping[str, Any]:
         """The fingerprint of the worker's backend."""
@@ -98,6 +100,18 @@ class RemoteBackend:
         request = _request("fit", [self.prepare(sample) for sample in samples])
         found: int | None = self._ask(request, self._start)["cells"]
         return found
+
+    def slower_ways(self) -> list[str]:
+        """Quick ways that the model was found not to allow, as its workers said."""
+        with self._lock:
+            if self._is_started:
+                with suppress(WorkerCrash, WorkerHang):  # it is no more needed, and what it judged is kept
+                    self.note_slower(self.transport.ask({"do": "slower"}, self._timeout)["slower"])
+        return list(self._slower)
+
+    def note_slower(self, lines: Iterable[str]) -> None:
+        """Take in what another worker of the same call has found."""
+        self._slower.update(dict.fromkeys(lines))
 
     def close(self) -> None:
         """End the worker."""

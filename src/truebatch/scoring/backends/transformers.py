@@ -29,7 +29,7 @@ from truebatch.hf.attention.rope import each_row_alone
 from truebatch.hf.forward_inputs import ONE_AT_A_TIME, language_model
 from truebatch.hf.generate.decoder import HFDecoder, first_cells, hf_decoder
 from truebatch.hf.generate.image_cache import ImageDecoder, ImagePrompt, can_encode_alone
-from truebatch.hf.generate.packed_prefill import PackedDecoder, can_read_packed, compile_reading
+from truebatch.hf.generate.packed_prefill import PackedDecoder, can_read_packed, compile_reading, why_not_packed
 from truebatch.hf.generate.prefix_cache import PrefixDecoder
 from truebatch.hf.image_fields import image_token_id
 from truebatch.hf.numerics import in_fp32
@@ -173,15 +173,26 @@ class ModelBackend:
             part = getattr(part, "decoder", None)
         return found
 
+    @torch.inference_mode()
+    def try_quick_ways(self, prepared: Sequence[ImagePrompt]) -> None:
+        """Find out now, with these prompts, what the first batch would find out."""
+        if isinstance(self.decoder, PackedDecoder):
+            self.decoder.packs(prepared)
+
     def slower_ways(self) -> list[str]:
         """Optimisations that did not work for this model, each with the reason."""
         found: list[str] = []
+        is_free = self.limits.level != "shape" and not isinstance(self.readout, Head)  # else nobody tried
+        if is_free and (why := why_not_packed(self.plain)):
+            found.append(f"prompts are read in padded rows: {why}")
         part: Any = self.decoder
         while part is not None:
             if isinstance(part, PackedDecoder) and part.is_equal is False:
                 found.append(f"prompts are read in padded rows: {part.why}")
             if isinstance(part, ImageDecoder) and part.is_equal is False:
                 found.append("images are encoded one by one: in a batch their features differ")
+            if isinstance(part, PrefixDecoder) and part.why:
+                found.append(f"what prompts begin with in common is read for each of them: {part.why}")
             part = getattr(part, "decoder", None)
         if self.plain.cuda_graph.why:
             found.append(f"decoding steps do not use a CUDA graph: {self.plain.cuda_graph.why}")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from truebatch.errors import ConfigError, TruebatchError
-from truebatch.scoring.backends.interface import Backend
+from truebatch.scoring.backends.interface import Backend, slower_ways
 from truebatch.scoring.backends.protocol import pack_cost, pack_response, unpack_request
 from truebatch.scoring.equality_check import check_identity, pack_report
 from truebatch.scoring.memory_budget import budget_of
@@ -47,6 +47,8 @@ class BackendService:
         backend = self.backend
         if request["do"] == "describe":
             return {"describe": dict(backend.describe())}
+        if request["do"] == "slower":
+            return {"slower": slower_ways(backend)}
         samples = [unpack_request(value) for value in request["samples"]]
         if request["do"] == "cost":
             return {"costs": [pack_cost(attempt(backend.cost, sample)) for sample in samples]}
