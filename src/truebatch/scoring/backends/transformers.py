@@ -33,6 +33,7 @@ from truebatch.hf.generate.packed_prefill import PackedDecoder, can_read_packed,
 from truebatch.hf.generate.prefix_cache import PrefixDecoder
 from truebatch.hf.image_fields import image_token_id
 from truebatch.hf.numerics import in_fp32
+from truebatch.scoring.backends.decoder_chain import PADDED, reused_by, slower_ways_of
 from truebatch.scoring.backends.fastest_budget import measured_cells
 from truebatch.scoring.backends.fixed_shape_decoder import FixedShapeDecoder
 from truebatch.scoring.backends.fixed_shapes import Shapes
@@ -163,15 +164,7 @@ class ModelBackend:
 
     def reused(self) -> dict[str, int]:
         """Tokens and images served from caches."""
-        found = {"prefix_tokens": 0, "images": 0}
-        part: Any = self.decoder
-        while part is not None:
-            if isinstance(part, PrefixDecoder):
-                found["prefix_tokens"] += part.reused
-            if isinstance(part, ImageDecoder):
-                found["images"] += part.reused
-            part = getattr(part, "decoder", None)
-        return found
+        return reused_by(self.decoder)
 
     @torch.inference_mode()
     def try_quick_ways(self, prepared: Sequence[ImagePrompt]) -> None:
@@ -181,22 +174,9 @@ class ModelBackend:
 
     def slower_ways(self) -> list[str]:
         """Optimisations that did not work for this model, each with the reason."""
-        found: list[str] = []
         is_free = self.limits.level != "shape" and not isinstance(self.readout, Head)  # else nobody tried
-        if is_free and (why := why_not_packed(self.plain)):
-            found.append(f"prompts are read in padded rows: {why}")
-        part: Any = self.decoder
-        while part is not None:
-            if isinstance(part, PackedDecoder) and part.is_equal is False:
-                found.append(f"prompts are read in padded rows: {part.why}")
-            if isinstance(part, ImageDecoder) and part.is_equal is False:
-                found.append("images are encoded one by one: in a batch their features differ")
-            if isinstance(part, PrefixDecoder) and part.why:
-                found.append(f"what prompts begin with in common is read for each of them: {part.why}")
-            part = getattr(part, "decoder", None)
-        if self.plain.cuda_graph.why:
-            found.append(f"decoding steps do not use a CUDA graph: {self.plain.cuda_graph.why}")
-        return found
+        why = why_not_packed(self.plain) if is_free else ""
+        return [*([f"{PADDED}: {why}"] if why else []), *slower_ways_of(self.decoder, self.plain)]
 
     def close(self) -> None:
         """Undo the compilation of layers for this run: the model belongs to the user."""
