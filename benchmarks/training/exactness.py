@@ -101,12 +101,11 @@ def _done(prepared: PreparedCase, start: Start, folder: Path) -> None:
 
 
 def _without_memory(prepared: PreparedCase, folder: Path) -> dict[str, Any]:
-    """Errors in as many steps, on either rank, at the first or second visit of some place; the first step is checked first."""
+    """Errors in as many steps, on either rank, where an atom begins, is run, or has its loss; not in the first step."""
     draw, steps = np.random.default_rng(1), _steps(prepared)
     chosen = 1 + np.sort(draw.permutation(steps - 1)[: prepared.options.errors])
     faults = tuple(
-        Fault(int(step), int(draw.integers(2)), f"{IN_STEP[int(draw.integers(3))]}:oom:{1 + int(draw.integers(2))}")
-        for step in chosen
+        Fault(int(step), int(draw.integers(2)), f"{IN_STEP[int(draw.integers(3))]}:oom:1") for step in chosen
     )
     _done(prepared, Start(world=2, resident=4, steps=steps, faults=faults), folder)
     return {"errors": len(faults), "run again": recoveries(folder)}

@@ -19,6 +19,7 @@ from truebatch.errors import ConfigError, DataError
 from truebatch.hf.finetune.config import FinetuneConfig
 from truebatch.hf.finetune.preference.config import PreferenceConfig
 from truebatch.hf.finetune.preference.evaluate import FIELDS
+from truebatch.hf.finetune.preference.objective import ReferenceModel
 from truebatch.hf.finetune.preference.read_pairs import encode_pair
 from truebatch.hf.finetune.preference.system import prepare_preference
 from truebatch.io.atomic_files import read_json
@@ -268,11 +269,77 @@ def test_a_stream_of_pairs_and_settings_of_the_other_task_are_refused(folder, ca
         assert words in said
 
 
+def losses_of(name):
+    return [r["loss"] for r in read_metrics(Path(f"runs/{name}/metrics.jsonl")) if "loss" in r]
+
+
 @pytest.mark.slow
-def test_two_processes_end_with_the_loss_of_one(folder):
-    assert trained("--task", "dpo", "--out", "runs/one") == 0
-    assert trained("--task", "dpo", "--out", "runs/two", "--devices", "2") == 0
-    one, two = (
-        [r["loss"] for r in read_metrics(Path(f"runs/{name}/metrics.jsonl")) if "loss" in r] for name in ("one", "two")
+@pytest.mark.parametrize("task", ["dpo", "reward"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_several_processes_end_with_the_loss_of_one(folder, task, ranks):
+    assert trained("--task", task, "--out", "runs/one") == 0
+    assert trained("--task", task, "--out", "runs/more", "--devices", str(ranks)) == 0
+    assert losses_of("one") == pytest.approx(losses_of("more"), abs=1e-6)
+
+
+EARLY = ("--task", "dpo", "--set", "preference.precompute_reference=true", "--set", "train.learning_rate=5e-3")
+LIVE = ("--task", "dpo", "--set", "train.learning_rate=5e-3")
+
+
+@pytest.mark.parametrize("more", [(), ("--lora",)])
+def test_a_reference_that_is_asked_before_training_says_the_same(folder, more, monkeypatch):
+    if more:
+        pytest.importorskip("peft")
+    given = (*more, "--set", "train.epochs=2", "--set", "validation=pairs.jsonl")
+    assert trained(*LIVE, *given, "--out", "runs/live") == 0
+    monkeypatch.setattr(ReferenceModel, "prepare", lambda self: pytest.fail("a second model was loaded"))
+    assert trained(*EARLY, *given, "--out", "runs/early") == 0
+    assert losses_of("early") == pytest.approx(losses_of("live"), rel=1e-6)
+    live, early = (
+        [r["validation"] for r in read_metrics(Path(f"runs/{name}/metrics.jsonl")) if "validation" in r]
+        for name in ("live", "early")
     )
-    assert one == pytest.approx(two, abs=1e-5)
+    assert early == pytest.approx(live, rel=1e-6)
+
+
+def test_what_the_reference_said_is_kept_and_belongs_to_its_weights(folder, monkeypatch, capsys):
+    assert trained(*EARLY, "--set", "train.epochs=2", "--out", "runs/whole") == 0
+    assert trained(*EARLY, "--set", "train.epochs=1", "--out", "runs/parts") == 0
+    asked = []
+    monkeypatch.setattr("truebatch.hf.finetune.preference.known_reference._ask", lambda *given: asked.append(given))
+    assert trained(*EARLY, "--set", "train.epochs=2", "--out", "runs/parts") == 0
+    assert asked == []
+    assert losses_of("parts") == losses_of("whole")
+    model = AutoModelForCausalLM.from_pretrained("llama")
+    moved(model).save_pretrained("llama")
+    assert trained(*EARLY, "--set", "train.epochs=3", "--out", "runs/parts") == 2
+    assert "another model than in" in capsys.readouterr().err
+
+
+def test_before_it_is_asked_the_reference_is_the_model_of_the_folder(folder):
+    task = prepare_preference(settings(beta=0.5))
+    wanted, loss = gradient_of_step(task, moved(task.build_model()), CUTS["packed"])
+    task = prepare_preference(settings(beta=0.5, precompute_reference=True))
+    found, own = gradient_of_step(task, moved(task.build_model()), CUTS["packed"])
+    assert off(found, wanted) < 1e-6
+    assert abs(own - loss) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--task", "dpo", "--set", "preference.loss_type=simpo"),
+        ("--task", "reward"),
+        ("--task", "dpo", "--devices", "2", "--shard"),
+    ],
+)
+def test_a_reference_cannot_always_be_asked_before(folder, more):
+    assert trained(*more, "--set", "preference.precompute_reference=true") == 2
+
+
+@pytest.mark.slow
+def test_bits_of_pairs_are_those_of_any_number_of_processes(folder):
+    bits = ("--set", "train.exactness=bits", "--set", "train.digest_every=1")
+    for name, more in {"one": (), "three": ("--devices", "3", "--set", "train.cells=256")}.items():
+        assert trained(*EARLY, *bits, *more, "--out", f"runs/{name}") == 0
+    assert run(["diff", "runs/one", "runs/three"]) == 0

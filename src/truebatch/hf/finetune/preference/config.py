@@ -42,7 +42,16 @@ class PreferenceConfig:
     share_prompts: bool = True
     """Lay the prompt of a pair out once; false gives each answer a copy, with the same result."""
 
+    precompute_reference: bool = False
+    """dpo: ask the reference about all pairs once before training and keep it with the run; no second model is in memory."""
+
     def __post_init__(self) -> None:
+        if self.precompute_reference and not self.has_reference:
+            raise ConfigError(
+                f"{self.loss_type} has no reference to ask before training",
+                seen=f"precompute_reference=true, loss_type={self.loss_type}",
+                do="leave precompute_reference out",
+            )
         if self.loss_type in COUPLED:
             raise ConfigError(
                 f"{self.loss_type} is no sum over pairs, so a step would depend on how it is cut",

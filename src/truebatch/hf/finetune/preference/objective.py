@@ -26,6 +26,8 @@ from truebatch.hf.preference.sharing import RowWay, row_way
 
 TERM = "preference"
 NLL = "nll"
+REFERENCE = "reference"
+"""The field with what the reference says of both answers, where it was asked before training."""
 
 
 @dataclass(slots=True, eq=False)
@@ -106,10 +108,22 @@ class PairObjective:
         tokens = torch.tensor([part[1:] for part in parts_of(batch)], dtype=log_probs.dtype).to(log_probs.device)
         if not self.config.has_reference:
             return PairValues(log_probs, torch.zeros_like(log_probs), tokens)
+        known_before = self._known_before(batch)
+        if known_before is not None:
+            return PairValues(log_probs, known_before.to(log_probs), tokens)
         other = self.reference.on(log_probs.device)
         with torch.no_grad(), without_adapters(model) if other is None else nullcontext():
             known = other if other is not None else model
             return PairValues(log_probs, self._log_probs(known, batch, way), tokens)
+
+    def log_probs(self, model: nn.Module, batch: MicroBatch) -> Tensor:
+        """[N, 2] what a language model says of both answers of each pair."""
+        return self._log_probs(model, batch, self.way(model, batch))
+
+    def _known_before(self, batch: MicroBatch) -> Tensor | None:
+        """What the reference said before training; None where it was not asked, or not yet of these pairs."""
+        found = batch.fields.get(REFERENCE)
+        return found if found is not None and bool(found.isfinite().all()) else None
 
     def rewards(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         """[N, 2] what a model of rewards says of each pair."""

@@ -18,6 +18,7 @@ from truebatch.hf.finetune.config import FinetuneConfig
 from truebatch.hf.finetune.lora import add_lora, check_peft, merge_into, name_base
 from truebatch.hf.finetune.preference.config import PreferenceConfig
 from truebatch.hf.finetune.preference.evaluate import FIELDS, evaluate_pairs
+from truebatch.hf.finetune.preference.known_reference import REFERENCE_FIELD, PairsWithReference, know_reference
 from truebatch.hf.finetune.preference.objective import NLL, TERM, PairObjective, ReferenceModel
 from truebatch.hf.finetune.preference.pair_rows import PARTS
 from truebatch.hf.finetune.preference.read_pairs import encode_pairs
@@ -41,6 +42,7 @@ from truebatch.hf.pretrained import (
 from truebatch.planning.lengths.measure import content_hash
 from truebatch.planning.lengths.measured_values import Measured, cache_folder
 from truebatch.planning.rows import Layout
+from truebatch.training.callbacks import Callback
 from truebatch.training.data import TrainData
 from truebatch.training.system import Task, TaskCommands
 
@@ -64,8 +66,17 @@ class PreparedPairs:
 def prepare_preference(config: FinetuneConfig) -> Task:
     """The pairs of a configuration, encoded, with the user's model, its reference and the loss."""
     ready = _prepare(config)
+    data, known = TrainData(samples=ready.train, fields=FIELDS, validation=ready.validation), None
+    if config.preference.precompute_reference:
+        known = {"train": PairsWithReference(ready.train)}
+        if ready.validation is not None:
+            known["validation"] = PairsWithReference(ready.validation)
+        data = TrainData(
+            samples=known["train"], fields=(*FIELDS, REFERENCE_FIELD), validation=known.get("validation")
+        )  # fmt: skip
     return Task(
-        data=TrainData(samples=ready.train, fields=FIELDS, validation=ready.validation),
+        data=data,
+        callbacks=None if known is None else partial(_know_reference, config, ready, known),
         measure=partial(_measure, ready),
         build_model=partial(_build_model, config, ready),
         objective=ready.objective,
@@ -115,6 +126,12 @@ def _refuse(config: FinetuneConfig) -> None:
             seen=f"task=reward, {', '.join(f'preference.{name}={getattr(given, name)}' for name in named)}",
             do="leave out all of preference but center_rewards and share_prompts",
         )
+    if given.precompute_reference and config.train.shard:
+        raise ConfigError(
+            "the reference is asked before training by ranks that hold the whole model",
+            seen="preference.precompute_reference=true, train.shard=true",
+            do="leave one of them out",
+        )
     if config.task == "dpo" and given.center_rewards:
         raise ConfigError(
             "center_rewards is for a model of rewards",
@@ -145,6 +162,20 @@ def _reference(config: FinetuneConfig) -> ReferenceModel:
     return ReferenceModel(load)
 
 
+def _know_reference(
+    config: FinetuneConfig,
+    ready: PreparedPairs,
+    known: Mapping[str, PairsWithReference],
+    model: nn.Module,
+    folder: Path,
+) -> Sequence[Callback]:
+    """Before the first step of a run, and before a checkpoint is loaded; nothing is left to call later."""
+    layout = _choose_layout(ready, model)[0] if "layout" in config.train.choose else config.train.layout
+    content = ready.content if config.validation is None else f"{ready.content} {content_hash(config.validation)}"
+    know_reference(config, ready.objective, known, model, folder, layout=layout, content=content)
+    return ()
+
+
 def _measure(ready: PreparedPairs, samples: Sized) -> Measured:
     """Cells of every pair, its prompt counted once."""
     number = len(samples)
@@ -160,7 +191,7 @@ def _measure(ready: PreparedPairs, samples: Sized) -> Measured:
 
 
 def _build_model(config: FinetuneConfig, ready: PreparedPairs) -> nn.Module:
-    if config.task == "dpo" and config.preference.has_reference:
+    if config.task == "dpo" and config.preference.has_reference and not config.preference.precompute_reference:
         ready.objective.reference.prepare()
     model, new = load_pair_model(config, deepcopy(ready.configuration))
     if new:
@@ -212,6 +243,8 @@ def _describe(config: FinetuneConfig, ready: PreparedPairs) -> Sequence[str]:
     if config.task == "dpo":
         named = "the model without its adapter" if config.lora else f"a frozen copy of {config.model}"
         given = config.preference
+        if given.precompute_reference:
+            named = f"{'the model without its adapter' if config.lora else config.model}, asked once before training"
         lines.append(
             f"loss {given.loss_type}, beta {given.beta:g}" + (f"; reference: {named}" if given.has_reference else "")
         )
