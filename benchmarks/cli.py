@@ -256,12 +256,12 @@ def show_nafld(
     return 0
 
 
-@bench_app.command("tables", short_help="docs/benchmarks.md again, from the kept results.")
+@bench_app.command("tables", short_help="docs/benchmarks.md and docs/benchmarks/ again, from the kept results.")
 def show_tables(
     results: Annotated[Path, typer.Option(help="The folder of the kept results.")] = Path("docs/results"),
-    out: Annotated[Path, typer.Option(help="The page that is written.")] = Path("docs/benchmarks.md"),
+    out: Annotated[Path, typer.Option(help="The summary; pages go beside it.")] = Path("docs/benchmarks.md"),
 ) -> int:
-    """Write the page of all measured tables from the kept results and from nothing else; nothing is measured.
+    """Write the pages of all measured tables from the kept results and from nothing else; nothing is measured.
 
     Figures of notes.md beside the page that name a place in a result are written again, too.
 

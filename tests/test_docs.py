@@ -17,6 +17,7 @@ DOCS = ROOT / "docs"
 CHINESE = [*sorted(DOCS.rglob("*.zh-CN.md")), ROOT / "README.zh-CN.md"]
 ENGLISH = [file.with_name(file.name.replace(".zh-CN", "")) for file in CHINESE]
 MADE = {"api.md", "benchmarks.md", "census-popular.md", "census.md", "config.md", "lab.md", "notes.md"}
+MADE |= {f"benchmarks/{file.name}" for file in (DOCS / "benchmarks").glob("*.md")}
 """Tables written by commands, and the lab book: in English only."""
 RESULTS = DOCS / "results"
 """Kept results, and the tables that a benchmark writes beside them: no pages."""

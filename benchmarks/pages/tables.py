@@ -1,8 +1,8 @@
-"""`docs/benchmarks.md` from the kept results, and from nothing else.
+"""`docs/benchmarks.md`, and beside it `docs/benchmarks/`, from the kept results and from nothing else.
 
     python -m benchmarks tables --out docs/benchmarks.md
 
-docs/results/*.json -> command, date and hardware of each -> its tables -> one page
+docs/results/*.json -> command, date and hardware of each -> its tables -> a page for each topic, and a summary
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.harness.command_line import present_command
 from benchmarks.pages.claims import note_tables
 from benchmarks.pages.figures import figure_rows
+from benchmarks.pages.topics import FOLDER, REST, TOPICS, first_figures, link, linked, title_of, topic_of
 from truebatch.errors import DataError
 from truebatch.verification.census.tables import markdown_table
 
@@ -59,9 +60,10 @@ MOST_NOTES, LONGEST_NOTE = 6, 140
 HEAD = """\
 # Benchmarks
 
-Made by `{made_by}` from the files in `{folder}`; do not edit. Each table stands under the command that makes it again,
-the day and the hardware. What was not measured is not here. Ratios come first; times are of the machine that is named.
-[lab.md](lab.md) says what was tried and why, [census.md](census.md) is the census in full."""
+Made by `{made_by}` from the files in `{folder}`; do not edit. All rows are behind the links, each
+table under the command that makes it again, the day and the hardware. What was not measured is not here. Ratios come
+first; times are of the machine that is named. [lab.md](lab.md) says what was tried and why, [census.md](census.md) is
+the census in full."""
 
 
 def read_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
@@ -80,29 +82,45 @@ def missing_origin(result: Mapping[str, Any]) -> list[str]:
     return [name for name in ORIGIN if not about.get(name)]
 
 
-def page(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The whole page: the notes' tables with the measured columns, then every result."""
-    parts = [HEAD.format(made_by=MADE_BY, folder=RESULTS), "## The tables of the notes"]
+def pages(results: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Every page by its place beside the summary: the summary, and the tables of the results by topic."""
+    topics: dict[str, list[str]] = {}
+    for name, result in results.items():
+        parts = [f"## {name}", *_origin(name, result), *_tables(name, result)]
+        topics.setdefault(topic_of(name), []).extend([*parts, *([REMARKS[name]] if name in REMARKS else [])])
+    ordered = sorted(topics, key=[*TOPICS, REST].index)
+    made = {f"{FOLDER}/{topic}.md": _topic_page(topic, topics[topic]) for topic in ordered}
+    return {PAGE.name: _summary(results, ordered), **made}
+
+
+def _topic_page(topic: str, parts: Sequence[str]) -> str:
+    head = f"# {title_of(topic)}: measured\n\nMade by `{MADE_BY}`; do not edit. [All benchmarks](../{PAGE.name})."
+    return "\n\n".join([head, *parts]) + "\n"
+
+
+def _summary(results: Mapping[str, Mapping[str, Any]], topics: Sequence[str]) -> str:
+    """What stands first, the notes' tables with the measured columns, and where every figure is."""
+    parts = [HEAD.format(made_by=MADE_BY, folder=RESULTS)]
+    first = [[what, f"{figure_text(value)} {unit}", link(name)] for what, value, unit, name in first_figures(results)]
+    parts += ["## In short", markdown_table(["what", "figure", "rows"], first)] if first else []
+    parts.append("## The tables of the notes")
     for claim, header, rows in note_tables(results):
         parts += [f"### {claim.title}", markdown_table(header, rows), *([claim.remark] if claim.remark else [])]
-    parts += [
-        "## Which command makes which figure",
-        markdown_table(["figure", "command", "kept"], figure_rows(results)),
-    ]
-    parts.append("## Results")
-    for name, result in results.items():
-        parts += [f"### {name}", _origin(name, result), *_tables(name, result)]
-        parts += [REMARKS[name]] if name in REMARKS else []
+    rows = [[what, command, linked(kept, results.keys())] for what, command, kept in figure_rows(results)]
+    parts += ["## Which command makes which figure", markdown_table(["figure", "command", "kept"], rows)]
+    listed = "\n".join(f"{FOLDER}/{topic}" for topic in topics)
+    parts.append(f"```{{toctree}}\n:caption: All rows\n:maxdepth: 1\n\n{listed}\n```")
     return "\n\n".join(parts) + "\n"
 
 
-def _origin(name: str, result: Mapping[str, Any]) -> str:
+def _origin(name: str, result: Mapping[str, Any]) -> Iterable[str]:
+    """The command on lines of its own; day, machine and versions."""
     about = {**result, **result.get("facts", {})}
     command = _repeatable(present_command(about["command"]), f"{RESULTS}/{name}.json") if about.get("command") else ""
     versions = {**about.get("versions", {}), **{key: about[key] for key in VERSIONS if key in about}}
-    said = [f"`{command}`" if command else f"command {NOT_RECORDED}", about.get("date") or f"date {NOT_RECORDED}"]
-    said.append(_machine(about.get("hardware")) or f"hardware {NOT_RECORDED}")
-    return "; ".join([*said, *(f"{key} {value}" for key, value in versions.items())])
+    yield f"`{command}`" if command else f"command {NOT_RECORDED}"
+    said = [about.get("date") or f"date {NOT_RECORDED}", _machine(about.get("hardware")) or f"hardware {NOT_RECORDED}"]
+    yield "; ".join([*said, *(f"{key} {value}" for key, value in versions.items())])
 
 
 def _repeatable(command: str, file: str) -> str:
@@ -253,7 +271,10 @@ def with_figures(text: str, results: Mapping[str, Mapping[str, Any]]) -> str:
 def write_page(*, folder: Path = RESULTS, out: Path = PAGE) -> list[str]:
     """Write the page, and the figures of the notes beside it; the lines that say what the results lack."""
     results = read_results(folder)
-    out.write_text(page(results), encoding="utf-8")
+    for place, text in pages(results).items():
+        file = out if place == PAGE.name else out.parent / place
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
     notes = out.with_name(NOTES)
     if notes.is_file():
         notes.write_text(with_figures(notes.read_text(encoding="utf-8"), results), encoding="utf-8")

@@ -16,7 +16,8 @@ from benchmarks.harness.benchmark import make_parser
 from benchmarks.harness.script import FOLDER
 from benchmarks.pages.claims import CLAIMS, NOT_YET, note_tables
 from benchmarks.pages.figures import FIGURES, figure_rows
-from benchmarks.pages.tables import MADE_BY, missing_origin, page, read_results, write_page
+from benchmarks.pages.tables import MADE_BY, missing_origin, pages, read_results, write_page
+from benchmarks.pages.topics import REST, link, topic_of
 from truebatch.cli.app import app
 from truebatch.errors import DataError
 
@@ -28,9 +29,24 @@ def results():
     return read_results(DOCS / "results")
 
 
-def test_the_page_is_what_the_kept_results_give(results):
-    made = page(results)
-    assert (DOCS / "benchmarks.md").read_text(encoding="utf-8") == made, f"run `{MADE_BY}` and keep the page"
+def page(results):
+    """All pages, one after the other."""
+    return "\n".join(pages(results).values())
+
+
+def test_the_pages_are_what_the_kept_results_give(results):
+    made = pages(results)
+    kept = {place: (DOCS / place).read_text(encoding="utf-8") for place in made if (DOCS / place).is_file()}
+    assert kept == made, f"run `{MADE_BY}` and keep the pages"
+    assert {f"benchmarks/{file.name}" for file in (DOCS / "benchmarks").glob("*.md")} == made.keys() - {"benchmarks.md"}
+
+
+def test_every_result_has_a_topic_and_the_summary_is_read_in_one_go(results):
+    assert [name for name in results if topic_of(name) == REST] == []
+    summary = pages(results)["benchmarks.md"]
+    assert len(summary.splitlines()) <= 200
+    assert "| the same, truebatch, packed and compiled |" in summary
+    assert all(link(name) in summary for name in results)
 
 
 def test_every_result_says_its_command_its_date_and_its_hardware(results):
@@ -39,7 +55,7 @@ def test_every_result_says_its_command_its_date_and_its_hardware(results):
 
 def test_what_is_not_recorded_is_said_and_not_made_up(results):
     made = page({"x": {"rows": [{"way": "a", "seconds": 1.5}]}})
-    assert "command not recorded; date not recorded; hardware not recorded" in made
+    assert "command not recorded\n\ndate not recorded; hardware not recorded" in made
     assert page(results).count("not recorded") == sum(len(missing_origin(result)) for result in results.values())
 
 
@@ -92,8 +108,10 @@ def test_the_command_writes_to_the_place_of_the_file():
 
 
 def test_links_of_the_page_lead_somewhere(results):
-    for target in re.findall(r"\]\(([^)]+)\)", page(results)):
-        assert (DOCS / target).exists()
+    for place, text in pages(results).items():
+        for target, _, anchor in re.findall(r"\]\(([^)#]+)(#([^)]+))?\)", text):
+            assert ((DOCS / place).parent / target).is_file()
+            assert not anchor or f"\n## {anchor}\n" in pages(results)[target]
 
 
 def test_the_command_names_what_is_missing(tmp_path, capsys, results):
