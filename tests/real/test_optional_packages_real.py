@@ -23,7 +23,20 @@ def test_what_needs_a_package_runs_with_it(folder, package, tests, named):
     if not (site / package).is_dir():
         pytest.skip(f"no {package} in {FOLDER.name}/{folder}: run `make real` first")
     path = os.pathsep.join([str(site), *filter(None, sys.path)])
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-rs", "-m", "slow or not slow", tests, "-k", named]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n0",
+        "-o",
+        "addopts=",
+        "-m",
+        "slow or not slow",
+        tests,
+        "-k",
+        named,
+    ]
     done = subprocess.run(
         command, cwd=FOLDER.parent, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
     )

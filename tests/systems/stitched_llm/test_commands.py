@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.systems.stitched_llm.conftest import SMALL
+from tests.systems.stitched_llm.two_vocabularies import write_donors
 from truebatch.cli.app import run
 from truebatch_systems.stitched_llm.cli import _train_command
 from truebatch_systems.stitched_llm.config import StitchConfig
@@ -167,3 +168,19 @@ def test_the_starting_files_train_and_speak(cached, tmp_path, monkeypatch, capsy
     for prompt in ("the boat", "soup with salt and"):
         assert any(line.startswith(prompt) for line in shown.splitlines())
     assert (start / "stitch_model_optimized" / "adapter.safetensors").is_file()
+
+
+@pytest.mark.parametrize("vocabulary", ["retokenize", "by_text"])
+def test_search_ranks_the_cuts_of_donors_of_two_vocabularies(tmp_path, capsys, vocabulary):
+    home = write_donors(tmp_path / "donors")
+    given = {"bottom": home / "bottom", "top": home / "top", "data": home / "texts.jsonl"}
+    words = [word for name, value in given.items() for word in ("--set", f"{name}={value}")]
+    asked = ["stitched_llm", "search", *words, "--tokens", "200", "--measure", "1", "--out", str(tmp_path / "found")]
+    assert run(asked) == 2
+    assert "vocabulary=retokenize" in capsys.readouterr().err
+    assert run([*asked, "--set", f"vocabulary={vocabulary}"]) == 0
+    said = capsys.readouterr().out
+    assert f"--set vocabulary={vocabulary}" in said.splitlines()[-1]
+    pairs = json.loads((tmp_path / "found" / "search.json").read_text())
+    assert {(p["cut_bottom"], p["cut_top"]) for p in pairs} == {(k, j) for k in (1, 2, 3) for j in range(4)}
+    assert sum(p["perplexity"] is not None for p in pairs) == 1
