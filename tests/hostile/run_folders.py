@@ -8,6 +8,7 @@ import shutil
 import sqlite3
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 from tests.hostile.making import CANARY, Hostile, entry, pickled, put, safetensors, torch_zip
 from truebatch import PlanConfig, build_plan, load_plan, save_plan
+from truebatch.io.atomic_files import hash_file
 from truebatch.scoring.backends.scripted import ScriptedBackend
 from truebatch.scoring.batch_plan import Limits
 from truebatch.scoring.scorer import Scorer
@@ -126,6 +128,28 @@ def _signed(folder: Path, **values: Any) -> None:
     manifest = json.loads((folder / "manifest.json").read_text()) | values
     manifest.pop("check")
     put(folder, "manifest.json", manifest | {"check": _check_of(manifest)})
+
+
+def sharded(more: bytes = b"", elsewhere: str = "", **about: Any) -> Callable[[Path], object]:
+    """A checkpoint whose manifest is right and whose `shards.json` says this of a tensor `w` of four zeros."""
+    one = {"dtype": "F32", "shape": [4], "rows": [4], **about}
+
+    def spoil(step: Path) -> None:
+        put(step, "model-1-of-1.safetensors", more or safetensors({"w": entry([4], 0, 16)}, b"\0" * 16))
+        put(step, "shards.json", {"model": {"w": one}})
+        files = json.loads((step / "manifest.json").read_text())["files"]
+        for name in ("shards.json", "model-1-of-1.safetensors"):
+            files[name] = asdict(hash_file(step / name))
+        _signed(step, version=3, files=files | ({elsewhere: files["shards.json"]} if elsewhere else {}))
+
+    return spoil
+
+
+def _sharded_link(step: Path) -> None:
+    sharded()(step)
+    target = put(step.parent.parent, "elsewhere", (step / "model-1-of-1.safetensors").read_bytes())
+    (step / "model-1-of-1.safetensors").unlink()
+    (step / "model-1-of-1.safetensors").symlink_to(target)
 
 
 def _linked(step: Path) -> None:
@@ -267,6 +291,21 @@ RUNS = [
         "checkpoint: a pickle for tensors", resumed(changed("model.safetensors", torch_zip())), "model.safetensors"
     ),
     Hostile("checkpoint: values changed", resumed(changed("values.json", "{}")), "values.json"),
+    Hostile("shards: of a path", resumed(sharded(elsewhere="/etc/passwd")), "/etc/passwd is missing"),
+    Hostile("shards: of a folder above", resumed(sharded(elsewhere="../../../passwd")), "../passwd is missing"),
+    Hostile("shards: a link", resumed(_sharded_link), "model-1-of-1.safetensors is not a regular file"),
+    Hostile("shards: a pickle", resumed(sharded(pickled())), "model-1-of-1.safetensors"),
+    Hostile("shards: 10^15 rows", resumed(sharded(shape=[10**15], rows=[10**15])), "another shape or dtype"),
+    Hostile("shards: more cells than a number", resumed(sharded(shape=[0, 2**62, 2**62], rows=[0])), "no tensor has"),
+    Hostile("shards: cells below zero", resumed(sharded(shape=[0, -4], rows=[0])), "no tensor has"),
+    Hostile("shards: rows below zero", resumed(sharded(shape=[-4], rows=[-4])), "no tensor has"),
+    Hostile("shards: no shape", resumed(sharded(shape=[])), "shards.json"),
+    Hostile("shards: no files", resumed(sharded(shape=[0], rows=[])), "shards.json"),
+    Hostile("shards: a million files", resumed(sharded(rows=[0] * 10**6)), "names files that do not belong"),
+    Hostile("shards: another dtype", resumed(sharded(dtype="I64")), "another shape or dtype"),
+    Hostile("shards: an unknown dtype", resumed(sharded(dtype="OBJ")), "shards.json"),
+    Hostile("shards: a list for a dtype", resumed(sharded(dtype=["F32"])), "shards.json"),
+    Hostile("shards: a text for a shape", resumed(sharded(shape="44", rows="44")), "shards.json"),
     Hostile("tensors: a pickle", tensors(pickled()), "a.safetensors is not a whole safetensors file"),
     Hostile("tensors: torch.save", tensors(torch_zip()), "a.safetensors is not a whole safetensors file"),
     Hostile(

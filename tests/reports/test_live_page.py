@@ -193,6 +193,18 @@ def test_a_strange_folder_is_watched_without_a_fault_or_an_escape(folder, log, s
         assert len(out.getvalue().splitlines()) == 1
 
 
+def test_a_folder_that_stays_unreadable_is_watched_no_longer(folder):
+    (folder / "status.json").write_text("[1]")
+    out = io.StringIO()
+    watch_runs([folder], out, seconds=0.0)
+    assert len(out.getvalue().splitlines()) == 1
+    watched = RunWatch(folder, "a")
+    watched.row()
+    (folder / "status.json").write_text(json.dumps({**DONE, "state": "new"}))
+    assert watched.row()[2] == "30/30"
+    assert (watched.failures, watched.is_running) == (0, True)
+
+
 def test_of_a_log_of_gigabytes_the_end_is_read(folder):
     os.truncate(folder / "metrics.jsonl", 8 << 30)
     with (folder / "metrics.jsonl").open("a") as file:

@@ -35,6 +35,8 @@ EVERY_SECONDS = 2.0
 MOST_BYTES = 8 << 20
 """Of a log, read at once."""
 MOST_STEPS = 1 << 53
+MOST_FAILURES = 5
+"""A folder that could not be read so often in a row is watched no longer."""
 MOST_LEFT = timedelta(days=3650)
 HEADER = ("run", "state", "done", "loss", "speed", "fill", "time left", "equality")
 
@@ -93,13 +95,17 @@ class RunWatch:
 
     def __init__(self, run: Path, name: str) -> None:
         self.run, self.name, self.tail = run, name, LogTail(run / METRICS)
-        self.is_running = True
+        self.is_running, self.failures = True, 0
 
     def row(self) -> tuple[str, ...]:
         """The cells of its row; a folder that cannot be read now says why instead."""
         try:
-            return self._scoring_row() if is_scoring_run(self.run) else self._training_row()
+            found = self._scoring_row() if is_scoring_run(self.run) else self._training_row()
+            self.failures = 0
+            return found
         except TruebatchError as error:
+            self.failures += 1
+            self.is_running = self.failures < MOST_FAILURES
             return (self.name, in_words(error.wrong), *("" for _ in HEADER[2:]))
 
     def _training_row(self) -> tuple[str, ...]:

@@ -182,6 +182,51 @@ def test_tables_of_omop_become_patients_with_age_and_codes_without_values(tmp_pa
     assert prepare(SeqSetConfig(data=str(root), columns=by_visit, **ALL)).train.ids == ("70", "71", "80")
 
 
+@pytest.mark.parametrize("header", ["a,b", ",".join(f"column{n}" for n in range(20_000))])
+def test_a_table_of_omop_with_other_columns_is_named(tmp_path, header):
+    (tmp_path / "measurement.csv").write_text(header + "\n")
+    with pytest.raises(DataError, match=r"measurement.csv has not the columns of measurement"):
+        prepare(SeqSetConfig(data=str(tmp_path), **ALL))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"code": [{"a": 1}, {"a": 2}]}, "'code' of .* holds lists or structures"),
+        ({"time": [[1], [2]]}, "'time' of .* holds lists or structures"),
+        ({"subject_id": [[1], [2]]}, "'subject_id' of .* holds lists or structures"),
+        ({"code": None}, "has no column 'code'"),
+        ({"subject_id": None}, "has no column 'subject_id'"),
+    ],
+)
+def test_a_shard_of_other_columns_is_named(tmp_path, change, said):
+    rows = {
+        "subject_id": [1, 2],
+        "time": np.array([0, 1], "datetime64[us]"),
+        "code": ["a", "b"],
+        "numeric_value": [1.0, 2.0],
+    }
+    (tmp_path / "data/train").mkdir(parents=True)
+    parquet.write_table(pyarrow.table(rows), tmp_path / "data/train/0.parquet")
+    rows = {name: column for name, column in {**rows, "subject_id": [3, 4], **change}.items() if column is not None}
+    parquet.write_table(pyarrow.table(rows), tmp_path / "data/train/1.parquet")
+    with pytest.raises(DataError, match=said):
+        prepare(SeqSetConfig(data=str(tmp_path), **ALL))
+
+
+def test_values_of_a_shard_may_be_written_as_text(tmp_path):
+    rows = {
+        "subject_id": [1, 2],
+        "time": np.array([0, 1], "datetime64[us]"),
+        "code": ["a", "b"],
+        "numeric_value": ["7", "x"],
+    }
+    (tmp_path / "data/train").mkdir(parents=True)
+    parquet.write_table(pyarrow.table(rows), tmp_path / "data/train/0.parquet")
+    ready = prepare(SeqSetConfig(data=str(tmp_path), **ALL))
+    assert "a" in ready.variables.names
+
+
 def test_one_table_of_omop_is_a_long_table(tmp_path):
     root = write_omop(tmp_path / "omop")
     ready = prepare(SeqSetConfig(data=str(root / "measurement.csv"), **ALL))
@@ -215,6 +260,15 @@ def test_set_a_of_physionet_2012_is_read_with_its_outcomes(tmp_path, given):
     assert sample["names"] == ["Age", "Gender", "ICUType 4", "GCS", "HR", "HR"]
     assert sample["set_minute"].tolist() == [0, 7, 47 * 60 + 37]
     assert any(line.startswith("a descriptor that says it is not known: 12 ") for line in ready.lines)
+
+
+def test_a_stay_of_physionet_2012_that_has_no_end_is_named(tmp_path):
+    root = write_physionet(tmp_path)
+    file = next(iter(sorted(root.rglob("1*.txt"))))
+    with file.open("a") as opened:
+        opened.truncate(8 << 30)
+    with pytest.raises(DataError, match="too large for one stay"):
+        prepare(SeqSetConfig(data=str(root), **ALL))
 
 
 def rare(path: Path, *, held_out: float) -> PreparedStays:

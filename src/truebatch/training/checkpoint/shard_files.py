@@ -9,6 +9,7 @@ Nothing but JSON and safetensors is read, and all of these files stand in the ma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from truebatch.training.checkpoint.tensor_files import dtype_name, dtype_of
 from truebatch.training.distributed.fsdp import LocalRows
 
 _MOST_BYTES = 1 << 28
+_MOST_CELLS = 1 << 56
 RowTable = dict[str, dict[str, Any]]
 """Of one part of a checkpoint: what `shards.json` says of each tensor."""
 
@@ -96,15 +98,19 @@ def read_row_tables(folder: Path, manifest: CheckpointManifest) -> dict[str, Row
 
 def stored_tensors(folder: Path, part: str, table: RowTable, manifest: CheckpointManifest) -> dict[str, StoredRows]:
     """The tensors of a part that lie in shards, unread; what the table says is checked."""
-    found = {}
-    with corrupt_file_errors(folder / SHARDS):
-        for name, about in table.items():
-            shape, rows = torch.Size(about["shape"]), tuple(int(n) for n in about["rows"])
-            names = [shard_file(part, at, len(rows)) for at in range(len(rows))]
-            if any(file not in manifest.files for file in names):
-                raise untrusted(folder, f"{SHARDS} names files that do not belong to it")
-            if sum(rows) != shape[0] or min(rows) < 0:
-                raise untrusted(folder, f"{SHARDS} gives {name!r} {sum(rows)} rows of {shape[0]}")
-            files = tuple(folder / file for file in names)
-            found[name] = StoredRows(name, shape, dtype_of(about["dtype"]), files, rows)
-    return found
+    try:
+        return {name: _stored(folder, part, name, about, manifest) for name, about in table.items()}
+    except (TypeError, KeyError, ValueError, IndexError, AttributeError, OverflowError) as error:
+        raise untrusted(folder, f"{SHARDS} has other fields ({error})") from error
+
+
+def _stored(folder: Path, part: str, name: str, about: Mapping[str, Any], manifest: CheckpointManifest) -> StoredRows:
+    shape, rows = torch.Size(about["shape"]), tuple(int(n) for n in about["rows"])
+    files = [shard_file(part, at, len(rows)) for at in range(len(rows))]
+    if any(file not in manifest.files for file in files):
+        raise untrusted(folder, f"{SHARDS} names files that do not belong to it")
+    if min(shape) < 0 or math.prod(max(n, 1) for n in shape) > _MOST_CELLS:
+        raise untrusted(folder, f"{SHARDS} gives {name!r} the shape {list(shape)}, which no tensor has")
+    if sum(rows) != shape[0] or min(rows) < 0:
+        raise untrusted(folder, f"{SHARDS} gives {name!r} {sum(rows)} rows of {shape[0]}")
+    return StoredRows(name, shape, dtype_of(about["dtype"]), tuple(folder / file for file in files), rows)

@@ -77,7 +77,8 @@ def splits_of(dataset: MedsDataset) -> dict[str, str]:
     found: dict[str, str] = {}
     for shard in dataset.shards:
         if shard.parent.name in SPLIT_NAMES:
-            subjects = np.unique(read_names(read_table(shard, columns=[MEDS.patient]).columns[MEDS.patient]))
+            table = read_table(shard, columns=[MEDS.patient])
+            subjects = np.unique(read_names(table.need(MEDS.patient, setting="columns.patient")))
             found |= dict.fromkeys(subjects.tolist(), SPLIT_NAMES[shard.parent.name])
     return found
 
@@ -132,16 +133,15 @@ def read_patients(dataset: MedsDataset, columns: ColumnConfig) -> Iterator[tuple
 
 def _valued_codes(dataset: MedsDataset) -> set[str]:
     """Codes that have a value anywhere, so that a code is called the same in every shard."""
-    from pyarrow import compute
+    import pyarrow
 
     found: set[str] = set()
     for shard in dataset.shards:
-        columns = read_table(shard, columns=(MEDS.variable, "numeric_value")).columns
-        if "numeric_value" in columns:
-            codes = columns[MEDS.variable].filter(
-                compute.is_finite(compute.fill_null(columns["numeric_value"], float("nan")))
-            )
-            found |= set(compute.unique(codes).to_pylist())
+        table = read_table(shard, columns=(MEDS.variable, "numeric_value"))
+        codes = table.need(MEDS.variable, setting="columns.variable")
+        if "numeric_value" in table.columns:
+            is_valued = np.isfinite(read_numbers(table.columns["numeric_value"]))
+            found |= set(codes.filter(pyarrow.array(is_valued)).unique().to_pylist())
     return found
 
 

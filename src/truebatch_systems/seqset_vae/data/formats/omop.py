@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from truebatch.errors import DataError
 from truebatch_systems.seqset_vae.config import ColumnConfig
 from truebatch_systems.seqset_vae.data.event_tables import Events, events_of, read_names, since_first
 from truebatch_systems.seqset_vae.data.formats.shapes import OMOP_TABLES, omop_shape
@@ -47,8 +48,15 @@ def read_patients(tables: dict[str, Path], columns: ColumnConfig) -> Iterator[tu
 
 def _read_events(path: Path, columns: ColumnConfig) -> Iterator[tuple[str, Events, str]]:
     """Patient, events, and the person it is."""
-    shape = omop_shape(columns, header_of(path))
-    assert shape is not None
+    header = header_of(path)
+    shape = omop_shape(columns, header)
+    if shape is None:
+        name = path.name.removesuffix(table_kind(path))
+        raise DataError(
+            f"{path} has not the columns of {name} in OMOP",
+            seen=", ".join(header[:8]) + (f" and {len(header) - 8:,} more" if len(header) > 8 else ""),
+            do="give it person_id, its concept and its time, or take the file out of the folder",
+        )
     table = read_table(path, texts=[shape.patient, shape.variable, "person_id"])
     events = events_of(table, columns, is_long=True)
     assert events.patient is not None

@@ -24,6 +24,8 @@ DESCRIPTORS = ("Age", "Gender", "Height", "ICUType", "Weight")
 """Of these a value of -1 says that nobody knows it."""
 ICU_TYPE = "ICUType"
 OUTCOMES = "Outcomes*.txt"
+MOST_BYTES = 32 << 20
+"""Of a stay; those of the challenge have 20 kB at most."""
 
 
 def find_records(folder: Path) -> list[Path]:
@@ -52,7 +54,12 @@ def read_record(file: Path, findings: Findings) -> Events:
     """The events of one stay: without its number, without unknown descriptors; a unit is an event of its own."""
     rows, minutes, names, values = [], [], [], []
     with open_file(file) as raw:
-        lines = raw.read().decode("utf-8-sig", errors="replace").splitlines()
+        content = raw.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
+        raise DataError(
+            f"{file} is too large for one stay", seen=f"more than {MOST_BYTES:,} bytes", do="write one stay per file"
+        )
+    lines = content.decode("utf-8-sig", errors="replace").splitlines()
     if not lines or tuple(lines[0].strip().split(",")) != PHYSIONET_2012:
         raise DataError(
             f"{file} is no stay of PhysioNet 2012",

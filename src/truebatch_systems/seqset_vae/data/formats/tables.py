@@ -52,6 +52,14 @@ def read_table(path: Path, *, texts: Collection[str] = (), columns: Sequence[str
         with open_parquet(path) as file:
             have = file.schema_arrow.names
             wanted = [n for n in have if not _is_vector(n) and (columns is None or n in columns)]
+            nested = [name for name in wanted if _is_nested(file.schema_arrow.field(name).type)]
+            if bad := [name for name in nested if name in (columns or texts)]:
+                raise DataError(
+                    f"the column {bad[0]!r} of {path} holds lists or structures",
+                    seen=str(file.schema_arrow.field(bad[0]).type)[:80],
+                    do="write one event per row, and one value per cell",
+                )
+            wanted = [name for name in wanted if name not in nested]
             table = file.read(columns=wanted)
         check_unpacked(path, sum(dense_bytes(column) for column in table.columns))
         return ColumnTable(path, {name: _plain(table.column(name)) for name in wanted}, first_row=0)
@@ -68,6 +76,12 @@ def header_of(path: Path) -> list[str]:
     with open_content(path) as file:
         first = file.readline(65536).decode("utf-8-sig", errors="replace")
     return [name.strip().strip('"') for name in first.rstrip("\r\n").split("\t" if "\t" in first else ",")]
+
+
+def _is_nested(kind: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_nested(kind))
 
 
 def _is_vector(name: str) -> bool:
