@@ -113,7 +113,8 @@ def test_the_figures_of_the_prose_are_those_that_were_kept():
         assert text.count(kills) == 2
 
 
-def test_the_picture_shows_what_the_commands_print():
+@pytest.mark.parametrize("language", ["en", pytest.param("zh", marks=pytest.mark.slow)])
+def test_the_picture_shows_what_the_commands_print(language):
     spec = importlib.util.spec_from_file_location("docs_pictures_terminal", REPOSITORY / "docs/pictures/terminal.py")
     terminal = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(terminal)
@@ -121,5 +122,5 @@ def test_the_picture_shows_what_the_commands_print():
     def without_digits(picture):
         return re.sub(r"\d", "0", picture)
 
-    drawn = terminal.draw(terminal.all_lines())
-    assert without_digits(drawn) == without_digits(terminal.FILE.read_text(encoding="utf-8"))
+    drawn = terminal.draw(terminal.all_lines(language), language)
+    assert without_digits(drawn) == without_digits(terminal.FILES[language].read_text(encoding="utf-8"))
