@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.commands.folders import END, SPECIAL, make_tokenizer
 from benchmarks.harness.benchmark import Benchmark, Row, option
 from benchmarks.harness.process import run_measured
+from truebatch.scoring.store.manifest import read_manifest
 
 FIRST, DEFAULT, EIGHT, ALONE, START = "measuring too", "default", "--rows 8", "one by one", "a single sample"
 WAYS: Mapping[str, Sequence[str]] = {
@@ -96,8 +97,8 @@ def measure(prepared: Prepared, method: str) -> Row:
     ]
     os.environ.update(TRUEBATCH_CACHE=str(cache), OMP_NUM_THREADS="1")
     found = run_measured([*command, *READOUTS[prepared.case], *WAYS[method], "--out", str(out)])
-    sameness = json.loads((out / "manifest.json").read_text())["fields"]["sameness"]
-    return {"samples": 1 if method == START else prepared.number, "cells": sameness["cells"], **found}
+    cells = read_manifest(out).fields["sameness"]["cells"]
+    return {"samples": 1 if method == START else prepared.number, "cells": cells, **found}
 
 
 def summarize(rows: Sequence[Row]) -> Mapping[str, Any]:

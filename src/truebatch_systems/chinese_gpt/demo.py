@@ -8,12 +8,10 @@ The main job on embedded data: a small Chinese GPT trained one by one and in tru
 from __future__ import annotations
 
 import importlib.util
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +48,7 @@ from truebatch_systems.chinese_gpt.data.prepare import PreparedTexts, prepare
 from truebatch_systems.chinese_gpt.data.samples import FIELDS, EncodedTexts
 from truebatch_systems.chinese_gpt.data.toy_corpus import KINDS
 from truebatch_systems.chinese_gpt.demo_fault import show_fault
+from truebatch_systems.chinese_gpt.demo_speed import BY_CPU_TIME, CpuClock, cpu_seconds, one_thread, write_reasons
 from truebatch_systems.chinese_gpt.model.generate import continue_texts
 from truebatch_systems.chinese_gpt.model.model import ChineseGPT, ModelShape
 from truebatch_systems.chinese_gpt.train.batch_advice import padding_shares
@@ -117,12 +116,12 @@ def run_cut(model: ChineseGPT, cut: DemoCut, *, repeats: int = 3) -> CutResult:
     for _ in range(repeats):
         model.zero_grad()
         outputs: dict[int, Tensor] = {}
-        began = time.perf_counter()
+        began = cpu_seconds()
         for batch, divisor in zip(cut.batches, divisors, strict=True):
             logits = model(batch["input_ids"], batch.positions, batch.segments)
             torch.autograd.backward(_sum(logits, batch) / divisor)
             outputs |= zip(batch.sample_ids, batch.per_sample(logits.detach()), strict=True)
-        seconds.append(time.perf_counter() - began)
+        seconds.append(cpu_seconds() - began)
     gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     return CutResult(cut, torch.cat([outputs[i] for i in sorted(outputs)]), gradients, min(seconds))
 
@@ -200,7 +199,7 @@ def run_demo(*, seed: int = 0, size: DemoSize = FULL, out: Path = FOLDER) -> boo
     """
     began = time.perf_counter()
     ready = prepare(size.corpus)
-    with _one_thread(), holding(), tempfile.TemporaryDirectory() as folder:
+    with one_thread(), holding(), tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "demo"
         _show_padding(ready, size, run)
         samples = _dialogues(ready.train)
@@ -229,17 +228,6 @@ def _report(run: Path, out: Path) -> str:
 
 def _can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    # A model this small gains little from threads, and on a busy machine they wait for each other.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _dialogues(part: EncodedTexts) -> list[dict[str, Any]]:
@@ -277,6 +265,8 @@ def _show_cuts(samples: Sequence[Any], model: ChineseGPT, size: DemoSize, seed: 
     _write(f"\n{title}")
     table = compare_cuts(results)
     print_table(table)
+    _write(BY_CPU_TIME)
+    write_reasons(_write, _speeds(results), tokens=_cells(results[0]))
     keep_table(run, "20-cuts", replace(table, title=title))
     wrong = wrong_cuts(results)
     if not wrong:
@@ -287,8 +277,19 @@ def _show_cuts(samples: Sequence[Any], model: ChineseGPT, size: DemoSize, seed: 
     return wrong
 
 
-def _train(samples: Sequence[Any], model: ChineseGPT, config: TrainConfig, *, out: Path | None = None) -> TrainResult:
-    result = train(model, NextToken(), TrainData(samples=samples, fields=FIELDS), config, out=out)
+def _cells(result: CutResult) -> int:
+    return sum(batch.is_real.numel() for batch in result.cut.batches)
+
+
+def _speeds(results: Sequence[CutResult]) -> list[tuple[str, float, int]]:
+    return [(r.cut.name, results[0].seconds / r.seconds, _cells(r)) for r in results[1:] if r.cut.is_right]
+
+
+def _train(
+    samples: Sequence[Any], model: ChineseGPT, config: TrainConfig, *, out: Path | None = None, clock: CpuClock | None = None
+) -> TrainResult:  # fmt: skip
+    data, loggers = TrainData(samples=samples, fields=FIELDS), () if clock is None else (clock,)
+    result = train(model, NextToken(), data, config, out=out, loggers=loggers)
     result.raise_if_interrupted()
     return result
 
@@ -311,8 +312,9 @@ def _show_curves(samples: Sequence[Any], ready: PreparedTexts, size: DemoSize, s
     """The same training one by one and in true batches: the same samples per step, dropout and all."""
     batched = _settings(size, seed)
     alone = replace(batched, true_batch="off", layout="padded", cells=None)
+    clocks = {ONE: CpuClock(), MANY: CpuClock()}
     records = {
-        name: _train(samples, _model(ready, size, seed), config).records
+        name: _train(samples, _model(ready, size, seed), config, clock=clocks[name]).records
         for name, config in ((ONE, alone), (MANY, batched))
     }
     losses = {name: [float(record["loss"]) for record in all_] for name, all_ in records.items()}
@@ -325,12 +327,10 @@ def _show_curves(samples: Sequence[Any], ready: PreparedTexts, size: DemoSize, s
     apart = [abs(a - b) / abs(a) for a, b in zip(losses[ONE], losses[MANY], strict=True)]
     table = _curve_table(losses, apart)
     print_table(table)
-    # The middle step: on a busy machine a few take far longer.
-    speed = {
-        name: size.samples_per_step / statistics.median(r["seconds"] for r in all_) for name, all_ in records.items()
-    }
+    speed = {name: size.samples_per_step / clock.usual_step() for name, clock in clocks.items()}
     one, many = speed[ONE], speed[MANY]
-    _write(f"   samples per second: one by one {one:.0f}, true batches {many:.0f}: {many / one:.1f} x")
+    _write(f"   samples per second of CPU time: one by one {one:.0f}, true batches {many:.0f}: {many / one:.1f} x")
+    write_reasons(_write, [(MANY, many / one, 1)], tokens=1)  # packed rows: no padding
     keep_table(run, "30-trained-twice", replace(table, title=title))
     _keep_pictures(run, losses, speed)
     return [f"the loss differs by {max(apart):.1e}, {TOLERANCE:.0e} is allowed"] * (max(apart) > TOLERANCE)
@@ -374,7 +374,8 @@ def _show_answers(ready: PreparedTexts, size: DemoSize, seed: int, run: Path) ->
         _write(f"   {asked}{mine}" + ("" if right else f"   (expected: {pairs[asked]})"))
     _write(f"   right, word for word: {sum(is_right)} of {len(pairs)} questions it was not trained on; loss {loss:.3f}")
     rate = (len(questions) / together) / (len(some) / one)
-    _write(f"   all answers together: {rate:.1f} x as many per second as one by one")
+    _write(f"   all answers together: {rate:.1f} x as many per second of CPU time as one by one")
+    write_reasons(_write, [("all answers together", rate, 1)], tokens=1)
     return ["answers given together and one by one differ"] * (alone != answers[: len(some)])
 
 
@@ -384,9 +385,9 @@ def _is_about(text: str, size: DemoSize) -> bool:
 
 
 def _timed_answers(model: ChineseGPT, questions: Sequence[str], *, rows: int) -> tuple[list[str], float]:
-    began, settings = time.perf_counter(), Generation(max_new_tokens=64, temperature=0)
+    began, settings = cpu_seconds(), Generation(max_new_tokens=64, temperature=0)
     answers = continue_texts(model.eval(), questions, settings, rows=rows)
-    return answers, time.perf_counter() - began
+    return answers, cpu_seconds() - began
 
 
 def _write(text: str) -> None:

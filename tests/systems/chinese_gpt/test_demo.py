@@ -11,7 +11,7 @@ import torch
 
 from truebatch.cli.app import run
 from truebatch.training.trainer import train
-from truebatch_systems.chinese_gpt import demo
+from truebatch_systems.chinese_gpt import demo, demo_speed
 from truebatch_systems.chinese_gpt.config import ChineseGPTConfig
 from truebatch_systems.chinese_gpt.data.prepare import prepare
 from truebatch_systems.chinese_gpt.demo import DemoSize, cut_one_step, run_cut, run_demo
@@ -136,3 +136,32 @@ def test_a_cut_gives_the_gradient_of_the_whole_step(dialogues):
     cuts = cut_one_step(dialogues, samples_per_step=16, seed=1)
     alone, packed = (run_cut(model, cut, repeats=1).gradients for cut in (cuts[0], cuts[3]))
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-6)
+
+
+def test_a_batch_is_never_slower_without_a_reason(monkeypatch):
+    monkeypatch.setattr(demo_speed.os, "getloadavg", lambda: (9.0, 9.0, 9.0))
+    monkeypatch.setattr(demo_speed.os, "cpu_count", lambda: 2)
+    said = list[str]()
+    rows = [
+        ("padded right", 0.8, 200),
+        ("packed rows", 0.7, 100),
+        ("packed rows, 3 ranks", 1.2, 100),
+        ("equal", 0.99, 100),
+    ]
+    demo_speed.write_reasons(said.append, rows, tokens=100)
+    assert said == [
+        "   padded right was slower than one by one: 50% of its cells are padding",
+        "   packed rows was slower than one by one: 9 programs share 2 cores and their caches",
+    ]
+    monkeypatch.setattr(demo_speed.os, "getloadavg", lambda: (0.5, 9.0, 9.0))
+    assert "larger products" in demo_speed.why_slower("packed rows", 0.7, cells=100, tokens=100)
+
+
+def test_the_clock_of_a_training_gives_its_usual_step(monkeypatch):
+    times = iter([0.0, 1.0, 3.0, 13.0])
+    monkeypatch.setattr(demo_speed, "cpu_seconds", lambda: next(times))
+    clock = demo_speed.CpuClock()
+    clock.begin(0, 3)
+    for step in (1, 2, 3):
+        clock.record({"step": step})
+    assert clock.usual_step() == 2.0
