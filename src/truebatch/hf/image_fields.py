@@ -250,7 +250,8 @@ def count_image_tokens(model: nn.Module, images: Mapping[str, Tensor]) -> int:
     given = {name: v.to(weight.device, weight.dtype if v.is_floating_point() else None) for name, v in images.items()}
     with torch.no_grad():
         found = ask.get_image_features(**given)
-    return _count_rows(getattr(found, "pooler_output", found))
+    pooled = getattr(found, "pooler_output", None)
+    return _count_rows(found if pooled is None else pooled)
 
 
 def _count_rows(features: Any) -> int:

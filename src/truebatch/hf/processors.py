@@ -19,9 +19,10 @@ VIDEO = "video_processor"
 def load_processor(folder: Path) -> Any:
     """The processor of a vision-language model, or the tokenizer of a text model.
 
-    Without torchvision a processor that also takes videos (Qwen-VL, LLaVA-OneVision) is loaded for images alone.
+    Without torchvision, or from a folder without their settings, a processor that also takes videos (Qwen-VL,
+    LLaVA-OneVision) is loaded for images alone.
     """
-    kind = None if find_spec("torchvision") else _video_class(folder)
+    kind = None if find_spec("torchvision") and _has_video_settings(folder) else _video_class(folder)
     return load_part(transformers.AutoProcessor if kind is None else images_only(kind), folder)
 
 
@@ -42,6 +43,14 @@ def images_only(kind: type[Any]) -> type[Any]:
     }
     made: type[Any] = type(kind.__name__, (kind,), added)
     return made
+
+
+def _has_video_settings(folder: Path) -> bool:
+    """In a file of their own, in that of the images, which folders of older versions have for both, or beside all others."""
+    if any((folder / name).is_file() for name in ("video_preprocessor_config.json", "preprocessor_config.json")):
+        return True
+    whole = folder / "processor_config.json"
+    return whole.is_file() and VIDEO in whole.read_text(encoding="utf-8")
 
 
 def _video_class(folder: Path) -> type[Any] | None:

@@ -123,7 +123,8 @@ def _leaf(value: Any, axes: Axes | None) -> LeafTrace | None:
 
 
 def _projected(value: Tensor, along: list[int]) -> Tensor:
-    cells = value.detach().movedim(along, list(range(len(along))))
+    value = torch.view_as_real(value.detach()) if value.is_complex() else value.detach()  # rotations may be complex
+    cells = value.movedim(along, list(range(len(along))))
     cells = cells.reshape(*cells.shape[: len(along)], -1)
     cells = cells.to(torch.float64 if cells.dtype == torch.float64 else torch.float32).clamp(-HIDDEN, HIDDEN)
     number = DIRECTIONS if len(along) == 1 else 1
