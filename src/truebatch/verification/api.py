@@ -12,7 +12,7 @@ from truebatch.batch.fields import Field
 from truebatch.errors import ConfigError, LawError
 from truebatch.objective import Objective
 from truebatch.training.system import ConfigT, System, Task, settings_type, settled
-from truebatch.verification.bits import prove_bits
+from truebatch.verification.bits.prove import prove_bits
 from truebatch.verification.compare import Whole
 from truebatch.verification.config import VerifyConfig
 from truebatch.verification.determinism import Mode, quieted
@@ -88,15 +88,10 @@ def verify(
     'broken'
     """
     settings = config or VerifyConfig()
+    _refuse_bits(settings, against=against, one=one)
     if against is not None:
         if one is not None or model is not None or isinstance(subject, System):
             raise _not_against(subject, one)
-        if settings.exactness == "bits":
-            raise ConfigError(
-                "two engines are compared up to rounding",
-                seen="against=..., exactness='bits'",
-                do="leave one of them out",
-            )
         subject_of = _subject_against(subject, objective, samples, fields, settings)
         return verify_against(subject_of, against, settings)
     if isinstance(subject, System):
@@ -106,15 +101,24 @@ def verify(
         objective, samples = None, objective if samples is None else samples
     if samples is None:
         raise _no_samples(subject)
-    if one is not None and settings.exactness == "bits":
+    if one is not None:
+        return _verify_functions(subject, one, list(samples), fields, model, settings)
+    return _judge(_subject(subject, objective, list(samples), fields, settings, model), settings)
+
+
+def _refuse_bits(config: VerifyConfig, *, against: Against | None, one: Callable[[Any], Any] | None) -> None:
+    if config.exactness != "bits":
+        return
+    if against is not None:
+        raise ConfigError(
+            "two engines are compared up to rounding", seen="against=..., exactness='bits'", do="leave one of them out"
+        )
+    if one is not None:
         raise ConfigError(
             "your one-sample function has other bits than a batch, rightly",
             seen="one=..., exactness='bits'",
             do="leave one of them out",
         )
-    if one is not None:
-        return _verify_functions(subject, one, list(samples), fields, model, settings)
-    return _judge(_subject(subject, objective, list(samples), fields, settings, model), settings)
 
 
 def _judge(subject: Subject | ListSubject, config: VerifyConfig) -> VerifyReport:

@@ -90,3 +90,12 @@ def test_a_stopped_run_goes_on_with_the_same_bits(folder):
 def test_a_dry_run_says_what_the_steps_are(folder, capsys):
     assert train("--dry-run", "--set", "train.patches=150") == 0
     assert "fill" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_images_have_the_same_bits_on_any_number_of_processes(folder):
+    bits = ["--set", "train.exactness=bits", "--set", "train.digest_every=1", "--set", "train.epochs=2"]
+    assert train(*bits, "--out", "runs/one") == 0
+    assert train(*bits, "--out", "runs/three", "--devices", "3", "--set", "train.cells=1024") == 0
+    assert run(["diff", "runs/one", "runs/three"]) == 0
+    assert train(*bits, "--set", "train.patches=150", "--out", "runs/limit") == 2
