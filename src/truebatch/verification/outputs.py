@@ -54,12 +54,22 @@ def split_output(value: Any, batch: MicroBatch, readings: Readings | None = None
         return {**sequences, **_split_tensors(value, batch, readings)}
     if _is_by_sample(value, batch):
         return split_list(value)
+    value, lists = _take_lists(value, batch)
+    return {**lists, **_split_tensors(value, batch, readings)}
+
+
+def _take_lists(value: Any, batch: MicroBatch, name: str = "output") -> tuple[Any, PerSample]:
+    """A result without the lists of one entry a sample in it, however deep they lie, and these by name."""
+    if name != "output" and _is_by_sample(value, batch):
+        each = split_list(value)
+        return None, {name + key.removeprefix("output"): parts for key, parts in each.items()}
     if isinstance(value, Mapping):
-        lists = {k: v for k, v in value.items() if _is_by_sample(v, batch)}
-        each = [{k: v[at] for k, v in lists.items()} for at in range(batch.num_samples)]
-        rest = {k: v for k, v in value.items() if k not in lists}
-        return {**split_list(each), **_split_tensors(rest, batch, readings)}
-    return _split_tensors(value, batch, readings)
+        pairs = {k: _take_lists(v, batch, f"{name}.{k}") for k, v in value.items()}
+        return {k: rest for k, (rest, _) in pairs.items()}, _merged(pairs.values())
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        found = [_take_lists(v, batch, f"{name}.{at}") for at, v in enumerate(value)]
+        return type(value)(rest for rest, _ in found), _merged(found)
+    return value, {}
 
 
 def _texts_for_each(value: Any, number: int) -> Any:
@@ -81,7 +91,10 @@ def _is_by_sample(value: Any, batch: MicroBatch) -> bool:
     if batch.num_samples == 1:
         rows = [axis.shape for axis in batch.axes.values() if isinstance(axis, RowAxis)]
         return isinstance(value, list) and not any(t.shape[:2] in rows for t in tensors)
-    return isinstance(value, list) or any(t.ndim == 0 or sample_parts(t, batch) is None for t in tensors)
+    if isinstance(value, list):
+        return True
+    holds_lists = any(isinstance(v, list) and _is_by_sample(v, batch) for v in value)
+    return not holds_lists and any(t.ndim == 0 or sample_parts(t, batch) is None for t in tensors)
 
 
 def _split_tensors(value: Any, batch: MicroBatch, readings: Readings | None) -> PerSample:

@@ -5,13 +5,13 @@ subject -> a mode without noise -> one by one -> every arrangement -> leaks, cau
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from truebatch.errors import BatchError, DataError, MemoryLimitError, TruebatchError
+from truebatch.errors import BatchError, ConfigError, DataError, MemoryLimitError, TruebatchError
 from truebatch.progress import counted
 from truebatch.training.checks.batch_coupling import find_couplings
 from truebatch.training.checks.rounding import in_dtype
@@ -29,6 +29,7 @@ from truebatch.verification.config import TOLERANCES, VerifyConfig
 from truebatch.verification.determinism import Mode, quieted, steady_mode, steady_whole
 from truebatch.verification.diagnosis.explanation import Seen, explain
 from truebatch.verification.diagnosis.first_difference import uncompared_modules
+from truebatch.verification.diagnosis.kept_state import kept_state
 from truebatch.verification.diagnosis.unsteady import noise_words, state_cause
 from truebatch.verification.references import (
     hidden_by_rounding,
@@ -60,7 +61,7 @@ def prove(
     Raises MemoryLimitError where memory runs out: that says nothing of the law.
     """
     try:
-        _check_samples(subject.lengths)
+        _check_samples(subject)
         fitted = subject if chosen is not None else sized(subject, config, is_free=original is None)
         return _prove(fitted, config, original, chosen)
     except Exception as error:  # a model may raise anything
@@ -142,6 +143,7 @@ def _prove_as_given(
     chosen: Sequence[Arrangement] | None,
 ) -> _Proved:
     singles = alone(subject.lengths)
+    kept = kept_state(subject.model)
     _learn_readings(subject, singles)
     mode, one_by_one = steady_mode(subject, singles)
     if mode is None or one_by_one is None:
@@ -150,7 +152,7 @@ def _prove_as_given(
         subject = replace(subject, expected=one_by_one.outputs)
         with quieted(subject.model, mode):
             one_by_one = run_whole(subject, singles)
-    case = _Case(subject, config, singles, original, chosen)
+    case = _Case(subject, config, singles, original, chosen, kept=kept)
     primary = _compared(case, mode, one_by_one)
     second = _in_eval(case) if mode != "eval" else None
     failing = second if not _fails(primary, config) and second is not None and _fails(second, config) else primary
@@ -197,6 +199,8 @@ class _Case:
     chosen: Sequence[Arrangement] | None
     exact: Whole | None = None
     """For half precision: one by one in fp32."""
+    kept: Mapping[str, Any] = field(default_factory=dict)
+    """What the model held before it was first run."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -225,7 +229,7 @@ def _compared(case: _Case, mode: Mode, one_by_one: Whole) -> Seen:
                 rounding = (
                     f"fp32 rounds this model by {reference.limits['gradient'] / 2:.0e} one by one: judged against fp64"
                 )
-    return Seen(mode, one_by_one, reference, _within_limits(subject, with_padding_noted(results)), rounding)
+    return Seen(mode, one_by_one, reference, _within_limits(subject, with_padding_noted(results)), rounding, case.kept)
 
 
 def _reference(case: _Case, expected: Whole) -> Reference:
@@ -288,12 +292,22 @@ _NOISE = (
 )
 
 
-def _check_samples(lengths: Sequence[int]) -> None:
+def _check_samples(subject: Subject | ListSubject) -> None:
+    lengths = subject.lengths
+    if isinstance(subject, Subject) and not subject.fields:
+        raise ConfigError(
+            "verify needs the fields of a sample",
+            seen="fields=[]",
+            do="declare what a sample has: fields=[Field(name='ids')]",
+        )
     if len(lengths) < 2:
         raise DataError(
-            "a proof needs at least two samples", seen=f"{len(lengths)} samples", do="give about eight, short and long"
+            "a proof needs at least two samples",
+            seen="1 sample" if lengths else "no samples",
+            do="give about eight, short and long",
         )
-    if len(set(lengths)) == 1:
+    is_ragged = subject.is_ragged if isinstance(subject, Subject) else True
+    if len(set(lengths)) == 1 and is_ragged:
         raise DataError(
             "all samples have the same length, so nothing would be padded and the proof would be empty",
             seen=f"{len(lengths)} samples of length {lengths[0]}",

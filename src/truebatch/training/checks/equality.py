@@ -115,6 +115,8 @@ class Equality:
             measured += f" (rounding alone: {short(self.rounding)})"
         more = f"; {self.why}" if self.why else ""
         held = "; in distribution" if self.verdict == "in_distribution" else ""
+        if self.samples == 1:
+            return f"checked on 1 sample{measured}{held}{more}"
         return f"checked on {self.samples} samples{measured}{held}{more}"
 
 

@@ -185,9 +185,10 @@ def _agreed(found: Sequence[Equality]) -> Equality:
 def refuse_broken(found: Equality, *, command: str) -> None:
     """Raise `LawError` if the samples as cut are not what they are alone; `command` names the cause."""
     if found.verdict == "broken":
+        samples = "1 sample" if found.samples == 1 else f"{found.samples} samples"
         raise LawError(
             "this model gives other results in a batch than alone",
-            seen=f"{found.why} ({found.samples} samples of the first step, before any update)",
+            seen=f"{found.why} ({samples} of the first step, before any update)",
             do=f"run `{command}`: it names the module and the cause; or train with true_batch: off",
         )
 
@@ -301,9 +302,8 @@ def check_run(
     """
     kept = earlier_check(run, first.engine) if is_resumed else None
     if kept is not None:
-        say(
-            f"equality: {kept['verdict']} when this run was checked on {kept['samples']} samples; nothing has changed since"
-        )
+        samples = "1 sample" if kept["samples"] == 1 else f"{kept['samples']} samples"
+        say(f"equality: {kept['verdict']} when this run was checked on {samples}; nothing has changed since")
         return None
     if not first.number and is_resumed:
         return None  # said by the first start

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 
 import torch
 
-from truebatch.verification.diagnosis.culprit import Culprit
 from truebatch.verification.diagnosis.first_difference import ModuleDifference
 from truebatch.verification.diagnosis.loss_probe import AVERAGED, COUNTS_PADDING
 from truebatch.verification.diagnosis.probes import Leak
-from truebatch.verification.diagnosis.traced_causes import cause_of
+from truebatch.verification.diagnosis.reordered import reordered
+from truebatch.verification.diagnosis.trace.culprit import Culprit
+from truebatch.verification.diagnosis.traced_causes import MIXED, cause_of
 from truebatch.verification.report import ArrangementResult, Cause
 
+LATER = "later tokens are seen"
 STATEFUL = re.compile(r"conv|rnn|lstm|gru|mamba|ssm|rwkv|recurren|delta|retention|mixer|scan|time_?mix", re.IGNORECASE)
 
 
@@ -68,10 +70,20 @@ def name_causes(evidence: Evidence) -> list[Cause]:
     state = [cause for cause in evidence.probed if cause.name == "state kept between calls"]
     if state:
         return state
-    about_outputs = next((cause for rule in OUTPUT_RULES if (cause := rule(evidence)) is not None), None)
     about_loss = evidence.probed or ((_loss_rule(evidence),))
-    found = [cause for cause in (about_outputs, *about_loss) if cause is not None]
+    found = [cause for cause in (*_about_outputs(evidence), *about_loss) if cause is not None]
     return found or [cause for cause in [_module_alone(evidence)] if cause is not None]
+
+
+def _about_outputs(e: Evidence) -> list[Cause]:
+    """The first rule that speaks; a model that sees later tokens may mix samples besides, and then that comes first."""
+    first = next((cause for rule in OUTPUT_RULES if (cause := rule(e)) is not None), None)
+    if first is None:
+        return []
+    traced = _traced(e) if first.name == LATER else None
+    if traced is None or traced.name in _OF_ATTENTION:
+        return [first]
+    return [traced, first] if traced.name == MIXED else [first, traced]
 
 
 def _module_alone(e: Evidence) -> Cause | None:
@@ -131,7 +143,7 @@ def _not_causal(e: Evidence) -> Cause | None:
     if not e.later_tokens:
         return None
     return Cause(
-        "later tokens are seen",
+        LATER,
         f"changing the last token of a sample moves its earlier cells by {e.later_tokens:.1e}, but the labels are the next "
         "tokens: the model sees the answer",
         "make attention causal (is_causal=True, or a [B, 1, L, L] mask); pass causal=False if the task allows it",
@@ -237,7 +249,7 @@ def _samples_mixed(e: Evidence) -> Cause | None:
         return None
     module = "" if e.first_module is None else f"; the first module that differs is {e.first_module.name!r}"
     return Cause(
-        "samples are mixed",
+        MIXED,
         f"changing sample {leak.changed} moves sample {leak.moved}, which lies in another row: something looks over the "
         f"whole micro-batch (a statistic, a ranking, the capacity of experts, negatives from the batch){module}",
         "compute it for every sample alone, freeze it, or declare the samples that belong together one sample",
@@ -358,6 +370,7 @@ def _loss_moved(a: ArrangementResult, b: ArrangementResult) -> bool:
 OUTPUT_RULES: tuple[Callable[[Evidence], Cause | None], ...] = (
     _zeros_returned,
     _nan_together,
+    lambda e: reordered(e.results.values(), e.alone),
     _generation,
     _batch_statistics,
     _mask_2d,

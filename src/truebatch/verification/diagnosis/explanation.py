@@ -3,8 +3,9 @@ seen."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,6 @@ from truebatch.verification.arrangements import ArrangedBatch, Arrangement
 from truebatch.verification.compare import Reference, Whole
 from truebatch.verification.config import VerifyConfig
 from truebatch.verification.determinism import Mode, quieted
-from truebatch.verification.diagnosis.culprit import Culprit, find_culprit
 from truebatch.verification.diagnosis.diagnose import Evidence, name_causes
 from truebatch.verification.diagnosis.first_difference import (
     ModuleDifference,
@@ -25,7 +25,7 @@ from truebatch.verification.diagnosis.first_difference import (
     where_raised,
 )
 from truebatch.verification.diagnosis.gradient_cause import gradient_cause
-from truebatch.verification.diagnosis.loss_probe import loss_cause
+from truebatch.verification.diagnosis.loss_probe import function_loss_cause, loss_cause
 from truebatch.verification.diagnosis.probes import (
     LeakTest,
     context_move,
@@ -35,8 +35,9 @@ from truebatch.verification.diagnosis.probes import (
     sees_later_tokens,
     two_dimensional_mask,
 )
-from truebatch.verification.diagnosis.sample_parts import CELLS
-from truebatch.verification.diagnosis.unsteady import state_cause
+from truebatch.verification.diagnosis.trace.culprit import Culprit, find_culprit
+from truebatch.verification.diagnosis.trace.sample_parts import CELLS
+from truebatch.verification.diagnosis.unsteady import shape_cause, state_cause
 from truebatch.verification.report import ArrangementResult, Cause, VerifyReport
 from truebatch.verification.subjects.function_subject import ListSubject
 from truebatch.verification.subjects.padding_side import generates_right_padded
@@ -56,6 +57,8 @@ class Seen:
     results: list[ArrangementResult]
     rounding: str = ""
     """Why fp64 was the judge, if it was."""
+    kept: Mapping[str, Any] = field(default_factory=dict)
+    """What the model held before it was first run."""
 
 
 @stage("looking for leaks, the module and the cause")
@@ -161,6 +164,7 @@ def _explain_functions(
         is_flipped=False, later_tokens=0.0, longest=-1,
         row_zero={r.name: int(r.arrangement.pieces[0].rows.ids[0]) for r in results},
         generates_right=_generates_right(subject, singles, results),
+        probed=tuple(c for c in [function_loss_cause(subject, results)] if c is not None),
     )  # fmt: skip
     failing = [r for r in results if r.verdict == "different"]
     if failing and failing[0].name == "alone" and failing[0].is_over("outputs"):
@@ -276,8 +280,10 @@ def _probed(
     subject: Subject, singles: Arrangement, results: Sequence[ArrangementResult], seen: Seen
 ) -> tuple[Cause, ...]:
     """Causes that small experiments say for sure: state between calls, the loss, the gradient."""
+    failing = _failing(results)
+    kept = None if failing is None or not failing.moved else shape_cause(subject, failing, seen.reference, seen.kept)
     found = (
-        state_cause(subject, singles.pieces, seen.mode),
+        state_cause(subject, singles.pieces, seen.mode) or kept,
         loss_cause(subject, results),
         gradient_cause(subject, results, seen.reference),
     )

@@ -17,7 +17,7 @@ from truebatch.batch.microbatch import MicroBatch, RowAxis
 from truebatch.training.memory.oom import is_out_of_memory
 from truebatch.verification.arrangements import ArrangedBatch
 from truebatch.verification.compare import relative, scale_of
-from truebatch.verification.diagnosis.op_trace import OWN_CODE
+from truebatch.verification.diagnosis.trace.op_trace import OWN_CODE
 from truebatch.verification.outputs import named_tensors, sample_parts, take_sequences
 from truebatch.verification.subjects.subject import Subject
 

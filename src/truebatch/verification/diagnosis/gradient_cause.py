@@ -32,6 +32,16 @@ def gradient_cause(subject: Subject, results: Sequence[ArrangementResult], refer
 
 
 def _cause(model: nn.Module, given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> Cause:
+    spoiled = [n for n, g in given.items() if not g.isfinite().all() and n in expected and expected[n].isfinite().all()]
+    if spoiled:
+        return Cause(
+            "NaN in micro-batches only",
+            f"outputs and loss are right, but the gradients of {_listed(spoiled)} are NaN or infinite: cells that are left out "
+            "(padding) are NaN or infinite in the forward pass (a softmax over cells that are all hidden, a division by 0, the "
+            "root or logarithm of 0), and 0 times that is NaN in backward",
+            "keep padding finite before it is left out: let every cell attend to itself at least, clamp(min=...) what is "
+            "divided by, and mask inputs, not results",
+        )
     far = [n for n, g in expected.items() if _is_far(given.get(n), g)]
     hooked = hooks_on(model)
     if hooked:

@@ -103,7 +103,7 @@ def _changeable(subject: Subject) -> list[Field]:
     return [
         f
         for f in subject.fields
-        if not (f.kind == "once" or f.shift or f.key in shapes or is_marker(f, subject.samples))
+        if not ((f.kind == "once" and subject.is_ragged) or f.shift or f.key in shapes or is_marker(f, subject.samples))
     ]
 
 
@@ -113,7 +113,9 @@ def _exchanged(subject: Subject, field: Field, value: Any) -> Any:
 
 
 def _reversed(field: Field, value: Any) -> Any:
-    return list(value)[::-1] if field.kind == "nested" else as_array(value)[::-1].copy()
+    return (
+        list(value)[::-1] if field.kind == "nested" else as_array(value)[::-1].copy() if as_array(value).ndim else value
+    )
 
 
 def _is_whole(field: Field, sample: Sample) -> bool:

@@ -1,48 +1,36 @@
-"""From the operation that was traced to the cause: what kind of operation it is, along which axis it works, what it
-takes in."""
+"""From the operation that was traced to the cause: what kind it is, along which axis it works, what it takes in."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
-from truebatch.verification.diagnosis.culprit import NEIGHBOURS, NUMBER, ORDER, PADDING, WIDTH, Culprit
-from truebatch.verification.diagnosis.op_trace import Suspect
-from truebatch.verification.diagnosis.sample_parts import CELLS, FLAT, ROW
+from truebatch.verification.diagnosis.trace.culprit import NEIGHBOURS, NUMBER, ORDER, PADDING, WIDTH, Culprit
+from truebatch.verification.diagnosis.trace.op_kinds import (
+    ARITHMETIC,
+    ATTENTION,
+    CASTS,
+    CONVOLUTION,
+    COUNTED,
+    INDEXED,
+    MOVED,
+    NORMALISED,
+    PICKED,
+    PRODUCTS,
+    RANDOM,
+    RANKED,
+    RECURRENT,
+    REDUCED,
+    RUNNING,
+    TABLES,
+    TRANSFORMED,
+    VIEWS,
+    WEIGHED,
+)  # fmt: skip
+from truebatch.verification.diagnosis.trace.op_trace import Suspect
+from truebatch.verification.diagnosis.trace.sample_parts import CELLS, ENTRIES, FLAT, ROW
 from truebatch.verification.report import Cause
 
-ATTENTION = frozenset(
-    {"scaled_dot_product_attention", "multi_head_attention_forward", "_native_multi_head_attention", "flex_attention",
-     "_transformer_encoder_layer_fwd"}
-)  # fmt: skip
-CONVOLUTION = ("conv1d", "conv2d", "conv3d", "conv_transpose", "conv_tbc", "avg_pool", "max_pool", "lp_pool", "unfold")
-RECURRENT = frozenset(
-    {"lstm", "gru", "rnn_tanh", "rnn_relu", "gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"}
-)
-RUNNING = frozenset({"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"})
-PICKED = frozenset({"__getitem__", "select", "narrow", "gather", "index_select", "take_along_dim", "unbind", "split"})
-MOVED = frozenset({"roll", "flip", "pad", "cat", "concat", "stack", "fliplr", "flipud", "__setitem__", *PICKED})
-RANKED = frozenset({"sort", "argsort", "topk", "kthvalue", "msort", "unique", "_unique2", "median", "unique_consecutive",
-                    "quantile", "searchsorted", "bincount", "histc", "mode", "nanmedian"})  # fmt: skip
-TRANSFORMED = ("fft", "stft", "interpolate", "upsample", "grid_sample")
-NORMALISED = frozenset({"layer_norm", "group_norm", "instance_norm", "rms_norm", "normalize", "softmax", "log_softmax",
-                        "local_response_norm", "softmin", "gumbel_softmax"})  # fmt: skip
-REDUCED = frozenset({"mean", "sum", "amax", "amin", "max", "min", "logsumexp", "prod", "norm", "vector_norm", "nanmean",
-                     "nansum", "any", "all", "argmax", "argmin", "std", "var", "var_mean", "std_mean", "aminmax",
-                     "count_nonzero", "linalg_norm", "linalg_vector_norm"})  # fmt: skip
-PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "bmm", "einsum", "baddbmm", "tensordot", "mm", "addmm"})
-RANDOM = re.compile(r"(rand.*|bernoulli_?|normal_?|.*dropout.*|multinomial|uniform_|exponential_|log_normal_)")
-VIEWS = frozenset({"transpose", "permute", "view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "contiguous",
-                   "swapaxes", "movedim", "t", "__get__", "to", "float", "type_as", "clone", "mT"})  # fmt: skip
-TABLES = frozenset({"embedding", "__getitem__", "index_select", "gather", "take_along_dim", "sin", "cos", "one_hot",
-                    "embedding_bag", "outer", "einsum", "mul", "matmul", "__matmul__"})  # fmt: skip
-ARITHMETIC = frozenset({"add", "sub", "mul", "div", "__add__", "__sub__", "__mul__", "__radd__", "__rsub__", "__rmul__",
-                        "__truediv__", "__floordiv__", "__mod__", "__neg__", "floor_divide", "remainder", "long", "int",
-                        "sum", "clamp", "rsub", "true_divide", "floor", "round", "where", "masked_fill", "masked_fill_",
-                        "__iadd__", "__isub__", "add_", "sub_"})  # fmt: skip
-COUNTED = frozenset({"arange", "linspace", "cumsum", "range", "logspace"})
-CASTS = frozenset({"half", "bfloat16", "to", "float", "type", "type_as", "quantize_per_tensor", "round"})
-WEIGHED = frozenset({"linear", "bilinear"})
+MIXED = "samples are mixed"
 
 
 def cause_of(culprit: Culprit) -> Cause:
@@ -160,16 +148,30 @@ def _takes_one_row(suspect: Suspect) -> bool:
 def _mixed(c: Culprit) -> Cause | None:
     """Samples in other rows have a say."""
     suspect, root = c.suspect, _root(c)
-    is_over_rows = bool({ROW, FLAT} & axes_worked(suspect)) and not _is(suspect, PICKED)
-    is_ranked = _is(root, RANKED) and bool({ROW, FLAT} & _worked_or_all(root))
+    is_over_rows = bool({ROW, FLAT, ENTRIES} & axes_worked(suspect)) and not _is(suspect, PICKED)
+    is_ranked = _is(root, RANKED) and bool({ROW, FLAT, ENTRIES} & _worked_or_all(root))
     if c.layout == "packed" or not (is_over_rows or is_ranked or NEIGHBOURS in c.effects):
         return None
     return _mixing(c, _from(c))
 
 
+def _indexed(c: Culprit) -> Cause | None:
+    """Entries of flat fields that are read or written by index: edges of a graph, parents in a tree, owners."""
+    suspect = c.suspect
+    kinds = _all_kinds(suspect) | set(suspect.output or ())
+    if suspect.operation.name not in INDEXED or ENTRIES not in kinds or _is(_root(c), RANKED):
+        return None
+    return Cause(
+        "indices point into other samples",
+        f"{where(suspect)} reads or writes entries by index, and some indices of sample {c.sample} lead to entries of other "
+        "samples",
+        "indices of a sample count from 0: add where its entries begin, batch.flat(axis).starts[owner]",
+    )
+
+
 def _mixing(c: Culprit, what: str) -> Cause:
     return Cause(
-        "samples are mixed",
+        MIXED,
         f"{what} combines several rows: sample {c.sample} changes with the samples beside it (a statistic, a ranking, the "
         "capacity of experts, negatives from the batch)",
         "compute it for every sample alone, freeze it, or declare the samples that belong together one sample",
@@ -257,6 +259,12 @@ def _statistics(c: Culprit) -> Cause | None:
     suspect = c.suspect
     if not _is(suspect, NORMALISED):
         return None
+    if "softmax" in suspect.operation.name:
+        return Cause(
+            "attention mask ignored",
+            f"{where(suspect)} weighs all cells of a row, padding and neighbours included, as a pooling by attention does",
+            "set the scores of all cells but the sample's own to -inf first: scores.masked_fill(~is_real, -inf)",
+        )
     return Cause(
         "statistics over the row",
         f"{where(suspect)} normalises over the cells of a row, padding and neighbours included",
@@ -382,21 +390,7 @@ _EFFECTS = {
     ORDER: "the order of the samples",
     NUMBER: "the number of rows",
 }
-
 _RULES: tuple[Callable[[Culprit], Cause | None], ...] = (
-    _random,
-    _state,
-    _another_path,
-    _row_zero,
-    _mixed,
-    _ranked,
-    _picked,
-    _positions,
-    _attention,
-    _running,
-    _transformed,
-    _moved,
-    _statistics,
-    _reduced,
-    _width,
-)
+    _random, _state, _another_path, _row_zero, _indexed, _mixed, _ranked, _picked, _positions, _attention, _running,
+    _transformed, _moved, _statistics, _reduced, _width,
+)  # fmt: skip

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from truebatch.training.memory.oom import is_out_of_memory
 from truebatch.verification.arrangements import ArrangedBatch
-from truebatch.verification.compare import relative, scale_of
+from truebatch.verification.compare import Reference, relative, scale_of
 from truebatch.verification.determinism import Mode, quieted
-from truebatch.verification.diagnosis.op_trace import record_alone
+from truebatch.verification.diagnosis.kept_state import changed_names, forgotten, kept_state
+from truebatch.verification.diagnosis.trace.op_trace import record_alone
 from truebatch.verification.outputs import PerSample
-from truebatch.verification.report import Cause
+from truebatch.verification.report import ArrangementResult, Cause
 from truebatch.verification.subjects.function_subject import ListSubject
 from truebatch.verification.subjects.subject import Subject
 
@@ -37,9 +36,9 @@ def _state_cause(subject: Subject | ListSubject, pieces: Sequence[ArrangedBatch]
     by_length = sorted(range(len(pieces)), key=lambda i: subject.lengths[i])
     one, other = pieces[by_length[len(by_length) // 2]], pieces[by_length[-1]]
     _run(subject, one)
-    before = _attributes(subject.model)
+    before = kept_state(subject.model)
     after_itself = _run(subject, one)
-    changed = _changed(before, _attributes(subject.model))
+    changed = changed_names(before, kept_state(subject.model))
     _run(subject, other)
     after_another = _run(subject, one)
     third = _run(subject, one)
@@ -47,11 +46,50 @@ def _state_cause(subject: Subject | ListSubject, pieces: Sequence[ArrangedBatch]
         return None
     named = f"; every call changes {', '.join(changed[:3])}" if changed else ""
     return Cause(
-        "state kept between calls",
+        STATE,
         f"a sample alone gives another result after another call, with the same random numbers: the model keeps something "
         f"from one call to the next{named}",
-        "compute it anew in every call, or pass it in as an input of the sample it belongs to",
+        _ANEW,
     )
+
+
+def shape_cause(
+    subject: Subject, failing: ArrangementResult, reference: Reference, before: Mapping[str, Any]
+) -> Cause | None:
+    """A cause if micro-batches are right once the model forgets what it kept, such as a mask kept for every shape."""
+    changed = changed_names(before, kept_state(subject.model))
+    if not changed or subject.model is None:
+        return None
+    try:
+        with forgotten(subject.model, before) as forget:
+            outcomes = []
+            for piece in failing.arrangement.pieces:
+                forget()
+                outcomes.append((piece, _run(subject, piece)))
+    except Exception as error:  # what raises is reported where it is run in earnest
+        if is_out_of_memory(error):
+            raise
+        return None
+    limit = reference.limits["outputs"]
+    alone = reference.whole.outputs
+    pairs = [
+        (found, alone[name][int(i)])
+        for piece, outputs in outcomes
+        for name, parts in outputs.items()
+        for i, found in zip(piece.rows.ids, parts, strict=True)
+    ]
+    if not pairs or not all(relative(a.nan_to_num(), b.nan_to_num(), scale_of([b])) <= limit for a, b in pairs):
+        return None
+    return Cause(
+        STATE,
+        f"'{failing.name}' is right once the model forgets what earlier calls left in it: every call reads or changes "
+        f"{', '.join(changed[:3])}",
+        _ANEW,
+    )
+
+
+STATE = "state kept between calls"
+_ANEW = "compute it anew in every call, or pass it in as an input of the sample it belongs to"
 
 
 def noise_words(subject: Subject | ListSubject, piece: ArrangedBatch) -> str:
@@ -84,33 +122,3 @@ def _run(subject: Subject | ListSubject, piece: ArrangedBatch) -> PerSample:
 def _is_same(a: PerSample, b: PerSample) -> bool:
     pairs = [(x, y) for name in a for x, y in zip(a[name], b.get(name, []), strict=False)]
     return all(relative(y.nan_to_num(), x.nan_to_num(), scale_of([x])) <= LIMIT for x, y in pairs)
-
-
-def _attributes(model: nn.Module | None) -> dict[str, Any]:
-    """What modules hold beside parameters, buffers and modules."""
-    found = {}
-    for name, module in [] if model is None else model.named_modules():
-        for key, value in vars(module).items():
-            if not key.startswith("_") or not key.endswith(("hooks", "parameters", "buffers", "modules", "set")):
-                found[f"{name}.{key}" if name else key] = _copy(value)
-    return found
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return copy.copy(value) if isinstance(value, list | dict | set | int | float | str | bool | tuple) else None
-
-
-def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    return [name for name, value in after.items() if not _is_equal(before.get(name), value)]
-
-
-def _is_equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(_is_equal(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_is_equal(a[k], b[k]) for k in a)
-    return bool(a == b)

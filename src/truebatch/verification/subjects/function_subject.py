@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -37,8 +38,9 @@ class ListSubject:
 
     @property
     def lengths(self) -> list[int]:
-        """The longest part of every sample, as far as one can tell from outside."""
-        return [_length(sample) for sample in self.samples]
+        """The longest part of every sample, as far as one can tell from outside; all that is in it if those are equal."""
+        found = [_length(sample) for sample in self.samples]
+        return found if len(set(found)) > 1 else [_size(sample) for sample in self.samples]
 
     def run(self, piece: ArrangedBatch, samples: Sequence[Sample] | None = None) -> ForwardResult:
         """Call the function on the samples of one piece, in their order."""
@@ -174,6 +176,13 @@ def _wrong_number(number: int, got: Any) -> BatchError:
 def _length(sample: Sample) -> int:
     values = list(sample.values()) if isinstance(sample, Mapping) else [sample]
     return max((len(v) for v in values if isinstance(v, list | tuple | str) or (_is_array(v) and v.ndim)), default=1)
+
+
+def _size(sample: Sample) -> int:
+    """Numbers in all arrays of a sample: images of one channel and several sizes differ in nothing else."""
+    values = list(sample.values()) if isinstance(sample, Mapping) else [sample]
+    sizes = [math.prod(v.shape) for v in values if _is_array(v) and v.ndim]
+    return sum(sizes) or _length(sample)
 
 
 def _is_array(value: Any) -> bool:

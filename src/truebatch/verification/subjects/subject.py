@@ -75,16 +75,22 @@ class Subject:
 
     @property
     def planned(self) -> Field:
-        """The field whose cells are planned: along the planned axis, or the first ragged one."""
+        """The field whose cells are planned: along the planned axis, or the first ragged one, or any if none is ragged."""
         along = next((f for f in self.fields if f.axis == CELLS and f.kind in ("along", "nested")), None)
-        return along or next(f for f in self.fields if f.kind != "once")
+        return along or next((f for f in self.fields if f.kind != "once"), self.fields[0])
+
+    @property
+    def is_ragged(self) -> bool:
+        """False if every field has one value a sample: then there is no padding."""
+        return any(f.kind != "once" for f in self.fields)
 
     @property
     def lengths(self) -> list[int]:
-        """Cells of every sample along the planned axis (or the first ragged one)."""
+        """Cells of every sample along the planned axis (or the first ragged one); 1 if nothing is ragged."""
         for at, sample in enumerate(self.samples):
             _check_keys(sample, self.fields, at)
-        return [len(sample[self.planned.key]) for sample in self.samples]
+        planned = self.planned
+        return [1 if planned.kind == "once" else len(sample[planned.key]) for sample in self.samples]
 
     @property
     def device(self) -> torch.device:

@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 
-from truebatch.verification.diagnosis.op_trace import Operation, Recorded
-from truebatch.verification.diagnosis.sample_parts import SamplePlace
+from truebatch.verification.diagnosis.trace.op_trace import Operation, Recorded, operation_key
+from truebatch.verification.diagnosis.trace.sample_parts import SamplePlace
 
 
 def align_operations(
@@ -27,7 +27,7 @@ def align_operations(
     found: dict[int, Recorded] = {}
     for singles, numbers in groups.values():
         singles, numbers = _without_turns(singles, numbers, together, place, found)
-        a, b = [_key(s.operation) for s in singles], [_key(together[n]) for n in numbers]
+        a, b = [operation_key(s.operation) for s in singles], [operation_key(together[n]) for n in numbers]
         for block in SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks():
             found |= {numbers[block.b + k]: singles[block.a + k] for k in range(block.size)}
     return found
@@ -50,19 +50,19 @@ def _without_turns(
     found: dict[int, Recorded],
 ) -> tuple[list[Recorded], list[int]]:  # fmt: skip
     """Lines that run as many times for every sample are met by turns, and left out of what is returned."""
-    ones: dict[tuple[str, str], list[Recorded]] = defaultdict(list)
-    many: dict[tuple[str, str], list[int]] = defaultdict(list)
+    ones: dict[tuple[str, str, str], list[Recorded]] = defaultdict(list)
+    many: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for single in singles:
-        ones[_key(single.operation)].append(single)
+        ones[operation_key(single.operation)].append(single)
     for number in numbers:
-        many[_key(together[number])].append(number)
+        many[operation_key(together[number])].append(number)
     turned = {k for k, some in ones.items() if place.samples > 1 and len(many[k]) == place.samples * len(some)}
     for key in turned:
         own = many[key][place.at * len(ones[key]) :]
         found.update(zip(own, ones[key], strict=False))
     return (
-        [s for s in singles if _key(s.operation) not in turned],
-        [n for n in numbers if _key(together[n]) not in turned],
+        [s for s in singles if operation_key(s.operation) not in turned],
+        [n for n in numbers if operation_key(together[n]) not in turned],
     )
 
 
@@ -81,7 +81,3 @@ def loops_along(alone: Sequence[Recorded], together: Sequence[Operation], place:
         )
     }
     return frozenset(o for o in together if (o.module, o.source) in lines)
-
-
-def _key(operation: Operation) -> tuple[str, str]:
-    return operation.name, operation.source

@@ -16,17 +16,18 @@ from truebatch.planning.rows import packed_row, padded_rows
 from truebatch.training.memory.oom import is_out_of_memory
 from truebatch.verification.arrangements import ArrangedBatch
 from truebatch.verification.compare import relative, scale_of
-from truebatch.verification.diagnosis.op_alignment import align_operations, loops_along
-from truebatch.verification.diagnosis.op_trace import (
+from truebatch.verification.diagnosis.probes import changed_sample
+from truebatch.verification.diagnosis.trace.op_alignment import align_operations, loops_along
+from truebatch.verification.diagnosis.trace.op_trace import (
     Beside,
     Recorded,
     Suspect,
     TracedRun,
+    operation_key,
     record_alone,
     record_names,
 )
-from truebatch.verification.diagnosis.probes import changed_sample
-from truebatch.verification.diagnosis.sample_parts import place_in
+from truebatch.verification.diagnosis.trace.sample_parts import place_in
 from truebatch.verification.report import ArrangementResult
 from truebatch.verification.subjects.subject import ForwardResult, Subject
 
@@ -111,7 +112,9 @@ class _CulpritSearch:
         run: Callable[[], Any] = lambda: self._run(piece, samples)  # noqa: E731
         names = record_names(self.subject.model, run)
         pairs = align_operations(self.recorded, names, place)
-        return Beside(self.subject.model, run, pairs, place, self.limit, loops_along(self.recorded, names, place))
+        known = frozenset(operation_key(single.operation) for single in self.recorded)
+        loops = loops_along(self.recorded, names, place)
+        return Beside(self.subject.model, run, pairs, place, self.limit, loops, known)
 
     def _is_moved(self, plain: TracedRun, found: TracedRun, at: int) -> bool:
         pairs = [(found.result.outputs[n][at], parts[at]) for n, parts in plain.result.outputs.items()]

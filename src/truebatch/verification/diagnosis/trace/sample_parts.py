@@ -12,8 +12,8 @@ from torch import Tensor
 
 from truebatch.batch.microbatch import FlatAxis, MicroBatch, RowAxis
 
-ROW, CELLS, FLAT, SAME = "row", "cells", "flat", "same"
-"""FLAT: the cells of all rows, or the tokens of all samples, one after another."""
+ROW, CELLS, FLAT, ENTRIES, SAME = "row", "cells", "flat", "entries", "same"
+"""FLAT: the cells of all rows, or the tokens of all samples, one after another. ENTRIES: those of a flat field."""
 NO_ROWS = -1
 """The width of an axis whose entries lie end to end."""
 Index = tuple[slice, ...]
@@ -25,6 +25,7 @@ class AxisSpan:
 
     length: int
     width: int
+    """Cells of a row; `NO_ROWS` where samples lie end to end."""
     start: int
     before: int
     """Tokens of the samples before it."""
@@ -52,7 +53,7 @@ class Match:
 
     index: Index
     kinds: tuple[str, ...]
-    """row, cells, flat or same, for every axis."""
+    """row, cells, flat, entries or same, for every axis."""
 
 
 def place_in(batch: MicroBatch, sample: int, side: str) -> SamplePlace:
@@ -84,7 +85,7 @@ def match_shapes(alone: Sequence[int], together: Sequence[int], place: SamplePla
             return None
         index.append(found[0])
         kinds.append(found[1])
-        has_rows |= found[1] in (ROW, FLAT)
+        has_rows |= found[1] in (ROW, FLAT, ENTRIES)
     return Match(tuple(index), tuple(kinds))
 
 
@@ -97,6 +98,8 @@ def _axis(a: int, b: int, place: SamplePlace, *, is_free: bool) -> tuple[slice, 
     for span in place.spans:
         if (a, b) == (span.length, span.width):
             return slice(span.start, span.start + a), CELLS
+        if span.width == NO_ROWS and (a, b) == (span.length, span.total) and a != b:
+            return slice(span.before, span.before + a), ENTRIES
     if a == b:
         return slice(None), SAME
     if is_free and place.rows > 1 and b == a * place.rows:

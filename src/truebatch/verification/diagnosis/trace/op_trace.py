@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from truebatch.verification.compare import is_inexact, relative, scale_of
-from truebatch.verification.diagnosis.op_arguments import flat, named_dims, numbers_in, shapes_in, tensors_in
-from truebatch.verification.diagnosis.sample_parts import ROW, Match, SamplePlace, match_shapes, take_part
+from truebatch.verification.diagnosis.trace.op_arguments import flat, named_dims, numbers_in, shapes_in, tensors_in
+from truebatch.verification.diagnosis.trace.sample_parts import ROW, Match, SamplePlace, match_shapes, take_part
 
 Run = Callable[[], Any]
 
@@ -41,6 +41,8 @@ class Operation:
     """True if it is called by this library: to lay out a micro-batch, say."""
     is_single: bool = True
     """True if it gives one new tensor, which may be replaced by another; others are written to."""
+    in_torch_module: bool = False
+    """True if a module of torch calls it: then `source` says where that module was called, not where it stands."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,6 +125,12 @@ def record_names(model: nn.Module | None, run: Run) -> list[Operation]:
     return found
 
 
+def operation_key(operation: Operation) -> tuple[str, str, str]:
+    """What makes two operations the same; a module of torch may be called in two lines, by two paths."""
+    place = "" if operation.in_torch_module else operation.source
+    return operation.module, operation.name, ("*" if operation.is_ours else "") + place
+
+
 @dataclass(slots=True, eq=False)
 class Beside:
     """The run of a micro-batch beside the sample alone."""
@@ -134,6 +142,8 @@ class Beside:
     limit: float
     loops: frozenset[Operation] = frozenset()
     """Operations of lines that run once a cell."""
+    known: frozenset[tuple[str, str, str]] = frozenset()
+    """Module, name and line of all operations that run for the sample alone."""
 
     def compare(self, only: frozenset[int] | None = None, wanted: frozenset[int] = frozenset()) -> TracedRun:
         """Run it; results that differ are replaced by those alone: of every operation, or of those numbered in `only`."""
@@ -168,6 +178,9 @@ class _State:
             return None
         if single is None:
             self._taint(outs, origin)
+            if operation_key(operation) in self.beside.known and operation not in self.beside.loops:
+                # it runs once more, for another sample
+                return None
             first = next((self.extra[id(t)][1] for t in given if id(t) in self.extra), operation)
             self.extra.update({id(out): (out, first) for out in outs})
             return None
@@ -263,7 +276,7 @@ _READS = frozenset({"item", "tolist", "__len__", "__int__", "__float__", "__inde
 _SILENT = frozenset({"__bool__", "size", "dim", "stride", "numel", "is_floating_point", "data_ptr", "__repr__", "__format__",
                      "is_contiguous", "element_size", "requires_grad_", "__hash__", "backward", "register_hook",
                      "is_complex", "get_device", "storage", "untyped_storage", "ndimension", "__set__"})  # fmt: skip
-OWN_CODE = tuple(f"{path}{os.sep}" for path in (Path(torch.__file__).parent, Path(__file__).parents[2]))
+OWN_CODE = tuple(f"{path}{os.sep}" for path in (Path(torch.__file__).parent, Path(__file__).parents[3]))
 
 Seen = Callable[[Operation, Any, Any, list[Tensor]], Tensor | None]
 
@@ -287,9 +300,11 @@ class _Watching(TorchFunctionMode):
         if not outs and name not in _READS:
             return result
         module, call = self.stack[-1]
-        source, is_ours = _source()
+        source, is_ours, in_module = _source()
         is_single = isinstance(result, Tensor) and not in_place
-        operation = Operation(module, call, name, source, is_ours=is_ours, is_single=is_single)
+        operation = Operation(
+            module, call, name, source, is_ours=is_ours, is_single=is_single, in_torch_module=in_module and bool(module)
+        )
         replaced = self.see(operation, args, given, outs)
         return result if replaced is None else replaced
 
@@ -302,20 +317,23 @@ def _is_in_place(name: str) -> bool:
     return name.endswith("_")
 
 
-def _source() -> tuple[str, bool]:
-    """File and line of the innermost frame that is neither torch's nor ours, and whether one of ours is inside it."""
+def _source() -> tuple[str, bool, bool]:
+    """File and line of the innermost frame that is neither torch's nor ours, and whether one of ours, or of a module of
+    torch, is inside it."""
     frame: Any = sys._getframe(2)
-    is_ours = False
+    is_ours = in_module = False
     while frame is not None:
         file = frame.f_code.co_filename
         is_ours |= file.startswith(OWN_CODE[1]) and not file.startswith(_TRACING)
         if not file.startswith(OWN_CODE) and not file.startswith("<"):
-            return f"{Path(file).name}:{frame.f_lineno}", is_ours
+            return f"{Path(file).name}:{frame.f_lineno}", is_ours, in_module
+        in_module |= file.startswith(_TORCH_MODULES)
         frame = frame.f_back
-    return "", is_ours
+    return "", is_ours, in_module
 
 
-_TRACING = str(Path(__file__).parent)
+_TORCH_MODULES = str(Path(torch.__file__).parent / "nn" / "modules")
+_TRACING = str(Path(__file__).parents[1])
 
 
 def _traced(model: nn.Module | None, run: Run, see: Seen) -> Any:
