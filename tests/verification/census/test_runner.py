@@ -13,6 +13,7 @@ from truebatch.errors import ConfigError
 from truebatch.testing.tiny_hf.model import tiny_types
 from truebatch.verification.census import journal as census_journal
 from truebatch.verification.census.journal import append_row, journal_key, read_journal
+from truebatch.verification.census.media import MEDIA_HEADS
 from truebatch.verification.census.popular import most_used, popular_names
 from truebatch.verification.census.runner import (
     HEADS,
@@ -176,7 +177,8 @@ def test_the_most_used_come_first_and_each_once():
 def test_the_quick_check_examines_the_most_used_in_the_layout_that_is_used():
     tasks = census_tasks(CensusConfig(top=30))
     assert [task.model_type for task in tasks[:2]] == ["llama", "qwen2"]
-    assert {task.head for task in tasks} == set(HEADS)
+    assert {task.head for task in tasks} == set(HEADS) - set(MEDIA_HEADS)
+    assert {head for head, _ in most_used(300, KNOWN)} == set(HEADS)
     assert all(task.is_quick for task in tasks)
     assert not any(task.is_quick for task in census_tasks(CensusConfig(only=("llama",))))
 

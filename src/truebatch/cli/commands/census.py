@@ -10,7 +10,11 @@ import typer
 
 def show_census(
     head: Annotated[
-        str, typer.Option(help="causal_lm, masked_lm, seq2seq, vision_language or all; several with commas.")
+        str,
+        typer.Option(
+            help="causal_lm, masked_lm, seq2seq, vision_language, speech_ctc, speech_seq2seq, audio_classification, "
+            "audio_language, image_and_text, time_series or all; several with commas."
+        ),
     ] = "all",
     only: Annotated[str, typer.Option(help="Only these architectures, such as llama,qwen2.")] = "",
     top: Annotated[

@@ -29,6 +29,16 @@ AUTO_TABLES: Mapping[str, tuple[str, ...]] = {
     "token_classification": ("MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",),
     "question_answering": ("MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",),
     "encoder": ("MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES", "MODEL_MAPPING_NAMES"),
+    "speech_ctc": ("MODEL_FOR_CTC_MAPPING_NAMES",),
+    "speech_seq2seq": ("MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",),
+    "audio_classification": ("MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",),
+    "audio_language": ("MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",),
+    "image_and_text": ("MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES",),
+    "time_series": (
+        "MODEL_FOR_TIME_SERIES_PREDICTION_MAPPING_NAMES",
+        "MODEL_FOR_TIME_SERIES_REGRESSION_MAPPING_NAMES",
+        "MODEL_FOR_TIME_SERIES_CLASSIFICATION_MAPPING_NAMES",
+    ),
 }
 """Head -> the tables of transformers that say which architectures have it."""
 
@@ -47,6 +57,8 @@ def tiny_types(head: str) -> list[str]:
         # A base model counts as an encoder if it fills in masked tokens or says so itself.
         encoders = set(modeling_auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES)
         names &= encoders | (set(_classes("masked_lm")) - set(_classes("seq2seq")))
+    if head == "audio_language":
+        names -= set(_classes("vision_language"))  # those that take images alone are examined as such
     return sorted(names)
 
 

@@ -36,6 +36,12 @@ masked_lm: flaubert squeezebert ibert megatron-bert luke layoutlm tapas mra yoso
 vision_language: fast_vlm perception_lm lighton_ocr exaone4_5 granite4_vision glm_ocr hunyuan_vl paddleocr_vl lfm2_vl florence2
 seq2seq: seamless_m4t seamless_m4t_v2 t5gemma2
 causal_lm: megatron-bert bert roberta gpt-sw3 whisper trocr
+speech_seq2seq: whisper speech_to_text moonshine
+speech_ctc: wav2vec2 hubert wavlm parakeet_ctc
+image_and_text: clip siglip siglip2 chinese_clip
+audio_classification: wav2vec2 audio-spectrogram-transformer whisper
+audio_language: qwen2_audio voxtral qwen3_asr
+time_series: timesfm patchtst
 """
 
 

@@ -25,13 +25,14 @@ from truebatch.io.atomic_files import write_text
 from truebatch.language.console import say_error
 from truebatch.testing.tiny_hf.model import tiny_types
 from truebatch.verification.census.journal import append_row, journal_key, read_journal
+from truebatch.verification.census.media import MEDIA_HEADS
 from truebatch.verification.census.popular import most_used
 from truebatch.verification.census.processes import Ended, Workers, run_each
 from truebatch.verification.census.progress import progress
 from truebatch.verification.census.tables import markdown, summary_lines, wrong_rows
 from truebatch.verification.census.worker import CensusTask, examine
 
-HEADS = ("causal_lm", "masked_lm", "seq2seq", "vision_language")
+HEADS = ("causal_lm", "masked_lm", "seq2seq", "vision_language", *MEDIA_HEADS)
 JOURNAL = Path("runs/census/rows.jsonl")
 WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",

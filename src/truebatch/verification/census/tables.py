@@ -15,7 +15,14 @@ TITLES = {
     "masked_lm": "Encoders (masked language models)",
     "seq2seq": "Encoder-decoders",
     "vision_language": "Vision-language models",
+    "speech_ctc": "Speech recognition (CTC)",
+    "speech_seq2seq": "Speech encoder-decoders",
+    "audio_classification": "Audio classification",
+    "audio_language": "Audio-language models",
+    "image_and_text": "Images and texts compared (CLIP and its kin)",
+    "time_series": "Time series",
 }
+HEADS_OF_TEXT = ("causal_lm", "masked_lm", "seq2seq", "vision_language")
 VERDICTS = ("equal", "fell back", "refused", "not proven", "wrong and not noticed", "killed", "crashed", "failed")
 UNEXAMINED = ("not built", "not fed")
 """No model of this size, or one that needs more than a sample of its head has."""
@@ -104,6 +111,12 @@ is not proven (bf16, whose tolerance is wide: below 10, and the second check loo
 sends some to other experts). *Plain* is what transformers does by itself: packed rows with restarting `position_ids`,
 left padding with a mask, wrong by more than 1e-3. The reason for every cell is in the JSON file."""
 
+LEGEND_OF_MEDIA = """\
+Recordings, images with texts and series are given as their processors pad them, with the masks the model takes, in the
+first form in which it runs (`fed` in the JSON file). They are not laid end to end, so *padded* is the fastest layout; *leak* is
+how far a sample moves when half of its own recording is another. Gradients are those of a random projection of the
+results, and the second check is made in evaluation mode."""
+
 
 def wrong_rows(rows: Sequence[Row]) -> list[Row]:
     """The rows that must not exist: wrong, and nobody noticed."""
@@ -149,6 +162,7 @@ def markdown(facts: Mapping[str, Any], rows: Sequence[Row]) -> str:
             [[w, *(_figure(rows, h, w, counts) for h in counts)] for w in _shown(counts, facts)],
         ),
         LEGEND,
+        *([LEGEND_OF_MEDIA] if any(head not in HEADS_OF_TEXT for head in counts) else []),
         *(part for head in counts for part in _head_part(head, rows)),
         *_unexamined_part(rows),
     ]

@@ -22,6 +22,7 @@ from truebatch.hf.heads.heads import ModelHead, head_of
 from truebatch.testing.tiny_hf.model import tiny_model
 from truebatch.testing.tiny_hf.random_samples import make_samples
 from truebatch.training.checks.rounding import StayInFp64
+from truebatch.verification.census.media import MEDIA_HEADS, examine_media
 from truebatch.verification.census.reference import (
     LENGTHS,
     SEED,
@@ -102,6 +103,8 @@ def examine(task: CensusTask, build: Build = tiny_model) -> dict[str, Any]:
 
 def _examine(task: CensusTask, build: Build) -> dict[str, Any]:
     model = build(task.model_type, task.head).to(task.device, getattr(torch, task.dtype))
+    if task.head in MEDIA_HEADS:
+        return examine_media(model)
     unfed = why_unfed(model)
     if unfed:
         return {"class": type(model).__name__, "verdict": "not fed", "why": unfed}

@@ -174,7 +174,8 @@ def _explain_functions(
     causes = (
         [c if c.name != "a mean over padding" else _PADDING_REACHES for c in name_causes(evidence)] if failing else []
     )
-    return VerifyReport(results, causes)
+    statistics = [_coupling(c) for c in find_couplings_in_training(subject.model) if c.name == "batch statistics"]
+    return VerifyReport(results, [*statistics, *causes] if failing and failing[0].is_over("outputs") else causes)
 
 
 def _generates_right(subject: Subject | ListSubject, singles: Arrangement, results: list[ArrangementResult]) -> bool:
