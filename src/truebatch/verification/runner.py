@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from truebatch.errors import BatchError, ConfigError, DataError, MemoryLimitError, TruebatchError
+from truebatch.errors import BatchError, MemoryLimitError, TruebatchError
 from truebatch.progress import counted
 from truebatch.training.checks.batch_coupling import find_couplings
 from truebatch.training.checks.rounding import in_dtype
@@ -39,7 +39,7 @@ from truebatch.verification.references import (
     sharper_reference,
 )
 from truebatch.verification.report import ArrangementResult, Coverage, VerifyReport
-from truebatch.verification.sample_sizes import sized, takes_length
+from truebatch.verification.sample_sizes import check_samples, sized, takes_length
 from truebatch.verification.subjects.function_subject import ListSubject
 from truebatch.verification.subjects.subject import Subject
 
@@ -61,7 +61,7 @@ def prove(
     Raises MemoryLimitError where memory runs out: that says nothing of the law.
     """
     try:
-        _check_samples(subject)
+        check_samples(subject)
         fitted = subject if chosen is not None else sized(subject, config, is_free=original is None)
         return _prove(fitted, config, original, chosen)
     except Exception as error:  # a model may raise anything
@@ -290,29 +290,6 @@ def _fails(seen: Seen, config: VerifyConfig) -> bool:
 _NOISE = (
     "randomness is left on (functional dropout, sampling, noise): switch it off, or key it by sample, and verify again",
 )
-
-
-def _check_samples(subject: Subject | ListSubject) -> None:
-    lengths = subject.lengths
-    if isinstance(subject, Subject) and not subject.fields:
-        raise ConfigError(
-            "verify needs the fields of a sample",
-            seen="fields=[]",
-            do="declare what a sample has: fields=[Field(name='ids')]",
-        )
-    if len(lengths) < 2:
-        raise DataError(
-            "a proof needs at least two samples",
-            seen="1 sample" if lengths else "no samples",
-            do="give about eight, short and long",
-        )
-    is_ragged = subject.is_ragged if isinstance(subject, Subject) else True
-    if len(set(lengths)) == 1 and is_ragged:
-        raise DataError(
-            "all samples have the same length, so nothing would be padded and the proof would be empty",
-            seen=f"{len(lengths)} samples of length {lengths[0]}",
-            do="give samples of different lengths, some much shorter than others",
-        )
 
 
 def _unusable(whole: Whole) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from truebatch.batch.fields import Field
-from truebatch.errors import ConfigError
+from truebatch.errors import ConfigError, DataError
 from truebatch.training.memory.oom import is_out_of_memory
 from truebatch.verification.arrangements import ArrangedBatch, alone
 from truebatch.verification.config import VerifyConfig
@@ -37,6 +37,30 @@ def sized(subject: Subject | ListSubject, config: VerifyConfig, *, is_free: bool
         short = _of_one_cell(subject)
         samples += [short] if _is_sound(subject, short) else []
     return replace(subject, samples=_repeated(samples, config.rows))
+
+
+def check_samples(subject: Subject | ListSubject) -> None:
+    """Raise where no proof can be made of these samples: too few, of one length, or without fields."""
+    lengths = subject.lengths
+    if isinstance(subject, Subject) and not subject.fields:
+        raise ConfigError(
+            "verify needs the fields of a sample",
+            seen="fields=[]",
+            do="declare what a sample has: fields=[Field(name='ids')]",
+        )
+    if len(lengths) < 2:
+        raise DataError(
+            "a proof needs at least two samples",
+            seen="1 sample" if lengths else "no samples",
+            do="give about eight, short and long",
+        )
+    is_ragged = subject.is_ragged if isinstance(subject, Subject) else True
+    if len(set(lengths)) == 1 and is_ragged:
+        raise DataError(
+            "all samples have the same length, so nothing would be padded and the proof would be empty",
+            seen=f"{len(lengths)} samples of length {lengths[0]}",
+            do="give samples of different lengths, some much shorter than others",
+        )
 
 
 def lengthened(subject: Subject, length: int) -> Sample:
