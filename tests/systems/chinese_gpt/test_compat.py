@@ -1,9 +1,11 @@
 """The note's own examples, word for word where they can be, over the library."""
 
+import re
 import runpy
 import subprocess
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -133,16 +135,20 @@ def test_training_by_the_notes_names_gives_the_epochs_it_took():
 def test_the_starting_files_are_written_and_run(tmp_path):
     assert run_command(["init", "chinese_gpt", "--out", str(tmp_path)]) == 0
     script = tmp_path / "train.py"
-    text = script.read_text(encoding="utf-8").replace("60,  # max_epochs", "2,")
+    text = script.read_text(encoding="utf-8")
     text = text.replace("LLM(vocab)", "LLM(vocab, network)").replace(
         "def main", "from truebatch_systems.chinese_gpt.model.model import ChineseGPT, ModelShape\n\n\ndef main"
     )
     small = "    network = ChineseGPT(ModelShape(vocabulary=len(vocab), embedding_dim=16, heads=2), vocab=vocab)\n"
     script.write_text(text.replace("    model = LLM", small + "    model = LLM"), encoding="utf-8")
-    out = subprocess.run(
-        [sys.executable, str(script)], cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False
-    )
+    root = Path(__file__).parents[3]
+    run_script = partial(subprocess.run, cwd=root, capture_output=True, text=True, check=False)
+    out = run_script([sys.executable, str(script), "--epochs", "2"])
     assert out.returncode == 0, out.stderr
+    helped = run_script([sys.executable, str(script), "--help"])
+    assert helped.returncode == 0
+    for option in ("--epochs", "--lr", "--patience", "--batch-size"):
+        assert re.search(rf"{option} \S+\s+[\u4e00-\u9fff].* / \w", helped.stdout, re.DOTALL), option
     assert "Training completed in 2 epochs" in out.stdout
     settings_file = ["train", "chinese_gpt", "--config", str(tmp_path / "config.yaml"), "--dry-run"]
     assert run_command(settings_file) == 0

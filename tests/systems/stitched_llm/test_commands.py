@@ -184,3 +184,19 @@ def test_search_ranks_the_cuts_of_donors_of_two_vocabularies(tmp_path, capsys, v
     pairs = json.loads((tmp_path / "found" / "search.json").read_text())
     assert {(p["cut_bottom"], p["cut_top"]) for p in pairs} == {(k, j) for k in (1, 2, 3) for j in range(4)}
     assert sum(p["perplexity"] is not None for p in pairs) == 1
+
+
+def test_the_starting_script_describes_its_options_and_trains_nothing_for_it(tmp_path, monkeypatch, capsys):
+    assert run(["init", "stitched_llm", "--out", str(tmp_path)]) == 0
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["main.py", "--help"])
+    try:
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(tmp_path / "main.py"), run_name="__main__")
+    finally:
+        sys.modules.pop("stitchllm", None)
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    for option in ("steps", "--output_dir", "--learning_rate", "--per_device_train_batch_size"):
+        assert option in said
+    assert "适配器" in said
