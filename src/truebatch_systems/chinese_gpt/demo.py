@@ -32,6 +32,7 @@ from truebatch.language.console import say
 from truebatch.planning.config import PlanConfig
 from truebatch.planning.plan import build_plan
 from truebatch.planning.rows import Layout, Rows, padded_rows
+from truebatch.progress import stage
 from truebatch.reports.artifacts import keep_picture, keep_table
 from truebatch.reports.plots import bars, curves
 from truebatch.reports.report import REPORT, write_report
@@ -40,6 +41,7 @@ from truebatch.reports.terminal_chart import draw_curves
 from truebatch.training.config import TrainConfig
 from truebatch.training.context import TrainResult
 from truebatch.training.data import TrainData
+from truebatch.training.logging.stage_logger import StageLogger
 from truebatch.training.trainer import train
 from truebatch_systems.chinese_gpt.config import ChineseGPTConfig
 from truebatch_systems.chinese_gpt.data.characters import normalise
@@ -108,6 +110,7 @@ def cut_one_step(samples: Sequence[Sample], *, samples_per_step: int, seed: int)
     ]
 
 
+@stage("running a step in one of its cuts")
 def run_cut(model: ChineseGPT, cut: DemoCut, *, repeats: int = 3) -> CutResult:
     """Forward and backward over all micro-batches; each loss is a sum, divided once by the count of the step."""
     counts = [int((batch["labels"] != IGNORE).sum()) for batch in cut.batches]
@@ -288,8 +291,9 @@ def _speeds(results: Sequence[CutResult]) -> list[tuple[str, float, int]]:
 def _train(
     samples: Sequence[Any], model: ChineseGPT, config: TrainConfig, *, out: Path | None = None, clock: CpuClock | None = None
 ) -> TrainResult:  # fmt: skip
-    data, loggers = TrainData(samples=samples, fields=FIELDS), () if clock is None else (clock,)
-    result = train(model, NextToken(), data, config, out=out, loggers=loggers)
+    data, clocks = TrainData(samples=samples, fields=FIELDS), () if clock is None else (clock,)
+    with stage("training, steps") as training:
+        result = train(model, NextToken(), data, config, out=out, loggers=(*clocks, StageLogger(training)))
     result.raise_if_interrupted()
     return result
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from truebatch.errors import CheckpointError, DataError, RunError
 from truebatch.io.data_files import is_data_file
 from truebatch.planning.lengths.measure import content_hash
+from truebatch.progress import stage
 from truebatch.training.checkpoint.retention import best_step, list_checkpoints
 from truebatch.training.checkpoint.store import load_checkpoint, load_newest
 from truebatch_systems.chinese_gpt.config import ChineseGPTConfig
@@ -48,6 +49,7 @@ class PreparedTexts:
     """Of the run that this one starts from."""
 
 
+@stage("reading and encoding the texts")
 def prepare(config: ChineseGPTConfig) -> PreparedTexts:
     """Read, split and encode the corpus of a configuration; a second call with the same files costs nothing."""
     content = _content(config)

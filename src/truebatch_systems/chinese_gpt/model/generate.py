@@ -18,6 +18,7 @@ from truebatch.generation.decode_loop import ROWS, collect, generate_tokens
 from truebatch.generation.interface import Prompt, key_prompts, pad_left
 from truebatch.generation.stop_criteria import find_stop
 from truebatch.generation.text_stream import join_texts, stream_texts
+from truebatch.progress import stage
 from truebatch_systems.chinese_gpt.config import ChineseGPTConfig
 from truebatch_systems.chinese_gpt.data.dialogues import ASSISTANT, USER, parts_of, prompt_of
 from truebatch_systems.chinese_gpt.model.model import Cache, ChineseGPT
@@ -113,6 +114,7 @@ def stream_answers(
     return stream_continuations(cast(ChineseGPT, model), texts, settings)
 
 
+@stage("generating texts")
 def continue_texts(model: ChineseGPT, texts: Sequence[str], settings: Generation, *, rows: int = ROWS) -> list[str]:
     """The whole new text of every prompt, in order."""
     return join_texts(stream_continuations(model, texts, settings, rows=rows), len(texts))
