@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,9 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from truebatch.errors import ConfigError, DataError
+from truebatch.hf.adapter_checks import ADAPTER, WEIGHTS, check_adapter, read_adapter_settings
 from truebatch.hf.load import first_line, load_model, load_part, without_chatter
-from truebatch.io.text_encoding import read_text
 
-ADAPTER = "adapter_config.json"
-ADAPTER_BYTES = 1 << 20
-WEIGHTS = "adapter_model.safetensors"
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -29,7 +26,9 @@ def load_engine(folder: str | Path) -> nn.Module:
         raise DataError(
             f"the adapter in {path} has no safetensors", seen=f"no {WEIGHTS}", do="save it again with save_pretrained"
         )
-    model: Any = load_model(_base_of(path))
+    base = _base_of(path)
+    check_adapter(path)
+    model: Any = load_model(base)
     try:
         with without_chatter():
             model.load_adapter(str(path))
@@ -49,23 +48,14 @@ def load_engine(folder: str | Path) -> nn.Module:
 
 def _base_of(path: Path) -> Path:
     """The folder of the base model that an adapter names; nothing is fetched."""
-    try:
-        config = json.loads(read_text(path / ADAPTER, max_bytes=ADAPTER_BYTES))
-        base = config["base_model_name_or_path"]
-    except (ValueError, RecursionError, KeyError, TypeError) as error:
-        raise DataError(
-            f"{path / ADAPTER} cannot be read",
-            seen=f"{error!r}"[:200],
-            do="save the adapter again with save_pretrained",
-        ) from error
-    found = Path(str(base))
-    if not found.is_dir():
+    base = read_adapter_settings(path).get("base_model_name_or_path")
+    if not isinstance(base, str) or not os.path.isdir(base):
         raise ConfigError(
             f"the adapter in {path} names a base model that is not a folder here",
             seen=f"base_model_name_or_path={base!r}",
             do="write the folder of the base model there; nothing is downloaded",
         )
-    return found
+    return Path(base)
 
 
 def read_tokenizer(folder: str | Path) -> Any | None:
