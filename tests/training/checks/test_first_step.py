@@ -169,6 +169,40 @@ def test_rounding_that_is_large_alone_is_no_fault():
     assert any("(rounding alone: " in line for line in lines)
 
 
+class NoRoomInFp64:
+    """Memory runs out in fp64, where samples are together."""
+
+    def forward(self, batch):
+        if self.head.weight.dtype == torch.float64 and batch.num_samples > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return super().forward(batch)
+
+
+class CancelsWithoutRoom(NoRoomInFp64, Cancels):
+    pass
+
+
+class MovedWithoutRoom(NoRoomInFp64, MovedBeside):
+    pass
+
+
+def test_without_memory_for_fp64_a_difference_may_be_what_rounding_alone_is():
+    torch.manual_seed(0)
+    _, result = trained(CancelsWithoutRoom(), **PACKED)
+    found = result.records[0]["equality"]
+    assert found["verdict"] == "equal"
+    assert max(found["gradient"], found["loss"]) > equality.TOLERANCE
+    assert found["rounding"] > 0
+
+
+def test_without_memory_for_fp64_more_than_rounding_is_not_said_to_be_equal():
+    torch.manual_seed(0)
+    lines = []
+    _, result = trained(MovedWithoutRoom(is_in_fp32_only=False), lines=lines, **PACKED)
+    assert result.records[0]["equality"]["verdict"] == "not_checked"
+    assert any("memory ran out in fp64, and rounding alone is" in line for line in lines)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize(("model", "loss", "cut"), BROKEN, ids=lambda value: str(value))
 def test_half_precision_hides_no_fault(model, loss, cut, precision):

@@ -6,29 +6,25 @@ micro-batches -> samples chosen -> in their rows | each alone -> sums, counts, g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from truebatch.attention.score_rule import without_cudnn_sdpa
-from truebatch.batch.keyed_random import noise_for
-from truebatch.batch.microbatch import MicroBatch
 from truebatch.batch.torch_compile import force_eager
-from truebatch.objective import add_counts, divide_once, forward_context
+from truebatch.objective import add_counts
 from truebatch.training.checks.checked_samples import CheckedSamples
-from truebatch.training.checks.gradient_sketch import Sketch, norm, sketch_tensor, squared_norms
-from truebatch.training.checks.loss_terms import check_sums
+from truebatch.training.checks.gradient_sketch import norm, squared_norms
 from truebatch.training.checks.rounding import in_fp64, in_full_precision, last_bits_moved, spacing_of, without_tf32
-from truebatch.training.distributed.collectives import is_peer_failure, is_sharded
+from truebatch.training.checks.two_ways import Compared, PassResult, TwoWays, owners_of
+from truebatch.training.distributed.collectives import is_sharded
 from truebatch.training.memory.oom import free_memory, is_out_of_memory
-from truebatch.training.step import StepEngine, sums_of
+from truebatch.training.step import StepEngine
 
 Verdict = Literal["equal", "bits", "in_distribution", "broken", "not_checked"]
-Compared = Literal["loss", "embeddings"]
 TOLERANCE = 1e-5
 """The most by which loss terms and gradient may differ in fp32, relative."""
 MOST_ROUNDING = 4.0
@@ -39,8 +35,6 @@ _MAY_BE_ROUNDING = 1e-3
 """A difference below this is not called broken where fp64 cannot be asked."""
 _FLOOR = 8.0
 """In spacings: what a few roundings that happen to cancel alone may come to as cut."""
-_SCALE = 2.0**8
-"""Of the loss, for fp16 gradients: small enough not to overflow, the same both ways."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,99 +122,6 @@ def short(value: float) -> str:
     return f"{digits}e{int(exponent)}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PassResult:
-    """What some micro-batches come to: one gradient, as numbers."""
-
-    sums: dict[str, float]
-    sizes: dict[str, float]
-    """Of every term: what the sums of the micro-batches come to without their signs."""
-    counts: dict[str, int]
-    gradient: Sketch
-    compared: Compared = "loss"
-
-
-Ways = Callable[[StepEngine], tuple[PassResult, PassResult]]
-"""Runs the samples as cut, and alone."""
-Owners = Sequence[tuple[tuple[str, ...] | None, list[str]]]
-"""Of every optimiser: the terms it follows, and the names of its parameters."""
-
-
-def owners_of(engine: StepEngine) -> Owners:
-    """Who follows what; names, because a copy of the model has parameters of its own."""
-    names = {id(p): name for name, p in engine.model.named_parameters()}
-    return [
-        (g.terms, [names[id(p)] for p in g.parameters if p.requires_grad and id(p) in names]) for g in engine.groups
-    ]
-
-
-def take_outcome(
-    engine: StepEngine,
-    batches: Sequence[MicroBatch],
-    counts: Mapping[str, int],
-    *,
-    owners: Owners,
-    epoch: int,
-    passes: int,
-) -> PassResult:
-    """Forward and backward of these micro-batches, at least `passes` of them where parameters are sharded."""
-    found = [dict(engine.objective.counts(batch)) for batch in batches]
-    sums: dict[str, float] = {}
-    sizes: dict[str, float] = {}
-    known = dict(engine.model.named_parameters())
-    parts = [(terms, [known[name] for name in names]) for terms, names in owners]
-    for batch in batches:
-        for name, value in _run(engine, batch, counts, parts, epoch, weight=1.0).items():
-            sums[name], sizes[name] = sums.get(name, 0.0) + value, sizes.get(name, 0.0) + abs(value)
-    if is_sharded(engine.model) and engine.stand_in is not None:
-        for _ in range(passes - len(batches)):
-            _run(engine, engine.stand_in(), counts, parts, epoch, weight=0.0)
-    scale = _SCALE if engine.scaler is not None else 1.0
-    gradient: Sketch = {}
-    for name, p in known.items():
-        if p.grad is not None:
-            gradient[name] = sketch_tensor(_local(p.grad)) / scale
-            p.grad = None
-    compared: Compared = getattr(engine.objective, "compared", "loss")
-    return PassResult(sums, sizes, add_counts(found), gradient, compared)
-
-
-def _local(gradient: Any) -> Tensor:
-    values: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return values
-
-
-def _run(
-    engine: StepEngine,
-    batch: MicroBatch,
-    counts: Mapping[str, int],
-    parts: Sequence[tuple[tuple[str, ...] | None, list[nn.Parameter]]],
-    epoch: int,
-    *,
-    weight: float,
-) -> dict[str, float]:
-    moved = batch.to(engine.device)
-    held = forward_context(engine.objective, engine.model, moved)
-    with noise_for(moved, seed=engine.seed, epoch=epoch), held, without_cudnn_sdpa(engine.device):
-        with engine.autocast():
-            sums = sums_of(engine, moved)
-        check_sums(sums)
-        torch.clear_autocast_cache()  # inside another autocast it would hold on to weights that sharding has freed
-        for terms, wanted in parts:
-            followed = {k: v for k, v in sums.items() if terms is None or k in terms}
-            if wanted and any(v.requires_grad for v in followed.values()):
-                known = {name: counts.get(name, 1) for name in followed}
-                loss = divide_once(followed, known) * weight * (_SCALE if engine.scaler is not None else 1.0)
-                if len(parts) == 1:
-                    loss.backward()  # type: ignore[no-untyped-call]
-                elif is_sharded(engine.model):  # every part follows all terms
-                    loss.backward()  # type: ignore[no-untyped-call]
-                    break
-                else:
-                    torch.autograd.backward(loss, inputs=wanted, retain_graph=True)
-    return {name: float(value.detach()) for name, value in sums.items()}
-
-
 def compare(cut: PassResult, alone: PassResult) -> Gap:
     """How far one is from the other; a term that only one of them has differs by all there is."""
     gaps = {}
@@ -262,32 +163,24 @@ class MeasuredGap:
 
 def judge(engine: StepEngine, samples: CheckedSamples, *, epoch: int, passes: int) -> MeasuredGap:
     """Run the samples both ways and compare; in half precision, in fp32 too, which tells rounding from all else."""
-    counts = add_counts(dict(engine.objective.counts(batch)) for batch in samples.alone)
-
-    owners = owners_of(engine)
-
-    def take(by: StepEngine, batches: Sequence[MicroBatch]) -> PassResult:
-        return take_outcome(by, batches, counts, owners=owners, epoch=epoch, passes=passes)
-
-    def both(by: StepEngine) -> tuple[PassResult, PassResult]:
-        cut = _take_cut(by, samples, take)
-        with force_eager(), _errors_alone():  # every sample alone has a shape of its own
-            return cut, take(by, samples.alone)
-
-    cut, alone = both(engine)
+    ways = TwoWays(
+        samples=samples, owners=owners_of(engine), epoch=epoch, passes=passes,
+        counts=add_counts(dict(engine.objective.counts(batch)) for batch in samples.alone),
+    )  # fmt: skip
+    cut, alone = ways.cut(engine), ways.alone(engine)
     spacing = spacing_of(engine)
     if not is_finite(cut) or not is_finite(alone):
         return MeasuredGap(gap=None, broken=_finite_one_way(cut, alone) if spacing is None else "")
     gap = compare(cut, alone)
     if spacing is None:
-        return _judge_fp32(engine, both, gap, alone)
+        return _judge_fp32(engine, ways, gap, alone)
     exact = in_full_precision(engine)
     if exact is None:
         limit = _FLOOR * spacing
         return MeasuredGap(gap=gap, broken=gap.words(limit) if gap.is_over(limit) else "")
     with force_eager(), without_tf32(engine.device.type):  # the backward pass too
-        cut_exact, alone_exact = both(exact)
-        structure = _judge_fp32(exact, both, compare(cut_exact, alone_exact), alone_exact)
+        cut_exact, alone_exact = ways.cut(exact), ways.alone(exact)
+        structure = _judge_fp32(exact, ways, compare(cut_exact, alone_exact), alone_exact)
     if structure.broken:
         return MeasuredGap(gap=gap, broken=f"in fp32 {structure.broken}")
     if structure.unsure:
@@ -298,23 +191,7 @@ def judge(engine: StepEngine, samples: CheckedSamples, *, epoch: int, passes: in
     return MeasuredGap(gap=gap, broken=broken, rounding=near.gradient)
 
 
-def _take_cut(
-    engine: StepEngine, samples: CheckedSamples, take: Callable[[StepEngine, Sequence[MicroBatch]], PassResult]
-) -> PassResult:
-    """The samples in rows as wide as those of the step; where memory ends at that (rows that just fit in bf16 do not in
-    fp32), in rows that hold nothing else."""
-    try:
-        return take(engine, samples.cut)
-    except Exception as error:
-        if not is_out_of_memory(error) or is_sharded(engine.model):  # of sharded weights the other ranks wait
-            raise
-    for p in engine.model.parameters():
-        p.grad = None
-    free_memory(engine.device)
-    return take(engine, samples.narrow)
-
-
-def _judge_fp32(engine: StepEngine, both: Ways, gap: Gap, alone: PassResult) -> MeasuredGap:
+def _judge_fp32(engine: StepEngine, ways: TwoWays, gap: Gap, alone: PassResult) -> MeasuredGap:
     """What is over the tolerance is judged by the same step in fp64, where rounding is gone and a fault is not.
 
     In fp32 itself it may then be a few times what rounding does to the samples alone: how far they are from fp64, and how far
@@ -327,23 +204,30 @@ def _judge_fp32(engine: StepEngine, both: Ways, gap: Gap, alone: PassResult) -> 
         return told
     if is_sharded(engine.model):
         return _undecided(told, "sharded weights are not run in fp64")
+    moved, is_equal = list[Gap](), False
     try:
         with in_fp64(engine.model):
-            exact_cut, exact = both(engine)
-        if compare(exact_cut, exact).is_over(TOLERANCE):
-            return told
-        moved = [compare(alone, exact)]
-        for seed in range(_TRIALS):
-            with last_bits_moved(engine.model, seed):
-                moved.append(compare(both(engine)[1], alone))
+            exact = ways.alone(engine)
+            moved.append(compare(alone, exact))
+            if compare(ways.cut(engine), exact).is_over(TOLERANCE):
+                return told
+            is_equal = True
     except Exception as error:  # a layer without fp64 may raise anything
-        why = "memory ran out in fp64" if is_out_of_memory(error) else f"in fp64 it raises {type(error).__name__}"
-        return _undecided(told, why)
+        if not is_out_of_memory(error):
+            return _undecided(told, f"in fp64 it raises {type(error).__name__}")
+    free_memory(engine.device)
+    for seed in range(_TRIALS):
+        with last_bits_moved(engine.model, seed):
+            moved.append(compare(ways.alone(engine), alone))
     rounding = max(one.gradient for one in moved)
     loss, gradient = (MOST_ROUNDING * max(found) for found in ([one.loss for one in moved], [rounding]))
-    is_rounding = gap.loss <= max(TOLERANCE, loss) and gap.gradient <= max(TOLERANCE, gradient)
-    more = f" (fp64 is equal, and rounding alone is {short(rounding)})"
-    return MeasuredGap(gap=gap, broken="" if is_rounding else told.broken + more, rounding=rounding)
+    if gap.loss <= max(TOLERANCE, loss) and gap.gradient <= max(TOLERANCE, gradient):
+        return MeasuredGap(gap=gap, rounding=rounding)
+    if not is_equal:
+        return _undecided(told, f"memory ran out in fp64, and rounding alone is {short(rounding)}")
+    return MeasuredGap(
+        gap=gap, broken=f"{told.broken} (fp64 is equal, and rounding alone is {short(rounding)})", rounding=rounding
+    )
 
 
 def _undecided(told: MeasuredGap, why: str) -> MeasuredGap:
@@ -359,20 +243,6 @@ def _finite_one_way(cut: PassResult, alone: PassResult) -> str:
     if is_finite(cut) == is_finite(alone):
         return ""
     return f"loss or gradient is not finite {'alone' if is_finite(cut) else 'as cut'}, and finite the other way"
-
-
-class RaisedAloneError(Exception):
-    """A sample that runs beside others raises by itself."""
-
-
-@contextmanager
-def _errors_alone() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        if is_out_of_memory(error) or is_peer_failure(error):
-            raise
-        raise RaisedAloneError(f"{type(error).__name__}: {str(error).strip()[:200]}") from error
 
 
 @contextmanager

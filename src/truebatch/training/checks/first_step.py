@@ -31,12 +31,12 @@ from truebatch.training.checks.comparable import comparable
 from truebatch.training.checks.equality import (
     Equality,
     MeasuredGap,
-    RaisedAloneError,
     judge,
     undisturbed,
     without_noise,
 )
 from truebatch.training.checks.rounding import spacing_of
+from truebatch.training.checks.two_ways import RaisedAloneError
 from truebatch.training.context import Job
 from truebatch.training.distributed.collectives import (
     all_gather_list,

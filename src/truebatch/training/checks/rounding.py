@@ -6,13 +6,16 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
+from torch.utils.checkpoint import checkpoint
 
 from truebatch.training.distributed.collectives import is_sharded
 from truebatch.training.step import StepEngine
@@ -77,11 +80,17 @@ def without_tf32(kind: str) -> Iterator[None]:
 
 
 class StayInFp64(TorchFunctionMode):
-    """While open, code that asks for fp32 gets fp64, and fp32 tensors that are handed to an operation are widened."""
+    """While open, code that asks for fp32 gets fp64, and fp32 tensors that are handed to an operation are widened.
+
+    No fused attention has fp64: what it keeps for backward, every query beside every key, is made once more there instead.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         asked: Callable[..., Any] = torch.Tensor.double if func is torch.Tensor.float else func
-        return asked(*_pytree.tree_map(_widened, args), **_pytree.tree_map(_widened, kwargs or {}))
+        wide, named = _pytree.tree_map(_widened, args), _pytree.tree_map(_widened, kwargs or {})
+        if func is functional.scaled_dot_product_attention and torch.is_grad_enabled():
+            return checkpoint(partial(asked, **named), *wide, use_reentrant=False)
+        return asked(*wide, **named)
 
 
 def _widened(value: Any) -> Any:
@@ -126,11 +135,13 @@ def in_fp64(model: nn.Module) -> Iterator[None]:
 def last_bits_moved(model: nn.Module, seed: int) -> Iterator[None]:
     """Every weight moved up or down by its last bit: what rounding alone may do."""
     kept = [(p, p.data) for p in model.parameters()]
-    draw = torch.Generator().manual_seed(seed)
+    draws = {device: torch.Generator(device).manual_seed(seed) for device in {data.device for _, data in kept}}
     try:
         for parameter, data in kept:
             if data.is_floating_point():
-                sign = torch.randint(0, 2, data.shape, generator=draw).to(data) * 2 - 1
+                draw = draws[data.device]
+                bits = torch.randint(0, 2, data.shape, generator=draw, device=data.device, dtype=torch.int8)
+                sign = bits.to(data) * 2 - 1
                 parameter.data = data * (1 + sign * torch.finfo(data.dtype).eps)
         yield
     finally:
