@@ -72,6 +72,8 @@ def source_pixels(source: ImageSource, place: str) -> Any:
 
 @contextmanager
 def _opened(source: ImageSource, place: str) -> Iterator[Any]:
+    from PIL.Image import DecompressionBombError
+
     try:
         with opened_image(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
             yield opened
@@ -81,7 +83,7 @@ def _opened(source: ImageSource, place: str) -> Iterator[Any]:
             seen=str(error),
             do="check the path; --set image_folder=FOLDER says where relative paths begin (else: beside the data)",
         ) from error
-    except (OSError, SyntaxError, ValueError, ArithmeticError, IndexError, TypeError) as error:
+    except (OSError, SyntaxError, ValueError, ArithmeticError, IndexError, TypeError, DecompressionBombError) as error:
         raise DataError(
             f"{place}: {_name(source)} is not a readable image",
             seen=f"{str(error)[:160]}; formats: {', '.join(FORMATS)}, at most {MAX_PIXELS:,} pixels",
