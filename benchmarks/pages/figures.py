@@ -41,6 +41,9 @@ FIGURES: tuple[Figure, ...] = (
         ("census_popular",),
     ),
     Figure("30 steps in packed rows against one by one, loss by loss", "packed_training", ("packed_training",)),
+    Figure(
+        "the same of vision-language models, tower and all", "packed_training --vision 1", ("packed_training_vision",)
+    ),
     Figure("seconds of a proof of a tiny model", "verify", ("verify",)),
     Figure("verdicts on models in bf16, right ones and with a fault of 1 %", "half_precision", ("half_precision",)),
     Figure(

@@ -11,7 +11,7 @@ FOLDER = "benchmarks"
 TOPICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "training": (
         "Training",
-        ("training*", "train_command*", "step_cost", "packed_training", "trainer_accumulation", "contrastive*",
+        ("training*", "train_command*", "step_cost", "packed_training*", "trainer_accumulation", "contrastive*",
          "preference*", "sharding", "deepspeed", "exactness*", "vision_training*"),
     ),
     "attention": ("Attention", ("attention*", "sdpa*")),

@@ -50,6 +50,13 @@ def models_that_few_can_pack_train_as_one_by_one(kept):
     assert all(row["farthest"] <= 1e-5 for row in kept["rows"])
 
 
+@promise("packed_training_vision")
+def models_with_images_train_as_one_by_one(kept):
+    rows = [row for row in kept["rows"] if "farthest" in row]
+    assert len(rows) >= 10
+    assert all(row["farthest"] <= 1e-5 or row["flips of routing"] for row in rows)
+
+
 @promise("seqset_vae_quality")
 def sets_and_risk_are_learned_and_the_result_names_its_command(kept):
     assert kept["command"].startswith("python -m truebatch.bench.seqset_quality")
