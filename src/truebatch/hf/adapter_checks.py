@@ -30,8 +30,9 @@ _NESTED = re.compile(r"[*+}?]\)+[*+{]|\\\d|\(\?P=")
 
 def read_adapter_settings(folder: Path) -> dict[str, Any]:
     """The settings of an adapter; what is no JSON object raises `DataError`."""
+    text = read_text(folder / ADAPTER, max_bytes=ADAPTER_BYTES)
     try:
-        found = json.loads(read_text(folder / ADAPTER, max_bytes=ADAPTER_BYTES))
+        found = json.loads(text)
         return dict(found.items())
     except (ValueError, RecursionError, AttributeError) as error:
         raise DataError(

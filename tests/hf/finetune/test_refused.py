@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
+from tokenizers import Regex, pre_tokenizers
 
 from tests.hf.finetune.folders import model_folder, tokenizer, write_lines
 from truebatch.cli.app import run
@@ -60,3 +62,11 @@ def test_a_run_does_not_go_on_with_another_tokenizer(tmp_path, monkeypatch, caps
     capsys.readouterr()
     assert run([*command, "train.max_steps=2"]) == 2
     assert "the data is not what this run began with" in capsys.readouterr().err
+
+
+def test_a_text_on_which_the_pattern_of_a_tokenizer_gives_up_is_named(tmp_path):
+    given = tokenizer()
+    given.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("a+a+a+a+a+b"), "isolated")
+    write_lines(tmp_path / "data.jsonl", [{"text": "hello"}, {"text": "a" * 5000}])
+    with pytest.raises(DataError, match=r"data.jsonl:2: the tokenizer gives up"):
+        encode_file(replace(encoder("causal_lm"), tokenizer=given), tmp_path / "data.jsonl")

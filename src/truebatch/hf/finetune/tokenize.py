@@ -86,9 +86,8 @@ def _encode(encoder: FileTokenizer, path: Path, names: Sequence[str] | None) -> 
     _refuse_mixture(records, path)
     if names is None:
         names = label_names(found, encoder.known_labels, name=str(path)) if (found := _labels(records)) else ()
-    encode = _ENCODERS[type(records[0][1])]
     tokenised = counted(records, f"tokenising {path}", len(records))
-    samples = [(place, encode(encoder, record, place, names)) for place, record in tokenised]
+    samples = [(place, _encoded(encoder, record, place, names)) for place, record in tokenised]
     mute = _words_without_tokens(encoder, records, samples)
     kept, notes = _fit(encoder, samples, path)
     if not any(label != IGNORE for sample in kept for label in _labels_of(sample)):
@@ -105,10 +104,23 @@ def _encode(encoder: FileTokenizer, path: Path, names: Sequence[str] | None) -> 
 def encode_record(encoder: FileTokenizer, record: Any, place: str) -> Sample | None:
     """One record of a stream, encoded and fitted; None where it is longer than allowed and dropped."""
     found = read_record(encoder.task, record, place)
-    sample = _ENCODERS[type(found)](encoder, found, place, ())
+    sample = _encoded(encoder, found, place, ())
     if encoder.max_length is not None and _longest(sample) > encoder.max_length and encoder.overlong == "drop":
         return None
     return _fit(encoder, [(place, sample)], Path(place))[0][0]
+
+
+def _encoded(encoder: FileTokenizer, record: Any, place: str, names: Sequence[str]) -> Sample:
+    try:
+        return _ENCODERS[type(record)](encoder, record, place, names)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # what the tokenizers library raises is no Exception
+            raise
+        raise DataError(
+            f"{place}: the tokenizer gives up on this text",
+            seen=str(error)[:200],
+            do="shorten the text, or use a tokenizer whose pattern needs fewer steps",
+        ) from error
 
 
 def _refuse_mixture(records: Sequence[Placed], path: Path) -> None:
