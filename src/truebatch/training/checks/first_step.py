@@ -24,6 +24,7 @@ from truebatch.batch.split import leave_out
 from truebatch.data.loader import LoadedStep
 from truebatch.errors import LawError, TruebatchError
 from truebatch.io.atomic_files import read_json, write_json
+from truebatch.progress import stage
 from truebatch.training.checkpoint.state_dict import copy_buffers, restore_buffers
 from truebatch.training.checks.batch_coupling import Coupling, random_generators, refused_if_seen
 from truebatch.training.checks.checked_samples import CheckedSamples
@@ -75,6 +76,7 @@ class FirstStep:
     """Those that are known already: what is compared then has dropout switched off and batch statistics frozen."""
 
 
+@stage("checking that a few samples give alone what they give in batches")
 def check_equality(first: FirstStep) -> Equality:
     """Run a few samples alone and as they were cut, on every rank; all ranks return the same.
 
