@@ -25,8 +25,9 @@ from truebatch.hf.finetune.embedding import (
     save_sentence_files,
 )
 from truebatch.hf.finetune.evaluate import evaluate
+from truebatch.hf.finetune.export import export_model
 from truebatch.hf.finetune.generate import generate
-from truebatch.hf.finetune.lora import add_lora, check_peft, merge_into, name_base
+from truebatch.hf.finetune.lora import add_lora, check_peft
 from truebatch.hf.finetune.preference.system import prepare_preference, restore_pair_model
 from truebatch.hf.finetune.quantize import nf4_config, without_inference_kernels
 from truebatch.hf.finetune.text_pairs import encode_pairs
@@ -55,7 +56,6 @@ from truebatch.hf.pretrained import (
     tokenizer_fingerprint,
     with_dropout,
     with_labels,
-    without_chatter,
 )
 from truebatch.objective import Objective
 from truebatch.planning.lengths.measure import content_hash
@@ -345,17 +345,10 @@ def _describe(config: FinetuneConfig, ready: PreparedRun) -> list[str]:
 
 def _save(config: FinetuneConfig, ready: PreparedRun, model: nn.Module, folder: Path) -> None:
     """The model (or its adapter) and the tokenizer, as transformers loads them."""
-    saved: Any = model
-    if config.merge_lora:
-        saved, _ = load_weights(config.model, deepcopy(ready.configuration), config.task, seed=config.train.seed)
-        merge_into(saved, model)
-    with_dropout(saved.config, ready.dropouts)
-    with without_chatter():
-        saved.save_pretrained(folder)
-        if config.lora and not config.merge_lora and ready.train.label_names:
-            saved.config.save_pretrained(folder)  # the names of the classes, which the base's folder does not know
-    if config.lora and not config.merge_lora:
-        name_base(folder, config.model)
+    export_model(
+        config, ready.configuration, model, folder, dropouts=ready.dropouts,
+        with_configuration=bool(ready.train.label_names),
+    )  # fmt: skip
     if isinstance(ready.train, ImageChatStore):
         ready.train.processor.save_pretrained(folder)
         return

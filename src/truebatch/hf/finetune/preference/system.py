@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from truebatch.errors import ConfigError
 from truebatch.hf.finetune.config import FinetuneConfig
-from truebatch.hf.finetune.lora import add_lora, check_peft, merge_into, name_base
+from truebatch.hf.finetune.export import export_model
+from truebatch.hf.finetune.lora import add_lora, check_peft
 from truebatch.hf.finetune.preference.config import PreferenceConfig
 from truebatch.hf.finetune.preference.evaluate import FIELDS, evaluate_pairs
 from truebatch.hf.finetune.preference.known_reference import REFERENCE_FIELD, PairsWithReference, know_reference
@@ -35,8 +36,6 @@ from truebatch.hf.pretrained import (
     shape_of,
     sketch_model,
     tokenizer_fingerprint,
-    with_dropout,
-    without_chatter,
     without_dropout,
 )
 from truebatch.planning.lengths.measure import content_hash
@@ -256,15 +255,7 @@ def _describe(config: FinetuneConfig, ready: PreparedPairs) -> Sequence[str]:
 
 def _save(config: FinetuneConfig, ready: PreparedPairs, model: nn.Module, folder: Path) -> None:
     """The model (or its adapter) and the tokenizer, as transformers loads them."""
-    saved: Any = model
-    if config.merge_lora:
-        saved, _ = load_weights(config.model, deepcopy(ready.configuration), config.task, seed=config.train.seed)
-        merge_into(saved, model)
-    with_dropout(saved.config, ready.dropouts)
-    with without_chatter():
-        saved.save_pretrained(folder)
-        if config.lora and not config.merge_lora and config.task == "reward":
-            saved.config.save_pretrained(folder)  # its one number, which the base's folder does not know
-    if config.lora and not config.merge_lora:
-        name_base(folder, config.model)
+    export_model(  # a reward's one number is not known to the base's folder
+        config, ready.configuration, model, folder, dropouts=ready.dropouts, with_configuration=config.task == "reward"
+    )
     load_tokenizer(config.model, config.chat_template).save_pretrained(folder)
