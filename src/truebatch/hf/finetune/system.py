@@ -219,9 +219,8 @@ def measure(ready: PreparedRun, samples: Sized) -> Measured:
     """Tokens and labels of the first samples, from the encoded arrays."""
     assert not isinstance(ready.train, TokenStream)  # it is measured a window at a time
     found = _measured(ready.train, ready.head, len(samples), f"{ready.content}-{len(samples)}")
-    return (
-        replace(found, counts={**found.counts, BALANCE: found.lengths}) if is_balanced(ready.configuration) else found
-    )
+    more = {BALANCE: found.lengths} if is_balanced(ready.configuration) else {}
+    return replace(found, counts={**found.counts, **more})
 
 
 def _measured(store: TokenStore | ImageChatStore, head: ModelHead, number: int, fingerprint: str) -> Measured:
@@ -325,10 +324,8 @@ def _choose_layout(config: FinetuneConfig, model: nn.Module) -> tuple[Layout, st
 def _other_layout(model: nn.Module) -> Layout | None:
     """Padded rows, where packed ones need modules that are called by group, which costs calls and copies."""
     part: Any = language_model(model)
-    if packing_plan_of(part).is_plain:
-        return None
     with without_router_outputs(model):
-        return "padded" if is_proven(model, "padded") else None
+        return "padded" if not packing_plan_of(part).is_plain and is_proven(model, "padded") else None
 
 
 def _describe(config: FinetuneConfig, ready: PreparedRun) -> list[str]:
