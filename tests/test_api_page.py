@@ -31,4 +31,4 @@ def test_a_name_has_a_signature_a_summary_and_an_example(name):
     summary = rest.strip().splitlines()[0]
     assert len(summary) > 15
     assert not summary.startswith("```")
-    assert re.search(r"```pycon\n>>> .*?```", rest, re.DOTALL)
+    assert re.search(r"```python-console\n>>> .*?```", rest, re.DOTALL)

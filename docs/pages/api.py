@@ -52,7 +52,7 @@ def entry(name: str) -> str:
         example = split(inspect.getdoc(inspect.getmodule(named)) or "")[1]
     parts = [f"### {name}", fenced("text", [signature(name, named)]), *paragraphs(prose)]
     parts += [table for table in (fields_of(named), methods_of(named)) if table]
-    return "\n\n".join([*parts, fenced("pycon", [example])])
+    return "\n\n".join([*parts, fenced("python-console", [example])])
 
 
 def split(docstring: str) -> tuple[str, str]:
