@@ -19,7 +19,7 @@ TOPICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "planning": ("Planning", ("planning",)),
     "proofs": ("Proofs and the census", ("verify", "half_precision", "census*")),
     "reliability": ("Kills, damage, resumed runs", ("reliability", "trainer_reliability", "scoring_kills*")),
-    "scoring": ("Scoring", ("scoring*",)),
+    "scoring": ("Scoring", ("scoring*", "score_command*")),
     "commands": ("Commands on a GPU", ("commands*",)),
     "chinese_gpt": ("chinese_gpt", ("chinese_gpt*", "chinese_poems*")),
     "stitched_llm": ("stitched_llm", ("stitched_llm*",)),
