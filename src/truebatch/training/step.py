@@ -281,7 +281,8 @@ def forward_backward(
     engine: StepEngine, batches: Sequence[MicroBatch], counts: Mapping[str, int], *, epoch: int
 ) -> dict[str, Tensor]:
     """Forward and backward of every micro-batch; the sums of the terms, still on the device."""
-    batched = [] if engine.is_sharded else parameters_to_add(engine.model, _parameters(engine))
+    trained = [p for group in engine.groups for p in group.parameters]
+    batched = [] if engine.is_sharded else parameters_to_add(engine.model, trained)
     sums: dict[str, Tensor] = {}
 
     def begin() -> None:
@@ -292,10 +293,6 @@ def forward_backward(
 
     run_with_oom_retry(engine, batches, begin=begin, run=run)
     return sums
-
-
-def _parameters(engine: StepEngine) -> list[nn.Parameter]:
-    return [p for group in engine.groups for p in group.parameters]
 
 
 @contextmanager

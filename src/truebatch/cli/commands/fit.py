@@ -64,8 +64,9 @@ def show_fit(
 
       truebatch fit task.py:system --config run.yaml --set train.precision=bf16 --json
     """
-    from truebatch.training.choices.choose import shown, time_and_keep
+    from truebatch.training.choices.choose import time_and_keep
     from truebatch.training.choices.run_choices import settle_precision
+    from truebatch.training.choices.setting_choice import shown
     from truebatch.training.memory.batch_size_table import HERE, save_sizing, size_task
     from truebatch.training.registry import find_system
     from truebatch.training.system import train_settings, with_train

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -30,6 +30,7 @@ from truebatch.training.choices.measured_speed import (
     samples_of_rank,
     time_measured,
 )
+from truebatch.training.choices.setting_choice import Chooser, SettingChoice
 from truebatch.training.config import TrainConfig
 from truebatch.training.data import TrainData
 from truebatch.training.distributed.collectives import is_sharded
@@ -61,42 +62,6 @@ FASTER = 1.05
 """Another layout must be so much faster than the one that is the first choice: less is the noise of timing."""
 LOAD_SHARE, MOST_WORKERS = 0.02, 8
 """Reading samples in the process that trains may take this share of its time."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SettingChoice:
-    """One setting, and why."""
-
-    setting: str
-    value: Any
-    why: str
-    also: Mapping[str, Any] | None = None
-    """Other settings that it implies."""
-
-    @property
-    def line(self) -> str:
-        """For the start of a run, with the setting that overrides it. A layout comes with a line of its own."""
-        if self.setting == "layout":
-            return self.why
-        return f"{self.setting}: {shown(self.value)}, {self.why} (--set train.{self.setting}=... overrides it)"
-
-
-def shown(value: Any) -> str:
-    """A value as it is written behind `--set`."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Chooser:
-    """What choosing needs, whatever is chosen."""
-
-    task: Task
-    model: nn.Module
-    data: TrainData
-    """MeasuredSpeed."""
-    facts: DeviceFacts
-    say: Callable[[str], None]
-    """Told while something is measured."""
 
 
 def choose_settings(

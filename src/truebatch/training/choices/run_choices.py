@@ -15,8 +15,9 @@ from truebatch.config.yaml_files import read_yaml
 from truebatch.errors import RunError
 from truebatch.io.atomic_files import corrupt_file_errors, read_json, storage_error, write_json
 from truebatch.objective import Objective
-from truebatch.training.choices.choose import SettingChoice, choose_precision, choose_settings, shown
+from truebatch.training.choices.choose import choose_precision, choose_settings
 from truebatch.training.choices.device_facts import device_facts
+from truebatch.training.choices.setting_choice import SettingChoice, shown
 from truebatch.training.config import TrainConfig
 from truebatch.training.data import TrainData, first_samples, measure_by_reading
 from truebatch.training.distributed.collectives import broadcast_from_rank0, rank
