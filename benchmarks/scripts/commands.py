@@ -116,7 +116,7 @@ def main(words: Sequence[str] | None = None) -> int:
     place.log.write_text("", encoding="utf-8")
     lines = [line for line in make_lines(is_gpu=config.device == "cuda") if not config.only or line.name in config.only]
     rows: list[Row] = []
-    about = origin(config, "transformers", command=command_line(__name__))
+    about = origin(config, "transformers", command=command_line("benchmarks.scripts.commands"))
     for row in run_all(lines, place, config, until=began + config.seconds):
         rows.append(row)
         print(f"{row.verdict:8} {row.seconds:6.1f} s  {row.name}: {row.said}", flush=True)
