@@ -205,5 +205,5 @@ def test_the_page_of_a_quick_check_counts_no_layout_that_was_not_examined():
     assert "Only the layout that is used was examined" in page
     assert "right padded and equal" not in page
     assert "right padded and equal" in markdown(FACTS, [row, other])
-    assert "| llama | equal | packed | equal | 1.5x |" in page
+    assert "| llama | equal | packed | equal | table | 1.5x |" in page
     assert "* rows of samples; T5Attention by groups of similar length: t5" in page
