@@ -155,6 +155,7 @@ def test_bf16_holds_for_forward_passes(tmp_path):
     assert 1e-6 < relative(module.found[0], expected) < 5e-2
 
 
+@pytest.mark.slow
 def test_two_processes_make_the_updates_of_one(tmp_path):
     run_two("tests.adapters.lightning_processes", tmp_path)
     alone = module_of("causal_lm", rate=0.1)

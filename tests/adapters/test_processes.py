@@ -9,6 +9,8 @@ from tests.adapters import processes
 from tests.adapters.started import run_two
 from tests.adapters.trainers import relative
 
+pytestmark = pytest.mark.xdist_group("adapter_processes")  # started once
+
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):

@@ -26,6 +26,7 @@ from truebatch_systems.chinese_gpt.tokenizer.vocabulary import Vocab
 from truebatch_systems.chinese_gpt.train.objective import NextToken
 
 
+@pytest.mark.slow
 def test_32_sentences_are_learned_by_heart_in_300_steps():
     vocab = Vocab.build_from_texts(STATEMENTS)
     texts = list({tuple(vocab.encode(text)[:2]): text for text in STATEMENTS}.values())[:32]  # told apart by two words

@@ -31,6 +31,7 @@ def test_two_processes_train_the_adapter_that_one_trains(cached, tmp_path):
     assert not torch.equal(one, torch.zeros_like(one))
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_donors_that_are_not_there(tmp_path):
     given = [
         "train",

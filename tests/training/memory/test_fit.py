@@ -179,12 +179,12 @@ def test_prices_that_are_there_are_found():
 def test_no_micro_batch_of_a_plan_under_the_largest_budget_needs_more_than_the_limit(
     prices, shortest, more, limit, layout, seed
 ):
-    lengths = np.random.default_rng(seed).integers(shortest, shortest + more + 1, 400)
+    lengths = np.random.default_rng(seed).integers(shortest, shortest + more + 1, 150)
     fit = line(*prices)
     cells = largest_cells(fit, Sizes(lengths), layout=layout, limit_bytes=limit)
     if cells < lengths.max():
         return
-    for samples_per_step in (50, 400):
+    for samples_per_step in (30, 150):
         plan = build_plan(lengths, PlanConfig(layout=layout, cells=cells, samples_per_step=samples_per_step))
         for rows in (rows for at in range(plan.num_steps) for rows in plan.step(at)[0]):
             assert fit.predict_safely(*Sizes(lengths[rows.ids]).shape(layout)) <= limit

@@ -26,12 +26,12 @@ def row_of(model_type, head="causal_lm", **more):
     [
         ("llama", "causal_lm", "equal", "packed"),
         ("gpt_oss", "causal_lm", "equal", "packed"),
-        ("rwkv", "causal_lm", "equal", "packed"),
+        pytest.param("rwkv", "causal_lm", "equal", "packed", marks=pytest.mark.slow),
         ("bert", "masked_lm", "equal", "packed"),
         ("t5", "seq2seq", "equal", "packed"),
         ("encoder-decoder", "seq2seq", "equal", "packed"),
         ("qwen2_vl", "vision_language", "equal", "packed"),
-        ("gemma3", "vision_language", "equal", "packed"),
+        pytest.param("gemma3", "vision_language", "equal", "packed", marks=pytest.mark.slow),
     ],
 )
 def test_an_architecture_is_equal_or_falls_back_and_a_leak_would_have_been_seen(model_type, head, verdict, chosen):
