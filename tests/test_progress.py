@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,8 +21,14 @@ class Terminal(io.StringIO):
         raise OSError
 
 
+@pytest.fixture(autouse=True)
+def _clock_that_stands(monkeypatch):
+    """However slow the machine is."""
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: 50_000.0))
+
+
 def silent_since(line: ProgressLine, seconds: float) -> None:
-    line.said_at = time.monotonic() - seconds
+    line.said_at = progress.time.monotonic() - seconds
 
 
 def test_a_silent_command_on_a_terminal_says_its_stage_and_how_much_is_left():

@@ -84,7 +84,7 @@ def media_inputs(model: nn.Module, lengths: Sequence[int], seed: int = 0) -> Med
         try:
             draw = torch.Generator().manual_seed(seed)
             found.samples.extend(_taken(model, found, length, draw) for length in lengths)
-        except Exception as error:  # that is the question; what was said of the first form that came closest is told
+        except Exception as error:  # that is the question; what the model said of the first form is told
             lines = str(error).strip().splitlines() or ["-"]
             said.append(f"{type(error).__name__}: {lines[0]}"[:160])
             continue

@@ -195,7 +195,8 @@ def _judge_fp32(engine: StepEngine, ways: TwoWays, gap: Gap, alone: PassResult) 
     """What is over the tolerance is judged by the same step in fp64, where rounding is gone and a fault is not.
 
     In fp32 itself it may then be a few times what rounding does to the samples alone: how far they are from fp64, and how far
-    they move with the last bits of the weights (a gradient jumps where a nearest neighbour or a kept token changes).
+    they move with the last bits of the weights (a gradient jumps where a nearest neighbour or a kept token changes). Where
+    rows in fp64 do not fit into memory, that is all there is to hold a difference against.
     """
     if not gap.is_over(TOLERANCE):
         return MeasuredGap(gap=gap)
@@ -214,7 +215,7 @@ def _judge_fp32(engine: StepEngine, ways: TwoWays, gap: Gap, alone: PassResult) 
             is_equal = True
     except Exception as error:  # a layer without fp64 may raise anything
         if not is_out_of_memory(error):
-            return _undecided(told, f"in fp64 it raises {type(error).__name__}")
+            return _undecided(told, f"in fp64 it raises {type(error.__cause__ or error).__name__}")
     free_memory(engine.device)
     for seed in range(_TRIALS):
         with last_bits_moved(engine.model, seed):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from truebatch.errors import ConfigError
 from truebatch.testing.tiny_hf.media_samples import MediaInputs, Sample, media_inputs
+from truebatch.training.memory.oom import first_line
 from truebatch.verification.census.reference import Distance, Step, cell_distance, distance
 from truebatch.verification.config import VerifyConfig
 from truebatch.verification.outputs import named_tensors
@@ -88,7 +89,7 @@ def _padded(model: nn.Module, inputs: MediaInputs, others: MediaInputs) -> dict[
         subject = ListSubject(inputs.samples, lambda many: _by_sample(model, inputs, many), model)
         report = prove(subject, VerifyConfig())
     except Exception as error:  # what cannot be asked is not used
-        return {"verdict": "refused", "why": f"{type(error).__name__}: {str(error).splitlines()[0]}"[:200]}
+        return {"verdict": "refused", "why": f"{type(error).__name__}: {first_line(error)}"}
     if not report.ok:
         return {"verdict": "different" if report.is_broken else "not proven", "why": _why(report)}
     return {"proven": True, **_checked(model, others, [list(reversed(range(len(others.samples))))])}
@@ -112,7 +113,7 @@ def _checked(model: nn.Module, inputs: MediaInputs, groups: Sequence[Sequence[in
                 else far
             )
     except Exception as error:  # raising is not silent: the layout is not usable, and says so
-        return {"verdict": "refused", "why": f"{type(error).__name__}: {str(error).splitlines()[0]}"[:200]}
+        return {"verdict": "refused", "why": f"{type(error).__name__}: {first_line(error)}"}
     check = {"outputs": _number(far.outputs), "gradient": _number(far.gradient)}
     is_equal = _is_within(far)
     why = "" if is_equal else f"outputs {check['outputs']}, gradient {check['gradient']} from one by one"
