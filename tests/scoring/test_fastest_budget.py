@@ -97,3 +97,21 @@ def test_a_damaged_file_is_measured_again(monkeypatch, tmp_path):
 def test_long_answers_are_cut_short_while_measuring(monkeypatch):
     judge = Judge(dict.fromkeys(range(1, 65), 1.0), new_tokens=200)
     assert settle(judge, monkeypatch, SAMPLES) == 32 * 220  # as few calls as with more
+
+
+class Stumbling(Judge):
+    """Raises for every batch, as a model does for one sample that it cannot take."""
+
+    def judge(self, prepared):
+        raise RuntimeError("index out of range")
+
+
+class Unreadable(Judge):
+    def prepare(self, sample):
+        raise ValueError("no such template")
+
+
+@pytest.mark.parametrize("kind", [Stumbling, Unreadable])
+def test_a_sample_that_cannot_be_judged_ends_no_run_while_measuring(kind, monkeypatch, tmp_path):
+    assert settle(kind(RISING), monkeypatch, SAMPLES) == FEW_ROWS * 21
+    assert not list(tmp_path.rglob("*.json")), "nothing was measured, so nothing is kept"

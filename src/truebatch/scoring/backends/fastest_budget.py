@@ -6,6 +6,7 @@ A GPU takes what its memory holds. A CPU has room for far more than its caches, 
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,13 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from truebatch.errors import TruebatchError
+from truebatch.errors import ConfigError, TruebatchError
 from truebatch.io.atomic_files import read_json, to_json, write_json
 from truebatch.planning.lengths.measured_values import cache_folder
 from truebatch.scoring.backends.interface import Cost, ScoreRequest
 from truebatch.scoring.batch_plan import DEFAULT_CELLS
 from truebatch.scoring.memory_budget import LocalModel, fit_cells
 from truebatch.scoring.prefetch import attempt
+from truebatch.training.memory.oom import first_line
+
+_LOG = logging.getLogger(__name__)
 
 FEW_ROWS, MORE_ROWS = 8, 32
 """Samples of a batch that is fast on any CPU, and of one that may be faster."""
@@ -62,15 +66,24 @@ def fastest_cells(backend: LocalModel, samples: Sequence[ScoreRequest], *, rows:
     number = min(MOST, len(samples) // SHARE)
     if number < LEAST:
         return few
-    found = _measure(backend, samples, number, sorted({few, MORE_ROWS * typical, DEFAULT_CELLS}), rows=rows)
+    try:
+        found = _measure(backend, samples, number, sorted({few, MORE_ROWS * typical, DEFAULT_CELLS}), rows=rows)
+    except ConfigError:
+        raise
+    except Exception as error:  # of one sample, or of memory: the run comes to it, and its record says so
+        _LOG.debug("no budget was measured: %s", first_line(error))
+        return few
+    if found is None:
+        return few
     _keep(file, found, typical)
     return found
 
 
 def _measure(
     backend: LocalModel, samples: Sequence[ScoreRequest], number: int, budgets: Sequence[int], *, rows: int
-) -> int:
-    """The smallest budget that no larger one is clearly faster than, for `number` samples of usual length."""
+) -> int | None:
+    """The smallest budget that no larger one is clearly faster than, for `number` samples of usual length; None where none
+    of these can be read."""
     ready = [(cost, one) for one in samples if isinstance(cost := attempt(backend.cost, one), Cost)]
     ready.sort(key=lambda one: one[0].tokens + one[0].new_tokens)
     first = (len(ready) - number) // 2
@@ -81,6 +94,8 @@ def _measure(
         for cost, sample in usual
         if not isinstance(one := attempt(backend.prepare, sample), Exception)
     ]
+    if not prepared:
+        return None
     best, least = budgets[0], float("inf")
     tried = set[int]()
     for cells in budgets:
